@@ -1,0 +1,1 @@
+"""Where graphs run: open a device by its name."""

@@ -1,0 +1,141 @@
+"""Device and Collectives: the seam between one model's maths and the processor it runs on.
+
+Shapes: B rows, T new tokens, L attended positions, H KV heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tag = Literal["prefill", "decode", "verify"]
+Output = Literal["greedy", "sample", "logits", "scores"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One compiled graph: `rows` x `tokens` new tokens that attend the first `length` KV positions.
+
+    `output`: greedy (next ids by argmax), sample (next ids by the row's parameters), logits (as sample, and the last
+    token's logits [B, V] for host processors and logprobs), scores (logits of every new token [B, T, V]).
+    """
+
+    tag: Tag
+    rows: int
+    tokens: int
+    length: int
+    output: Output
+
+
+@dataclass(slots=True)
+class Batch:
+    """The inputs of one step, padded to a Shape. Idle rows point at the scratch row, padding tokens at the scratch column.
+
+    tokens, positions [B,T] int32; rows, last [B] int32 (`last`: index of a row's last true token); temperature, top_p, min_p, uniform [B]
+    float32; top_k, adapters [B] int32.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    last: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+    adapters: Tensor
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step returns: ids [B] int32; complete [B] bool (False: the nucleus left the candidate set, sample that row on the host);
+    logits [B,V] or [B,T,V] float32 where the shape asks for them; hidden [B,T,E] where a pipeline stage is not the last."""
+
+    ids: Tensor | None = None
+    complete: Tensor | None = None
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+class Collectives(Protocol):
+    """Sums and copies between the ranks of one group. Every rank calls the same verbs in the same order."""
+
+    rank: int
+    ranks: int
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, on every rank; same shape."""
+
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' tensors along `dim` in rank order, on every rank."""
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Sum over ranks, then keep this rank's equal share of `dim`."""
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send to one rank; the receiver knows shape and dtype."""
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        """Receive into `x` from one rank."""
+
+    def broadcast(self, x: Tensor, rank: int) -> None:
+        """Copy `x` of `rank` into everybody's `x`."""
+
+
+class Solo:
+    """Collectives of a group of one: nothing moves."""
+
+    rank = 0
+    ranks = 1
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def send(self, x: Tensor, rank: int) -> None:
+        raise RuntimeError("a group of one rank has nobody to send to")
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        raise RuntimeError("a group of one rank has nobody to receive from")
+
+    def broadcast(self, x: Tensor, rank: int) -> None:
+        return None
+
+
+Weights = Mapping[str, Any]  # {"top": {name: Tensor}, "layers": [{name: Tensor}, ...]}
+Program = Callable[..., StepOutput]  # engine.step.step with the architecture bound
+Progress = Callable[[int, int, Shape], None]  # done, total, the shape just made ready
+
+
+class Device(Protocol):
+    """A processor that holds one rank's weights and KV, and runs the listed shapes of one step function."""
+
+    ranks_per_process: int
+
+    def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
+        """Take the rank's weights and allocate zeroed KV, one tensor [2, rows, H, length, D] a layer."""
+
+    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Make every shape ready to run at full speed. A shape that was not listed is an error afterwards."""
+
+    def run(self, shape: Shape, batch: Batch) -> StepOutput:
+        """Run one step; KV is updated in place. Raises CompileError for a shape that was not compiled."""
+
+    def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
+        """Copy positions [start, stop) of one row: [2, H, stop-start, D] a layer."""
+
+    def kv_write(self, row: int, start: int, values: Sequence[Tensor]) -> None:
+        """Write what `kv_read` returned at `start` of one row."""
+
+    def close(self) -> None:
+        """Give everything back."""

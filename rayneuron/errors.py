@@ -1,0 +1,106 @@
+"""The exception tree, each with its HTTP status and whether a retry helps.
+
+RayNeuronError                     500
+ ├─ ConfigError                    400  a deployment file or argument is wrong; says what to write instead
+ ├─ CheckpointError                400  a model directory is incomplete, damaged or of an unknown kind
+ ├─ CompileError                   500  a graph could not be built, or a shape was not listed
+ ├─ RequestError                   400  one request is wrong; `param` names the field
+ │   ├─ UnknownModel               404
+ │   └─ BodyTooLarge               413
+ ├─ Busy                           429  queue full or no capacity; `retry_after_s`
+ ├─ NotReady                       503  still loading, draining or unhealthy
+ ├─ RequestTimeout                 408  the request's own deadline passed
+ ├─ TransferError                  503  KV hand-off failed; the caller recomputes
+ └─ WorkerLost                     503  a rank or its node died
+"""
+
+from __future__ import annotations
+
+
+class RayNeuronError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+    status = 500
+    retry = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default pickling, and Ray sends errors between processes.
+        return (_rebuild, (type(self), self.message, self.param, self.retry_after_s))
+
+
+def _rebuild(kind: type[RayNeuronError], message: str, param: str | None, retry_after_s: float | None) -> RayNeuronError:
+    return kind(message, param=param, retry_after_s=retry_after_s)
+
+
+class ConfigError(RayNeuronError):
+    """A deployment file, option or command-line argument is wrong."""
+
+    status = 400
+
+
+class CheckpointError(RayNeuronError):
+    """A model directory is incomplete, damaged, unsafe, or of a kind nothing here reads."""
+
+    status = 400
+
+
+class CompileError(RayNeuronError):
+    """A graph could not be built, or a step asked for a shape that was never listed."""
+
+
+class RequestError(RayNeuronError):
+    """One request is wrong; `param` names the field."""
+
+    status = 400
+
+
+class UnknownModel(RequestError):
+    """No model of that name is served here."""
+
+    status = 404
+
+
+class BodyTooLarge(RequestError):
+    """The request body exceeds the limit."""
+
+    status = 413
+
+
+class Busy(RayNeuronError):
+    """Queues are full; try again after `retry_after_s`."""
+
+    status = 429
+    retry = True
+
+
+class NotReady(RayNeuronError):
+    """The engine is loading, draining or unhealthy."""
+
+    status = 503
+    retry = True
+
+
+class RequestTimeout(RayNeuronError):
+    """The request's own deadline passed before it ended."""
+
+    status = 408
+
+
+class TransferError(RayNeuronError):
+    """KV could not be handed over; recompute."""
+
+    status = 503
+    retry = True
+
+
+class WorkerLost(RayNeuronError):
+    """A rank of the group, or the node it ran on, is gone."""
+
+    status = 503
+    retry = True

@@ -1,0 +1,23 @@
+"""The only place that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where converted models and compiled graphs live: RAYNEURON_CACHE, else XDG_CACHE_HOME/rayneuron, else ~/.cache/rayneuron."""
+    named = os.environ.get("RAYNEURON_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayneuron"
+
+
+def threads() -> int:
+    """CPU threads of one rank when the configuration names none: OMP_NUM_THREADS if it is set by hand, else the cores this process may use.
+
+    Ray sets OMP_NUM_THREADS=1 in actors whose num_cpus is 1 or less, so a Serve replica passes its share explicitly instead.
+    """
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    return int(named) if named.isdigit() and int(named) > 0 else len(os.sched_getaffinity(0))

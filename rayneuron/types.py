@@ -1,0 +1,209 @@
+"""What crosses process boundaries: requests, sampling parameters, deltas, usage, snapshots (msgspec structs)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from rayneuron.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20  # alternatives a token, as OpenAI and vLLM cap them
+MIN_TEMPERATURE = 0.01  # below this fp32 logits overflow; vLLM raises small temperatures to it too
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens, named as vLLM names it. Ranges are checked on construction; vocabulary and lengths by the engine.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. `max_tokens` None means as many as fit.
+    `logprobs` k returns the chosen token and the k likeliest (0: the chosen one only); `prompt_logprobs` likewise for the prompt.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(f"{name} must be between {low:g} and {high:g}, got {value!r}", param=name)
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}", param="top_p")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise RequestError(f"repetition_penalty must be greater than 0, got {self.repetition_penalty!r}", param="repetition_penalty")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise RequestError(f"max_tokens must be at least 0, got {self.max_tokens}", param="max_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}", param="min_tokens")
+        if self.n > 1 and self.greedy:
+            raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
+        if any(not s for s in self.stop):
+            raise RequestError("stop must not hold an empty string", param="stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids")
+
+    @property
+    def greedy(self) -> bool:
+        """True where the likeliest token is always chosen."""
+        return self.temperature == 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """True where a host-side logits processor has work for this request."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.no_repeat_ngram_size
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.banned_token_ids
+            or self.bad_words_ids
+            or self.min_tokens
+        )
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("min_tokens", 0, 2**31),
+    ("temperature", 0, 2),
+    ("top_k", -1, 2**31),
+    ("min_p", 0, 1),
+    ("seed", -(2**63), 2**63 - 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("no_repeat_ngram_size", 0, 2**31),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """One prompt on its way to the engine; token ids only.
+
+    `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    adapter: str | None = None
+    tenant: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural-log probability of one token and of the likeliest alternatives (descending); `rank` 1 is the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class Stamps(msgspec.Struct):
+    """The life of a request in `time.monotonic()` seconds (0.0: not reached); the seven trace points."""
+
+    arrived: float = 0.0
+    scheduled: float = 0.0
+    prefill_done: float = 0.0
+    handed_over: float = 0.0
+    adopted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+class TokenDelta(msgspec.Struct):
+    """What one engine step adds to one choice of one request. `index` is the choice (0 <= index < n).
+
+    `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
+    `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    eos: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    error: str | None = None
+    stamps: Stamps | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one reply."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Delta(msgspec.Struct):
+    """A `TokenDelta` with its text: what a client sees. `text` never holds half a character nor a withheld stop string.
+
+    `token_ids` are the tokens counted as output so far in this delta; `stop_reason` is the stop string or token id that ended the choice, None for EOS.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The load of one engine at one moment: what admission, routing, scaling, health and metrics decide on."""
+
+    running: int = 0
+    waiting: int = 0
+    slots_free: int = 0
+    slots_total: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
+    waiting_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    last_step_s: float = 0.0
+    step_started_s: float = 0.0
