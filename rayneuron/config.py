@@ -1,0 +1,188 @@
+"""Every word a deployment file may say (pydantic; unknown keys are refused with the nearest name)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rayneuron.errors import ConfigError
+from rayneuron.types import SamplingParams
+
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+
+# LMI calls dtypes by its `amp` names, transformers and vLLM by torch's: one table, one meaning.
+DTYPE_ALIASES = {
+    "float32": "fp32", "f32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "half": "fp16",
+}  # fmt: skip
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Model(_Section):
+    """Which checkpoint, under which name."""
+
+    path: str = Field(description="A model directory, or demo:NAME (demo:smollm2, demo:random:llama-1b).")
+    name: str | None = Field(None, description="The name clients use; default: the last part of the path.")
+    tokenizer: str | None = Field(None, description="Another directory to take the tokenizer from.")
+    chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
+    allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
+    config: dict[str, Any] | None = Field(None, description="config.json inline, so that `rayneuron plan` works without the checkpoint.")
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use."""
+        return self.name or self.path.rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
+
+
+class Buckets(_Section):
+    """The static shapes. Each list: None for powers of two up to its maximum, which is always in it."""
+
+    context_encoding: list[int] | None = Field(None, description="New tokens of a prefill step (T).")
+    token_generation: list[int] | None = Field(None, description="Attended positions (L), also called sequence buckets.")
+    batch: list[int] | None = Field(None, description="Rows of a decode step (B).")
+    smallest: int = Field(128, ge=1, description="First power of two of the generated length buckets.")
+
+    @field_validator("context_encoding", "token_generation", "batch")
+    @classmethod
+    def _positive(cls, value: list[int] | None) -> list[int] | None:
+        if value is None:
+            return None
+        if not value or min(value) < 1:
+            raise ValueError(f"a bucket list needs at least one positive number, got {value}; leave it out for powers of two")
+        return sorted(set(value))
+
+
+class Limits(_Section):
+    """What one application admits. Hot: may change through user_config."""
+
+    max_waiting: int = Field(256, ge=0, description="Requests that may wait for a slot; one more is answered 429.")
+    max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait.")
+    max_body_bytes: int = Field(8 * 2**20, ge=1024)
+    request_timeout_s: float | None = Field(None, gt=0, description="Default deadline of a request; None: no limit.")
+    retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
+
+
+class Serving(_Section):
+    """How Ray Serve runs it."""
+
+    num_replicas: int = Field(1, ge=0)
+    autoscaling: dict[str, Any] | None = Field(None, description="Ray Serve's autoscaling_config, instead of num_replicas.")
+    num_cpus: float | None = Field(None, gt=0, description="CPUs a replica reserves in Ray; default 1.")
+    drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams; longer than the longest stream.")
+    stall_timeout_s: float = Field(120.0, gt=0, description="No step finished for so long while work is pending: the replica is unhealthy.")
+    api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
+    log_prompts: bool = False
+    trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
+    page: bool = Field(True, description="Serve the chat page at /.")
+
+
+class Deployment(_Section):
+    """The `args` of one Serve application: one model."""
+
+    model: Model
+    device: str = Field("cpu", description="cpu, neuron or null.")
+    instance: str | None = Field(None, description="Declare an instance type (inf2.48xlarge, ...) instead of detecting one.")
+    nodes: int = Field(1, ge=1)
+    dtype: Dtype = "auto"
+    quantization: str | None = Field(None, description="int8, f8e4m3 or f8e5m2 weights; a quantised checkpoint says so itself.")
+    kv_dtype: str | None = Field(None, description="KV cache in another dtype: f8e4m3, f8e5m2; default: the compute dtype.")
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
+    max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once: KV slots.")
+    prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
+    kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of one rank; default: this rank's share of the cores.")
+    fused_qkv: bool = True
+    seed: int | None = Field(None, description="Seed of requests that bring none; default: from the system.")
+    buckets: Buckets = Buckets.model_construct()
+    sampling_defaults: dict[str, Any] = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
+    limits: Limits = Limits.model_construct()
+    serving: Serving = Serving.model_construct()
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _alias(cls, value: object) -> object:
+        return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("sampling_defaults")
+    @classmethod
+    def _known_parameters(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if key not in SamplingParams.__struct_fields__:
+                raise ValueError(f"{key!r} is no sampling parameter{_nearest(key, SamplingParams.__struct_fields__)}")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Deployment:
+        if self.quantization is not None and self.dtype == "fp16" and self.device == "cpu":
+            raise ValueError("dtype fp16 with quantised weights is not available on the CPU; write dtype: bf16 or fp32")
+        if self.max_model_len is not None and self.buckets.token_generation and max(self.buckets.token_generation) > self.max_model_len:
+            raise ValueError(
+                f"buckets.token_generation goes to {max(self.buckets.token_generation)}, beyond max_model_len {self.max_model_len}"
+            )
+        return self
+
+
+class HotSettings(_Section):
+    """What `user_config` may change without a restart."""
+
+    sampling_defaults: dict[str, Any] | None = None
+    limits: Limits | None = None
+
+
+def parse(args: Mapping[str, Any] | Deployment) -> Deployment:
+    """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
+    if isinstance(args, Deployment):
+        return args
+    return _validate(Deployment, args)
+
+
+def parse_hot(user_config: Mapping[str, Any] | None) -> HotSettings:
+    """Check a `user_config`. Raises ConfigError."""
+    return _validate(HotSettings, user_config or {})
+
+
+def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}."""
+    out = dict(args)
+    for dotted, value in assignments.items():
+        head, _, rest = dotted.partition(".")
+        out[head] = override(out.get(head) or {}, {rest: value}) if rest else value
+    return out
+
+
+def _validate(kind: type[Any], args: Mapping[str, Any]) -> Any:
+    try:
+        return kind.model_validate(args)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_say(kind, problem) for problem in error.errors())) from None
+
+
+def _say(kind: type[BaseModel], problem: Any) -> str:
+    path = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        parent = _section(kind, problem["loc"][:-1])
+        return f"unknown key {path}{_nearest(str(problem['loc'][-1]), list(parent.model_fields))}"
+    if problem["type"] == "missing":
+        return f"{path} is missing"
+    reason = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{path}: {reason}" if path else reason
+
+
+def _section(kind: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:
+    for part in path:
+        annotation = kind.model_fields[part].annotation
+        kind = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel))
+    return kind
+
+
+def _nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
