@@ -1,0 +1,107 @@
+"""One parsed call: what was asked, the requests it became, and how to answer; independent of the dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from rayneuron.types import Delta, Request
+
+Json = dict[str, Any]
+
+
+class Encoder(Protocol):
+    """The part of `rayneuron.text.Text` the dialects use."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
+    def token(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a server knows before any call. `models`: served names, the first answers a body without `model`.
+
+    `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
+    """
+
+    models: tuple[str, ...]
+    text: Encoder
+    max_model_len: int
+    vocab_size: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    max_prompts: int = 1024
+
+
+class Stream(Protocol):
+    """An answer sent piece by piece; every verb returns ready bytes (b"": nothing to send)."""
+
+    content_type: str
+    done: bool
+    failed: bool
+
+    def first(self) -> bytes: ...
+
+    def chunk(self, delta: Delta) -> bytes: ...
+
+    def last(self) -> bytes: ...
+
+    def error(self, wrong: BaseException) -> bytes: ...
+
+
+class Answer(NamedTuple):
+    """How one endpoint of one dialect answers."""
+
+    reply: Callable[[Call, Iterable[Delta]], Json]
+    open: Callable[[Call], Stream]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply."""
+
+    id: str
+    created: int
+    model: str
+    requests: list[Request]
+    text: Encoder
+    answer: Answer
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    stream_interval: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: tuple[str, ...] = ()
+    role: str = "assistant"
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> int:
+        """How many choices the reply has, over all prompts."""
+        return len(self.requests) * self.n
+
+    def reply(self, deltas: Iterable[Delta]) -> Json:
+        """The unary reply from every delta of the call in arrival order; raises what a failed delta says."""
+        return self.answer.reply(self, deltas)
+
+    def open(self) -> Stream:
+        """A fresh stream for this call."""
+        return self.answer.open(self)
+
+    def prompt(self, request_id: str) -> int:
+        """Which prompt an engine request id belongs to (ids end in `-<prompt>`)."""
+        return int(request_id.rpartition("-")[2])
