@@ -1,0 +1,1 @@
+"""Several processes that act as one runner: cores, layout, environment, workers."""

@@ -1,0 +1,1 @@
+"""Pure decisions over snapshots: no Ray, no torch, no clock."""
