@@ -1,0 +1,78 @@
+"""What distinguishes one decoder from another, and nothing else.
+
+E hidden size, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions turn into angles. `dim` is the rotated part of a head, `pairs` rotates neighbours (GPT-J) and not halves.
+
+    `original` is the length the model was trained at before scaling, 0 where the kind has none. `scale` multiplies cos and sin.
+    """
+
+    kind: str = "default"
+    dim: int = 0
+    theta: float = 10000.0
+    pairs: bool = False
+    factor: float = 1.0
+    original: int = 0
+    scale: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low: float = 1.0
+    high: float = 4.0
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One decoder as data. Counts are those of the whole model, not of a rank."""
+
+    model_type: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    max_positions: int = 0  # 0: no limit (alibi)
+    act: str = "silu"  # a key of feedforward.ACTIVATIONS
+    gated: bool = True  # gate/up/down, or up/down
+    norm: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    post_norm: bool = False  # OPT-350m: normalise after the residual
+    position: Literal["rope", "learned", "alibi"] = "rope"
+    position_offset: int = 0  # OPT starts at 2
+    rope: Rope = field(default_factory=Rope)
+    parallel: bool = False  # attention and feed-forward read the same residual
+    windows: tuple[int, ...] = ()  # a sliding window a layer, 0: full attention; (): every layer is full
+    qk_norm: bool = False
+    clip_qkv: float = 0.0
+    softcap_attention: float = 0.0
+    softcap_logits: float = 0.0
+    attention_scale: float = 0.0  # 0: D ** -0.5
+    experts: int = 0
+    top_k: int = 0
+    renormalise: bool = True
+    capacity_factor: float | None = None  # None: no token is ever dropped
+    tied: bool = False
+    biased: tuple[str, ...] = ()  # which of q k v o gate up down have a bias, where a family leaves it open
+    gqa: str | None = None  # a sharding strategy by name; None: chosen by shard.head_plan
+    sequence_shards: int = 1  # ranks one KV group is split over by position (flash decoding)
+
+    @property
+    def scale(self) -> float:
+        """What query-key products are multiplied with."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    def window(self, layer: int) -> int:
+        """The sliding window of one layer, 0 where attention is full."""
+        return self.windows[layer] if self.windows else 0

@@ -1,0 +1,79 @@
+"""Attention of one layer, and the masks and alibi slopes a step needs once.
+
+B rows, T new tokens, L attended, H query heads and K KV heads of a rank, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rayneuron.models.arch import Arch
+
+if TYPE_CHECKING:
+    from rayneuron.models.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one step shares: positions int32 [B,T], rows int32 [B], biases by window, cos/sin or None."""
+
+    positions: Tensor
+    rows: Tensor
+    length: int
+    biases: Mapping[int, Tensor]
+    cos: Tensor | None
+    sin: Tensor | None
+    q_heads: int
+    kv_heads: int
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of ALiBi (Press et al. 2022): powers of 2^(-8/n), for other counts filled from the next power of two."""
+    near = 2 ** (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / near) for i in range(near)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / near) for i in range(heads - near)]
+
+
+def mask_value(dtype: torch.dtype) -> float:
+    """Large and negative, and finite: a row that sees nothing gives garbage, never NaN."""
+    return torch.finfo(dtype).min / 2
+
+
+def bias(positions: Tensor, length: int, window: int, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Additive [B,1|H,T,L]: zero (or slope x position) where a token may look, `mask_value` elsewhere. slopes [H] float32 or None."""
+    at = torch.arange(length, dtype=torch.int32, device=positions.device)
+    here = positions[..., None]
+    seen = at <= here
+    if window:
+        seen = seen & (at > here - window)
+    base = torch.zeros((), dtype=torch.float32, device=positions.device)
+    if slopes is not None:
+        base = slopes[:, None, None] * at.float()
+    return torch.where(seen[:, None], base, mask_value(dtype)).to(dtype)
+
+
+def attention(arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Tensor, x: Tensor, step: Step, window: int) -> Tensor:
+    """This rank's summand of the layer [B,T,E]; k and v of the new tokens go into `kv` in place."""
+    b, t, _ = x.shape
+    q, k, v = project(arch, ops, w, x, step)
+    if arch.qk_norm:
+        q, k = ops.norm(w, "q_norm", q, arch.norm, arch.eps), ops.norm(w, "k_norm", k, arch.norm, arch.eps)
+    if step.cos is not None:
+        q, k = ops.rotate(q, step.cos, step.sin, arch.rope.pairs), ops.rotate(k, step.cos, step.sin, arch.rope.pairs)
+    ops.write_kv(kv, step.rows, step.positions, k, v)
+    return ops.linear(w, "o", ops.attend(q, kv, step.rows, step.length, step.biases[window], arch.scale))
+
+
+def project(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B,T,H,D], k and v [B,T,K,D], from one fused product or three."""
+    sizes = [step.q_heads * arch.head_dim, step.kv_heads * arch.head_dim, step.kv_heads * arch.head_dim]
+    parts = ops.linear(w, "qkv", x).split(sizes, -1) if "qkv.w" in w else [ops.linear(w, n, x) for n in "qkv"]
+    if arch.clip_qkv:
+        parts = [p.clamp(-arch.clip_qkv, arch.clip_qkv) for p in parts]
+    q, k, v = (p.unflatten(-1, (-1, arch.head_dim)) for p in parts)
+    return q, k, v

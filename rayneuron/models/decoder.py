@@ -1,0 +1,110 @@
+"""One decoder for every family: pure functions on fixed shapes; KV is updated in place.
+
+B rows, T new tokens, L attended, E hidden, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rayneuron.models import rotary, shard
+from rayneuron.models.arch import Arch
+from rayneuron.models.attention import Step, attention, bias
+from rayneuron.models.feedforward import feed_forward
+
+if TYPE_CHECKING:
+    from rayneuron.devices.base import Collectives
+    from rayneuron.models.ops import Ops
+
+
+def kv_shapes(arch: Arch, rows: int, length: int, ranks: int = 1, layers: int | None = None) -> list[tuple[int, ...]]:
+    """The KV tensor of every layer of one rank: [2, rows, KV heads of the rank, length, D]. The last row and column are scratch."""
+    plan = shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
+    return [(2, rows, plan.kv_heads, length, arch.head_dim)] * (arch.layers if layers is None else layers)
+
+
+def forward(
+    arch: Arch,
+    ops: Ops,
+    comm: Collectives,
+    weights: Mapping[str, Any],
+    kv: Sequence[Tensor],
+    tokens: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    length: int,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """tokens, positions int32 [B,T]; rows int32 [B] -> [B,T,E] after the final norm. Attends KV positions [0, length).
+
+    A pipeline stage that holds no embedding starts from `hidden` [B,T,E]; one that holds no final norm returns the residual.
+    """
+    top = weights["top"]
+    x = embed(arch, ops, comm, top, tokens, positions) if hidden is None else hidden
+    step = prepare(arch, comm.ranks, top, positions, rows, length, x.dtype)
+    first = weights.get("first", 0)
+    for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
+        x = layer(arch, ops, comm, w, cache, x, step, arch.window(first + i))
+    if "norm.w" in top:
+        x = ops.norm(top, "norm", x, arch.norm, arch.eps)
+    return ops.linear(top, "project_out", x) if "project_out.w" in top else x
+
+
+def prepare(arch: Arch, ranks: int, top: Mapping[str, Tensor], positions: Tensor, rows: Tensor, length: int, dtype: torch.dtype) -> Step:
+    """Masks and rotary tables, once a step."""
+    plan = shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
+    biases = {w: bias(positions, length, w, top.get("slopes"), dtype) for w in sorted(set(arch.windows or (0,)))}
+    cos, sin = rotary.tables(arch, top["rope.freq"], positions, dtype) if arch.position == "rope" else (None, None)
+    return Step(positions, rows, length, biases, cos, sin, plan.q_heads, plan.kv_heads)
+
+
+def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
+    """Vocabulary-parallel lookup [B,T,E]: rows outside this rank's share are zero and the sum over ranks restores them."""
+    table = top["embed.w"]
+    if comm.ranks == 1:
+        x = F.embedding(tokens, table)
+    else:
+        local = tokens - top["embed.first"]
+        mine = (local >= 0) & (local < table.shape[0])
+        x = comm.reduce(F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[..., None])
+    if "embed_norm.w" in top:
+        x = ops.norm(top, "embed_norm", x, arch.norm, arch.eps)
+    if "project_in.w" in top:
+        x = ops.linear(top, "project_in", x)
+    if arch.position == "learned":  # scratch positions may lie beyond the table
+        x = x + F.embedding((positions + arch.position_offset).clamp(max=top["position.w"].shape[0] - 1), top["position.w"])
+    return x
+
+
+def layer(arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Tensor, x: Tensor, step: Step, window: int) -> Tensor:
+    """One layer on the residual x [B,T,E]. Biases of the row-split products (`o.bias`, `down.bias`) are added once, after the sum."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return ops.norm(w, name, x, arch.norm, arch.eps)
+
+    h = x if arch.post_norm else norm("ln1", x)
+    a = attention(arch, ops, w, kv, h, step, window)
+    if arch.parallel:
+        h = norm("ln2", x) if "ln2.w" in w else h
+        return _add(_add(x + comm.reduce(a + feed_forward(arch, ops, w, h)), w, "o.bias"), w, "down.bias")
+    x = _add(x + comm.reduce(a), w, "o.bias")
+    if arch.post_norm:
+        x = norm("ln1", x)
+    h = x if arch.post_norm else norm("ln2", x)
+    x = _add(x + comm.reduce(feed_forward(arch, ops, w, h)), w, "down.bias")
+    return norm("ln2", x) if arch.post_norm else x
+
+
+def _add(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:
+    return x + w[name] if name in w else x
+
+
+def logits(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    """hidden [...,E] -> float32 [...,V]. The padding that sharding added to the vocabulary is cut off, so it can never be chosen."""
+    x = comm.gather(ops.linear(weights["top"], "head", hidden))[..., : arch.vocab].float()
+    return arch.softcap_logits * torch.tanh(x / arch.softcap_logits) if arch.softcap_logits else x

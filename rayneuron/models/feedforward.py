@@ -1,0 +1,140 @@
+"""Feed-forward layers: gated and plain, dense and sparse mixtures of experts.
+
+N tokens (B x T), E hidden, F inner size of a rank, X experts, k chosen experts a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rayneuron.models.arch import Arch
+from rayneuron.models.linear import expert_weight
+
+if TYPE_CHECKING:
+    from rayneuron.models.ops import Ops
+
+GATHERED_PAIRS = 16  # up to so many (token, expert) pairs the chosen experts' weights are gathered, above they are sorted into blocks
+BLOCK = 32  # rows a block of one expert
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh formula (gelu_new, gelu_fast, BLOOM)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+}
+
+
+def feed_forward(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """This rank's summand of the layer [B,T,E]; the caller sums over ranks and adds `down.bias` once."""
+    if arch.experts:
+        return mixture(arch, ops, w, x)
+    act = ACTIVATIONS[arch.act]
+    if not arch.gated:
+        return ops.linear(w, "down", act(ops.linear(w, "up", x)))
+    if "gate_up.w" in w:
+        gate, up = ops.linear(w, "gate_up", x).chunk(2, -1)
+    else:
+        gate, up = ops.linear(w, "gate", x), ops.linear(w, "up", x)
+    return ops.linear(w, "down", act(gate) * up)
+
+
+def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Router in float32, then the chosen experts only."""
+    chance = ops.linear(w, "router", x).float().softmax(-1)
+    share, which = ops.top_k(chance, arch.top_k)
+    if arch.renormalise:
+        share = share / share.sum(-1, keepdim=True)
+    if arch.capacity_factor is not None and x.shape[1] > 1:
+        share = share * within_capacity(which, arch.experts, arch.capacity_factor)
+    share = share.to(x.dtype)
+    out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act])
+    return out.view(x.shape)
+
+
+def within_capacity(which: Tensor, experts: int, factor: float) -> Tensor:
+    """1 where a token is among the first `ceil(T k factor / X)` of its row that chose the expert, else 0 (NxD's dropping). which [B,T,k].
+
+    Counted a row, so neighbours never displace a token; padding sits at the end of a row and displaces nobody.
+    """
+    t, k = which.shape[1:]
+    capacity = min(t, math.ceil(t * k * factor / experts))
+    chosen = F.one_hot(which, experts).sum(2)  # B T X
+    place = chosen.cumsum(1).gather(2, which)
+    return (place <= capacity).float()
+
+
+def experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum over a token's chosen experts. x [N,E], which, share [N,k] -> [N,E]. Static shapes: the form every device can compile."""
+    if which.numel() <= GATHERED_PAIRS:
+        return gathered_experts(w, x, which, share, act)
+    return blocked_experts(w, x, which, share, act)
+
+
+def gathered_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """For few tokens: gather the weights of the chosen experts."""
+    up = torch.einsum("nkfe,ne->nkf", expert_weight(w, "experts.gate_up", which, x.dtype), x)
+    gate, up = up.chunk(2, -1)
+    return torch.einsum("nkef,nkf,nk->ne", expert_weight(w, "experts.down", which, x.dtype), act(gate) * up, share)
+
+
+def blocked_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """For many tokens: sort the pairs by expert into blocks of one expert each. The number of blocks depends on shapes alone."""
+    n, k = which.shape
+    count = w["experts.down.w"].shape[0]
+    pairs = which.flatten()
+    order = pairs.argsort(stable=True)
+    sizes = F.one_hot(pairs, count).sum(0)
+    blocks = (sizes + BLOCK - 1) // BLOCK
+    ends = blocks.cumsum(0)
+    sorted_expert = pairs[order]
+    inside = torch.arange(n * k, device=x.device) - (sizes.cumsum(0) - sizes)[sorted_expert]
+    place = (ends - blocks)[sorted_expert] * BLOCK + inside  # row of each sorted pair among the padded blocks
+    total = min(n * k, (n * k) // BLOCK + count)
+    rows = x.new_zeros(total * BLOCK, x.shape[1]).index_copy(0, place, x[order // k])
+    owner = torch.searchsorted(ends, torch.arange(total, device=x.device), right=True).clamp(max=count - 1)
+    out = [_one_block(w, owner[i], rows[i * BLOCK : (i + 1) * BLOCK], act) for i in range(total)]
+    summands = torch.cat(out)[place] * share.flatten()[order][:, None]
+    return torch.zeros_like(x).index_add(0, order // k, summands)
+
+
+def _one_block(w: Mapping[str, Tensor], expert: Tensor, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    index = expert.view(1)
+    gate, up = F.linear(x, expert_weight(w, "experts.gate_up", index, x.dtype)[0]).chunk(2, -1)
+    return F.linear(act(gate) * up, expert_weight(w, "experts.down", index, x.dtype)[0])
+
+
+def grouped_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """The eager form: one product for each expert that was chosen, on exactly its tokens. Reads counts on the host; not exportable."""
+    k = which.shape[1]
+    pairs = which.flatten()
+    order = pairs.argsort(stable=True)
+    out = torch.zeros_like(x)
+    start = 0
+    for expert, size in enumerate(pairs.bincount(minlength=w["experts.down.w"].shape[0]).tolist()):
+        if size:
+            mine = order[start : start + size]
+            start += size
+            y = _one_block(w, torch.tensor(expert), x[mine // k], act)
+            out.index_add_(0, mine // k, y * share.flatten()[mine][:, None])
+    return out

@@ -1,0 +1,210 @@
+"""A model directory as the hub lays it out: configs, and tensors read lazily from mapped safetensors files."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayneuron.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class Config(dict[str, Any]):
+    """config.json; a missing key says so by name."""
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"config.json of a {self.get('model_type', '?')} model lacks {key!r}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError naming the file."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (ValueError, OSError) as e:
+        raise CheckpointError(f"{path} cannot be read as JSON: {e}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The raw config.json of a model directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a model directory; give a local folder with config.json and safetensors files")
+    return read_json(directory / "config.json")
+
+
+def generation_config(path: str | Path) -> dict[str, Any]:
+    """generation_config.json, {} where there is none."""
+    file = Path(path) / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: bytes [start, stop) after the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafeFile:
+    """One safetensors file, mapped. Its header is checked whole before any tensor is given out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as f:
+                head = int.from_bytes(f.read(8), "little")
+                if size < 8 or head > min(size - 8, MAX_HEADER_BYTES):
+                    raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes, a header of {head}")
+                header = json.loads(f.read(head))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist, but the index names it; download it again") from None
+        except ValueError as e:
+            raise CheckpointError(f"{path} has a damaged safetensors header: {e}") from None
+        header.pop("__metadata__", None)
+        self.start = 8 + head
+        self.entries = {name: self._entry(name, e, size - self.start) for name, e in header.items()}
+
+    def _entry(self, name: str, e: dict[str, Any], room: int) -> Entry:
+        try:
+            dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{self.path}: tensor {name!r} has a header this reader does not know: {e}") from None
+        count = 1
+        for n in shape:
+            count *= n
+        if stop - start != count * dtype.itemsize or start < 0:
+            raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} does not fit its {stop - start} bytes")
+        if stop > room:
+            raise CheckpointError(f"{self.path} is truncated: tensor {name!r} ends at byte {stop} of {room}; download it again")
+        return Entry(dtype, shape, start, stop)
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapped bytes; nothing is read until it is used."""
+        e = self.entries[name]
+        if e.start == e.stop:
+            return torch.empty(e.shape, dtype=e.dtype)
+        if self._map is None:
+            with self.path.open("rb") as f:
+                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=e.stop - e.start, offset=self.start + e.start)
+        if (self.start + e.start) % e.dtype.itemsize:
+            flat = flat.clone()  # torch wants elements aligned; old files are not
+        return flat.view(e.dtype).view(e.shape)
+
+    def release(self, name: str) -> None:
+        """Drop the tensor's pages from memory; they are read again when used again."""
+        e = self.entries[name]
+        if self._map is not None and e.stop > e.start:
+            start = (self.start + e.start) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, self.start + e.stop - start)
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """All tensors of a model directory by name, read lazily.
+
+    With an index exactly the files it names are used; without one, model.safetensors, or all *.safetensors. Pickles (`.bin`) are
+    refused unless `allow_pickle`, and then read with weights_only.
+    """
+
+    def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
+        self.path = Path(path)
+        self._where: dict[str, SafeFile] = {}
+        self._loaded: dict[str, Tensor] = {}
+        if (self.path / INDEX).exists():
+            self._indexed(read_json(self.path / INDEX))
+        else:
+            files = [self.path / SINGLE] if (self.path / SINGLE).exists() else sorted(self.path.glob("*.safetensors"))
+            for file in files:
+                self._take(SafeFile(file))
+            if not files:
+                self._pickled(allow_pickle)
+
+    def _indexed(self, index: dict[str, Any]) -> None:
+        names = index.get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+        files = {f: SafeFile(self.path / f) for f in sorted(set(names.values()))}
+        for name, file in names.items():
+            if name not in files[file].entries:
+                raise CheckpointError(f"{self.path / INDEX} puts tensor {name!r} into {file}, which does not hold it: the index is stale")
+            self._where[name] = files[file]
+        for file, held in files.items():
+            for name in held.entries:
+                if names.get(name) != file:
+                    raise CheckpointError(f"{self.path / file} holds tensor {name!r}, which the index does not put there: the index is stale")
+
+    def _take(self, file: SafeFile) -> None:
+        for name in file.entries:
+            if name in self._where:
+                raise CheckpointError(f"tensor {name!r} is in both {self._where[name].path.name} and {file.path.name}; remove one file")
+            self._where[name] = file
+
+    def _pickled(self, allow: bool) -> None:
+        found = sorted(self.path.glob("*.bin"))
+        if not found:
+            raise CheckpointError(f"{self.path} holds no *.safetensors file")
+        if not allow:
+            raise CheckpointError(
+                f"{self.path} holds only pickled weights ({found[0].name}), which can run code when read; convert them to safetensors, or set allow_pickle: true"
+            )
+        files = [self.path / PICKLE]
+        if (self.path / PICKLE_INDEX).exists():
+            names = read_json(self.path / PICKLE_INDEX).get("weight_map") or {}
+            files = [self.path / f for f in sorted(set(names.values()))]
+        for file in files:
+            self._unpickle(file)
+
+    def _unpickle(self, file: Path) -> None:
+        try:
+            part = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as e:  # torch raises many kinds; every one means this file is not to be trusted or not whole
+            raise CheckpointError(f"{file} cannot be read as plain weights: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+        for name, t in part.items():
+            if name in self._loaded:
+                raise CheckpointError(f"tensor {name!r} is in more than one .bin file")
+            self._loaded[name] = t
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._loaded[name] if name in self._loaded else self._where[name].tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._where or self._loaded
+
+    def __len__(self) -> int:
+        return len(self._where) or len(self._loaded)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from memory."""
+        if name in self._where:
+            self._where[name].release(name)
+
+    def meta(self) -> dict[str, Tensor]:
+        """The same names with shapes and dtypes only, on torch's meta device."""
+        shapes = {n: (f.entries[n].shape, f.entries[n].dtype) for n, f in self._where.items()}
+        shapes |= {n: (tuple(t.shape), t.dtype) for n, t in self._loaded.items()}
+        return {n: torch.empty(s, dtype=d, device="meta") for n, (s, d) in shapes.items()}

@@ -1,0 +1,57 @@
+"""Quantised weights: int8 and float8, symmetric, one scale a tensor or an output channel.
+
+W [out, in] or [experts, out, in]; scale float32 [1], or [out, 1] / [experts, out, 1]; W ~ q * scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rayneuron.errors import ConfigError
+
+Scheme = Literal["per_tensor", "per_channel"]
+DTYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
+FLOOR = 1e-5  # NxD: a scale is never smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How weights are stored."""
+
+    dtype: torch.dtype
+    scheme: Scheme
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    """True for the dtypes weights are quantised to."""
+    return dtype in LIMITS
+
+
+def parse(dtype: str, scheme: str = "per_channel") -> Quantization:
+    """The Quantization of two words (NxD's spellings accepted). Raises ConfigError with the known words."""
+    name = {"s8": "int8", "f8e4m3fn": "f8e4m3", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}.get(dtype, dtype)
+    kind = scheme.removesuffix("_symmetric")
+    if name not in DTYPES:
+        raise ConfigError(f"quantization dtype {dtype!r} is unknown; one of {', '.join(DTYPES)}")
+    if kind not in ("per_tensor", "per_channel"):
+        raise ConfigError(f"quantization scheme {scheme!r} is unknown; one of per_tensor, per_channel")
+    return Quantization(DTYPES[name], kind)  # type: ignore[arg-type]
+
+
+def scale_of(w: Tensor, how: Quantization) -> Tensor:
+    """The scale of a whole weight [..., out, in], float32: [1], or [..., out, 1]."""
+    limit = LIMITS[how.dtype]
+    top = w.abs().amax().reshape(1) if how.scheme == "per_tensor" else w.abs().amax(-1, keepdim=True)
+    return (top.float() / limit).clamp(min=FLOOR / limit)
+
+
+def quantise(w: Tensor, scale: Tensor, how: Quantization) -> Tensor:
+    """w / scale in the small dtype, clamped to its range."""
+    limit = LIMITS[how.dtype]
+    q = w.float() / scale
+    return (q.round() if how.dtype == torch.int8 else q).clamp(-limit, limit).to(how.dtype)

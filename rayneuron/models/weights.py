@@ -1,0 +1,330 @@
+"""Checkpoint names to canonical ones, and whole tensors to a rank's share: read, cut, convert, fuse, in that order.
+
+A rule maps our names to theirs: `"q.w": "attn.q_proj.weight"`, or `(name, function)` where one of theirs becomes several of ours (`"q.w k.w v.w"`).
+`{e}` in theirs stands for every expert. Functions return views, so nothing is copied before a rank's part is cut out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayneuron.errors import CheckpointError
+from rayneuron.models import shard
+from rayneuron.models.arch import Arch
+from rayneuron.models.attention import alibi_slopes
+from rayneuron.models.quantize import Quantization, is_quantised, quantise, scale_of
+from rayneuron.models.rotary import frequencies
+
+log = logging.getLogger(__name__)
+
+Convert = Callable[[Tensor], Any]
+Rules = dict[str, "str | tuple[str, Convert]"]
+Progress = Callable[[int, int], None]  # layers done, layers in all
+
+QUANTISED = ("q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w")
+SCALES = (".scale", ".weight_scale")  # NxD's name and the hub's
+_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+_SUMMED = {"o.b": "o.bias", "down.b": "down.bias"}  # added once, after the sum over ranks
+
+
+@dataclass(slots=True)
+class Cut:
+    """How one rank cuts canonical tensors."""
+
+    arch: Arch
+    plan: shard.HeadPlan
+    rank: int
+    ranks: int
+
+    def __call__(self, name: str, t: Tensor) -> Tensor:
+        """The rank's share of one tensor (a weight, bias or scale); a view where no padding is needed."""
+        layer, _, kind = name.rpartition(".")
+        if kind == "scale" and (t.numel() == 1 or layer in ("o", "down")):
+            return t  # one scale for all, or one an output channel that is not split
+        if layer == "q" or (layer == "o" and kind == "w"):
+            return shard.take_heads(t, self.plan.q_of(self.rank), self.arch.head_dim, 0 if layer == "q" else 1)
+        if layer in ("k", "v"):
+            return shard.take_heads(t, self.plan.kv_of(self.rank), self.arch.head_dim, 0)
+        if layer in ("embed", "head") or (layer in ("gate", "up") and kind == "b"):
+            return shard.take_part(t, self.rank, self.ranks, 0)
+        if layer in ("gate", "up", "down") and kind != "b":
+            return shard.take_part(t, self.rank, self.ranks, -1 if layer == "down" else -2)
+        return t
+
+
+@dataclass(slots=True)
+class Reader:
+    """A checkpoint read name by name, remembering what was read. `base` is put before names of checkpoints saved without it."""
+
+    checkpoint: Mapping[str, Tensor]
+    base: str = ""
+    used: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        bare = self.base and not any(n.startswith(self.base) for n in self.checkpoint)
+        self.names = {(self.base + n if bare and not n.startswith(("lm_head.", "score.")) else n): n for n in self.checkpoint}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def take(self, name: str) -> Tensor:
+        """The tensor, marked as read. Raises CheckpointError naming it when it is missing."""
+        if name not in self.names:
+            near = [n for n in self.names if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:2]
+            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint" + (f"; it holds {', '.join(near)}" if near else ""))
+        self.used.add(name)
+        return self.checkpoint[self.names[name]]
+
+    def release(self, name: str) -> None:
+        """Give the pages of a mapped tensor back."""
+        give = getattr(self.checkpoint, "release", None)
+        if give is not None and name in self.names:
+            give(self.names[name])
+
+    def unread(self, ignore: Iterable[str]) -> Iterator[str]:
+        """Names nothing has read and no suffix in `ignore` excuses."""
+        return (n for n in self.names if n not in self.used and not n.endswith(tuple(ignore)))
+
+
+def load(
+    arch: Arch,
+    family: ModuleType,
+    checkpoint: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    rank: int = 0,
+    ranks: int = 1,
+    fused: bool = True,
+    progress: Progress | None = None,
+    quantization: Quantization | None = None,
+    stage: int = 0,
+    stages: int = 1,
+) -> dict[str, Any]:
+    """One rank's weights, canonical: {"top": {name: Tensor}, "layers": [{name: Tensor}, ...], "first": index of the first layer}.
+
+    Strict both ways: a tensor that is missing, of another shape, or read by nothing raises CheckpointError. Weights that come quantised
+    stay so; `quantization` quantises the others while loading. `stage` of `stages` keeps its layers only.
+    """
+    cut = Cut(arch, shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards), rank, ranks)
+    reader = Reader(checkpoint, getattr(family, "BASE", ""))
+    mine = shard.stage_layers(arch.layers, stage, stages)
+    build = Build(reader, cut, dtype, quantization)
+    top = build_top(build, family, first=stage == 0, last=stage == stages - 1)
+    layers = []
+    for i in range(arch.layers):
+        prefix = family.PREFIX.format(i)
+        if i not in mine:
+            build.skip(family.layer(arch), prefix)
+            continue
+        layers.append(fuse(build.collect(family.layer(arch), prefix), fused))
+        if progress is not None:
+            progress(len(layers), len(mine))
+    ignored = tuple(getattr(family, "IGNORE", ()))
+    left = list(reader.unread(ignored))
+    if left:
+        raise CheckpointError(f"nothing in a {arch.model_type} model reads {', '.join(left[:3])} ({len(left)} tensors of the checkpoint in all)")
+    return {"top": top, "layers": layers, "first": mine.start}
+
+
+def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> dict[str, Tensor]:
+    """The tensors outside the layers, with the constants a rank needs: embed.first, rope.freq, slopes."""
+    arch, cut = build.cut.arch, build.cut
+    rules = dict(family.top(arch))
+    head = rules.pop("head.w", None)
+    entering = {n: r for n, r in rules.items() if n.startswith(("embed", "position", "project_in"))}
+    leaving = {n: r for n, r in rules.items() if n not in entering}
+    top: dict[str, Tensor] = {}
+    for wanted, group in ((first, entering), (last, leaving)):
+        if wanted:
+            top |= build.collect(group, "")
+        else:
+            build.skip(group, "")
+    if arch.tied:
+        if last:
+            top["head.w"] = top["embed.w"] if first else build.piece("embed.w", build.reader.take(str(rules["embed.w"])))
+        check_tied(build.reader, str(rules["embed.w"]), head)
+    elif head is not None:
+        top |= build.collect({"head.w": head}, "") if last else build.skip({"head.w": head}, "")
+    if first:
+        top["embed.first"] = torch.tensor([cut.rank * top["embed.w"].shape[0]], dtype=torch.int32)
+    if arch.position == "rope":
+        top["rope.freq"] = frequencies(arch.rope)
+    if arch.position == "alibi":
+        slopes = alibi_slopes(arch.heads)
+        top["slopes"] = torch.tensor([slopes[i] if i >= 0 else 0.0 for i in cut.plan.q_of(cut.rank)])
+    return top
+
+
+def check_tied(reader: Reader, embed: str, head: str | tuple[str, Convert] | None) -> None:
+    """A tied model's own head tensor is read and not used; where it differs from the embedding, that is said."""
+    if isinstance(head, str) and head in reader:
+        other, table = reader.take(head), reader.take(embed)
+        if other.shape != table.shape or (other.device.type != "meta" and not torch.equal(other, table)):
+            log.warning("%s differs from %s, but the config ties them: the embedding is used", head, embed)
+        reader.release(head)
+        reader.release(embed)
+
+
+@dataclass(slots=True)
+class Build:
+    """Turns rules into this rank's tensors."""
+
+    reader: Reader
+    cut: Cut
+    dtype: torch.dtype
+    quantization: Quantization | None = None
+
+    def collect(self, rules: Rules, prefix: str) -> dict[str, Tensor]:
+        """Every tensor of `rules`, cut and converted. A row-split layer's bias gets its own name, for the sum over ranks comes first."""
+        out: dict[str, Tensor] = {}
+        for ours, rule in rules.items():
+            theirs, convert = rule if isinstance(rule, tuple) else (rule, _same)
+            names = ours.split()
+            if "{e}" in theirs:
+                out |= self.stacked(names[0], prefix + theirs)
+                continue
+            for name, t in self.pieces(names, prefix + theirs, convert).items():
+                out[_SUMMED.get(name, name)] = t
+            self.reader.release(prefix + theirs)
+        return out
+
+    def skip(self, rules: Rules, prefix: str) -> dict[str, Tensor]:
+        """Mark the tensors of another stage as known."""
+        for rule in rules.values():
+            theirs = prefix + (rule[0] if isinstance(rule, tuple) else rule)
+            for e in range(self.cut.arch.experts if "{e}" in theirs else 1):
+                name = theirs.replace("{e}", str(e))
+                self.reader.used.update({name, *_scale_names(name)})
+        return {}
+
+    def pieces(self, names: list[str], theirs: str, convert: Convert) -> dict[str, Tensor]:
+        """One tensor of the checkpoint, as this rank's share of one or several of ours, with their scales."""
+        made = _tuple(convert(self.reader.take(theirs)))
+        out: dict[str, Tensor] = {}
+        scales = self.scales(theirs, convert, len(names))
+        for name, whole, scale in zip(names, made, scales, strict=True):
+            self.check(name, whole, theirs)
+            if scale is None and self.quantization is not None and name in QUANTISED and not is_quantised(whole.dtype):
+                scale = scale_of(whole, self.quantization)
+            if scale is None:
+                out[name] = self.piece(name, whole)
+                continue
+            key = name[:-1] + "scale"
+            part, out[key] = self.cut(name, whole), _own(self.cut(key, scale), torch.float32)
+            out[name] = _own(part, part.dtype) if is_quantised(whole.dtype) else quantise(part, out[key], self.quantization)
+        return out
+
+    def scales(self, theirs: str, convert: Convert, count: int) -> tuple[Tensor | None, ...]:
+        """The scales stored beside a quantised tensor, one for each piece it becomes."""
+        found = next((n for n in _scale_names(theirs) if n in self.reader), None)
+        if found is None:
+            return (None,) * count
+        t = self.reader.take(found)
+        return (t.reshape(1),) * count if t.numel() == 1 else _tuple(convert(t if t.dim() > 1 else t[:, None]))
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """The rank's share in memory of its own, in the dtype it is computed in."""
+        return _own(self.cut(name, whole), self.dtype)
+
+    def stacked(self, name: str, theirs: str) -> dict[str, Tensor]:
+        """The share of every expert, stacked into one tensor a name."""
+        out: dict[str, Tensor] = {}
+        count = self.cut.arch.experts
+        for e in range(count):
+            source = theirs.replace("{e}", str(e))
+            for key, t in self.pieces([name], source, _same).items():
+                if key not in out:
+                    out[key] = t.new_empty((count, *(t.shape if t.dim() > 1 else (1, 1))))
+                out[key][e] = t
+            self.reader.release(source)
+        return out
+
+    def check(self, name: str, t: Tensor, theirs: str) -> None:
+        """Shapes must be those the config promises."""
+        want = shape_of(self.cut.arch, name)
+        if want is not None and tuple(t.shape) != want:
+            raise CheckpointError(f"tensor {theirs!r} gives {name} of shape {tuple(t.shape)}, but config.json promises {want}")
+
+
+def shape_of(a: Arch, name: str) -> tuple[int, ...] | None:
+    """The whole shape of a canonical tensor; None where only the checkpoint knows."""
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes = {
+        "q.w": (q, a.hidden), "k.w": (kv, a.hidden), "v.w": (kv, a.hidden), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (a.hidden, q),
+        "gate.w": (a.ffn, a.hidden), "up.w": (a.ffn, a.hidden), "down.w": (a.hidden, a.ffn), "ln1.w": (a.hidden,), "ln2.w": (a.hidden,),
+        "router.w": (a.experts, a.hidden),
+    }  # fmt: skip
+    return shapes.get(name)
+
+
+def fuse(w: dict[str, Tensor], fused: bool = True) -> dict[str, Tensor]:
+    """q, k, v to qkv and gate, up to gate_up, as one product reads its input once. Experts are always fused, as experts.gate_up."""
+    for name, parts in _FUSED.items():
+        if any(f"{p}.w" not in w for p in parts):
+            continue
+        experts = w[f"{parts[0]}.w"].dim() == 3
+        if fused or experts:
+            sizes = [w[f"{p}.w"].shape[-2] for p in parts]
+            for kind in ("w", "scale", "b"):
+                found = [w.pop(f"{p}.{kind}", None) for p in parts]
+                if any(t is not None for t in found):
+                    w[f"{'experts.' if experts else ''}{name}.{kind}"] = _join(kind, found, sizes)
+    if "down.w" in w and w["down.w"].dim() == 3:
+        for kind in ("w", "scale"):
+            if f"down.{kind}" in w:
+                w[f"experts.down.{kind}"] = w.pop(f"down.{kind}")
+    return w
+
+
+def _join(kind: str, parts: list[Tensor | None], sizes: list[int]) -> Tensor:
+    one = next(t for t in parts if t is not None)
+    if kind == "b":
+        return torch.cat([one.new_zeros(n) if t is None else t for t, n in zip(parts, sizes, strict=True)])
+    whole = [t for t in parts if t is not None]
+    if len(whole) != len(parts):
+        raise CheckpointError("some of the tensors fused into one product are quantised and some are not; load with fused_qkv: false")
+    if kind == "scale":
+        whole = [t.reshape(-1, 1).expand(n, 1) if t.dim() < 3 else t.expand(-1, n, 1) for t, n in zip(whole, sizes, strict=True)]
+    return shard.join(whole, -2)
+
+
+def _scale_names(theirs: str) -> list[str]:
+    stem = theirs.removesuffix(".weight")
+    return [stem + s for s in SCALES]
+
+
+def _own(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _tuple(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def both(names: Mapping[str, str], biased: Iterable[str] | None = None) -> Rules:
+    """Weight and bias of each: {"q": "attn.q_proj"} -> {"q.w": "attn.q_proj.weight", "q.b": ...}; `biased` says which have a bias (None: all)."""
+    out: Rules = {f"{n}.w": f"{theirs}.weight" for n, theirs in names.items()}
+    return out | {f"{n}.b": f"{theirs}.bias" for n, theirs in names.items() if biased is None or n in biased}
+
+
+def interleaved(a: Arch) -> Convert:
+    """Fused rows grouped by head as (q k v) (BLOOM, GPT-NeoX) to three."""
+    return lambda t: tuple(x.flatten(0, 1) for x in t.unflatten(0, (a.heads, 3, -1)).unbind(1))
+
+
+def stacked(a: Arch) -> Convert:
+    """Fused rows as all q, all k, all v (GPT-2, DBRX, Phi-3) to three."""
+    sizes = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim)
+    return lambda t: tuple(t.split(sizes, 0))
