@@ -1,0 +1,1 @@
+"""One model instance: schedules token ids, never text."""

@@ -1,0 +1,147 @@
+"""Static shapes: list all that will ever run, and choose one for a step.
+
+Shapes: B rows, T new tokens, L attended positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import log2
+
+from rayneuron.devices.base import Output, Shape
+from rayneuron.errors import CompileError, ConfigError
+
+GRANULE = 16  # tokens; the KV budget is counted in these, so that a growing sequence asks seldom
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one engine can hold, in rows and tokens, and the bucket lists that follow from it (each sorted, the maximum included).
+
+    rows: sequences at once; length: positions of a row; chunk: most new tokens of a prefill step; scores: the same for a prefill
+    whose every logit is wanted; kv_tokens: KV budget over all rows.
+    """
+
+    rows: int
+    length: int
+    chunk: int
+    scores: int
+    kv_tokens: int
+    batch: tuple[int, ...]
+    context: tuple[int, ...]
+    lengths: tuple[int, ...]
+    prefill_rows: tuple[int, ...]
+
+
+def powers(low: int, high: int) -> list[int]:
+    """NxD Inference's rule: powers of two from `low` up to `high`, the last being `high` itself (autobucketing.generate_buckets)."""
+    if low >= high:
+        return [high]
+    return [2**i for i in range(int(log2(low)), round(log2(high)))] + [high]
+
+
+def capacity(
+    *,
+    rows: int,
+    length: int,
+    chunk: int,
+    kv_tokens: int | None = None,
+    batch: Sequence[int] | None = None,
+    context: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    smallest: int = 128,
+    smallest_context: int = 32,
+    prefill_rows: Sequence[int] = (1, 2, 4),
+    scores: int = 128,
+) -> Capacity:
+    """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum."""
+    chunk = min(chunk, length)
+    if context and max(context) > length:
+        raise ConfigError(f"buckets.context_encoding goes to {max(context)}, beyond max_model_len {length}")
+    if batch and max(batch) > rows:
+        raise ConfigError(f"buckets.batch goes to {max(batch)}, beyond max_num_seqs {rows}")
+    full = rows * -(-length // GRANULE) * GRANULE
+    if kv_tokens is not None and kv_tokens < GRANULE:
+        raise ConfigError(f"kv_cache_tokens must be at least {GRANULE}, got {kv_tokens}")
+    context = sorted({*context}) if context else powers(smallest_context, chunk)
+    return Capacity(
+        rows=rows,
+        length=length,
+        chunk=max(context),
+        scores=max((t for t in context if t <= scores), default=context[0]),
+        kv_tokens=min(kv_tokens or full, full),
+        batch=tuple(sorted({*(batch or powers(1, rows)), rows})),
+        context=tuple(context),
+        lengths=tuple(sorted({*(lengths or powers(smallest, length)), length})),
+        prefill_rows=tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
+    )
+
+
+def prefill_sizes(c: Capacity) -> list[tuple[int, int]]:
+    """Every (rows, tokens) of a prefill step: no more new tokens than one full row of the largest context bucket."""
+    return [(r, t) for r in c.prefill_rows for t in c.context if r * t <= c.chunk]
+
+
+def inventory(c: Capacity, outputs: Sequence[Output] = ("greedy", "sample", "logits", "scores")) -> list[Shape]:
+    """All graphs of one engine. Prefill attends every length bucket that can hold its tokens; `scores` exists for one row only."""
+    made: list[Shape] = []
+    for output in outputs:
+        for rows, tokens in prefill_sizes(c):
+            if output == "scores" and (rows > 1 or tokens > c.scores):
+                continue
+            made += [Shape("prefill", rows, tokens, n, output) for n in _reach(c, tokens)]
+        if output != "scores":
+            made += [Shape("decode", b, 1, n, output) for b in c.batch for n in c.lengths]
+    return made
+
+
+def _reach(c: Capacity, tokens: int) -> tuple[int, ...]:
+    # A step uses this context bucket only with more new tokens than the bucket below holds, so shorter lengths never occur.
+    below = c.context[bisect_left(c.context, tokens) - 1] if tokens > c.context[0] else 0
+    return c.lengths[bisect_left(c.lengths, below + 1) :]
+
+
+def at_least(sizes: Sequence[int], wanted: int, what: str) -> int:
+    """The smallest bucket that holds `wanted`. Raises CompileError beyond the last."""
+    at = bisect_left(sizes, wanted)
+    if at == len(sizes):
+        raise CompileError(f"no {what} bucket holds {wanted}; the largest is {sizes[-1]}")
+    return sizes[at]
+
+
+def decode_shape(c: Capacity, rows: int, length: int, output: Output) -> Shape:
+    """The graph for one new token of each of `rows` sequences, the longest attending `length` positions."""
+    return Shape("decode", at_least(c.batch, rows, "batch"), 1, at_least(c.lengths, length, "sequence length"), output)
+
+
+def prefill_shape(c: Capacity, counts: Sequence[int], length: int, output: Output) -> Shape:
+    """The graph for `counts[i]` new tokens of row i, the furthest attending `length` positions."""
+    rows = at_least(c.prefill_rows, len(counts), "prefill row")
+    tokens = at_least(c.context, max(counts), "context")
+    return Shape("prefill", rows, tokens, at_least(c.lengths, length, "sequence length"), output)
+
+
+def pack_prefill(c: Capacity, remaining: Iterable[int]) -> list[int]:
+    """How many new tokens of each waiting prefill, in order, one step should take.
+
+    The first sequence is always served. Others join it when that computes fewer padded tokens than serving each alone would:
+    rows are padded to the largest count's bucket and to a row bucket.
+    """
+    counts = list(remaining)[: c.prefill_rows[-1]]
+    first = min(counts[0], c.chunk)
+    best, best_waste = [first], _padded(c, [first]) / first
+    for rows in c.prefill_rows[1:]:
+        widest = max((t for t in c.context if rows * t <= c.chunk), default=0)
+        if len(counts) < 2 or first > widest:
+            break
+        group = [min(n, widest) for n in counts[:rows]]
+        waste = _padded(c, group) / sum(group)
+        if waste <= best_waste * 1.0001:
+            best, best_waste = group, waste
+    return best
+
+
+def _padded(c: Capacity, counts: Sequence[int]) -> int:
+    return at_least(c.prefill_rows, len(counts), "prefill row") * at_least(c.context, max(counts), "context")

@@ -1,0 +1,113 @@
+"""A step's output to tokens, logprobs and finish reasons, one delta a sequence.
+
+Shapes: B rows, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rayneuron.devices.base import StepOutput
+from rayneuron.engine import logits as host
+from rayneuron.engine import sampling
+from rayneuron.engine.batch import draw_number
+from rayneuron.engine.scheduler import Plan, Work
+from rayneuron.engine.sequence import Sequence
+from rayneuron.errors import RequestError
+from rayneuron.types import Request, TokenDelta
+
+
+def refuse_duplicate(request: Request, known: Mapping[str, object]) -> None:
+    """Two live requests must not share an id: deltas are addressed by it."""
+    if request.id in known:
+        raise RequestError(f"request id {request.id!r} is in use", param="request_id")
+
+
+def advance(plan: Plan, output: StepOutput, now: float) -> list[TokenDelta | None]:
+    """Move every sequence of the plan on; a delta for each that sampled a token or ended, None for one still in its prompt."""
+    ids = output.ids.tolist() if output.ids is not None else None
+    complete = output.complete.tolist() if output.complete is not None else None
+    deltas: list[TokenDelta | None] = []
+    for i, work in enumerate(plan.works):
+        sequence = work.sequence
+        row = None
+        if ids is None:
+            assert output.logits is not None
+            row = _score(work, output.logits[i])
+        sequence.computed = work.start + work.count
+        if not work.last:
+            deltas.append(None)
+            continue
+        if sequence.max_tokens == 0:
+            deltas.append(_scored(sequence))
+            continue
+        if row is None and output.logits is not None:
+            row = output.logits[i]
+        token = ids[i] if ids is not None else -1
+        if ids is None or sequence.params.edits_logits or (complete is not None and not complete[i]):
+            assert row is not None
+            token = _sample_on_host(row, sequence)
+        deltas.append(_append(sequence, token, row, now))
+    return deltas
+
+
+def _score(work: Work, logits: Tensor) -> Tensor:
+    """Report the prompt's logprobs of this chunk; returns the logits [V] of its last position. logits: [T, V]."""
+    sequence = work.sequence
+    assert sequence.prompt_logprobs is not None
+    following = sequence.ids[work.start + 1 : work.start + work.count + 1]
+    if following:
+        count = sequence.params.prompt_logprobs or 0
+        sequence.prompt_logprobs += host.prompt_logprobs(logits[: len(following)], following, count)
+    return logits[work.count - 1]
+
+
+def _scored(sequence: Sequence) -> TokenDelta:
+    """The only delta of a request that asked for no token."""
+    sequence.finish_reason = "length"
+    delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="length", preemptions=sequence.preemptions)
+    delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return delta
+
+
+def _sample_on_host(row: Tensor, sequence: Sequence) -> int:
+    """The same choice as the device's, after editing the row, over the whole vocabulary."""
+    params = sequence.params
+    if params.edits_logits:
+        row = host.edit(row, sequence)
+    if params.greedy:
+        return int(row.argmax())
+    ids, _ = sampling.sample(
+        row[None],
+        torch.tensor([max(params.temperature, 0.01)]),
+        torch.tensor([max(params.top_k, 0)]),
+        torch.tensor([params.top_p]),
+        torch.tensor([params.min_p]),
+        torch.from_numpy(draw_number(sequence)),
+        candidates=row.shape[0],
+    )
+    return int(ids[0])
+
+
+def _append(sequence: Sequence, token: int, row: Tensor | None, now: float) -> TokenDelta:
+    params = sequence.params
+    sequence.ids.append(token)
+    delta = TokenDelta(sequence.request.id, sequence.index, [token])
+    if sequence.generated == 1 and not sequence.stamps.first_token:
+        sequence.stamps.prefill_done = sequence.stamps.first_token = now
+        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    if params.logprobs is not None:
+        assert row is not None
+        delta.logprobs = [host.logprobs(row, token, params.logprobs)]
+    if token in sequence.stop_ids and sequence.generated >= params.min_tokens:
+        delta.finish_reason = "stop"
+        delta.eos = token in sequence.eos_ids
+        delta.stop_token = None if delta.eos else token
+    elif sequence.generated >= sequence.max_tokens:
+        delta.finish_reason = "length"
+    sequence.finish_reason = delta.finish_reason
+    delta.preemptions = sequence.preemptions
+    return delta

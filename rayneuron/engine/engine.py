@@ -1,0 +1,224 @@
+"""The engine core: add, abort, step (plan, run, commit); single-threaded, token ids only."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rayneuron.devices.base import StepOutput
+from rayneuron.engine import commit
+from rayneuron.engine.admission import EngineLimits, admit, validate
+from rayneuron.engine.runner import Runner
+from rayneuron.engine.scheduler import Plan, Scheduler
+from rayneuron.engine.sequence import Sequence
+from rayneuron.types import FinishReason, Request, Snapshot, TokenDelta
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
+
+    tag: str = ""
+    rows: int = 0
+    tokens: int = 0
+    plan_s: float = 0.0
+    run_s: float = 0.0
+    commit_s: float = 0.0
+
+
+class Engine:
+    """One model instance. Call from one thread; `EngineLoop` gives it its own.
+
+    Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        vocab: int,
+        eos_ids: Iterable[int] = (),
+        limits: EngineLimits | None = None,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.capacity = runner.capacity
+        self.vocab = vocab
+        self.eos_ids = frozenset(eos_ids)
+        self.limits = limits or EngineLimits()
+        self.scheduler = Scheduler(runner.capacity)
+        self.info = StepInfo()
+        self.steps = 0
+        self._clock = clock
+        self._seed = seed
+        self._order = 0
+        self._requests: dict[str, list[Sequence]] = {}
+        self._deadlines = False
+        self._ended: list[TokenDelta] = []
+        self._last_step_s = self._step_started_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests or self._ended)
+
+    def validate(self, request: Request) -> None:
+        """Raise RequestError if the request could never run here. Safe from any thread."""
+        validate(request, self.capacity, self.vocab, self.scheduler.slots)
+
+    def admit(self, inbox: int = 0, inbox_tokens: int = 0) -> None:
+        """Raise Busy if the queue is full, counting `inbox` requests not added yet. Safe from any thread."""
+        admit(self.limits, self.snapshot(), inbox, inbox_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError (wrong, or its id is in use)."""
+        self.validate(request)
+        commit.refuse_duplicate(request, self._requests)
+        seed = request.params.seed
+        if seed is None:
+            seed = secrets.randbits(62) if self._seed is None else self._seed + 0x9E37 * self._order
+        prompt = len(request.prompt_ids)
+        most = request.params.max_tokens
+        eos_ids = frozenset() if request.params.ignore_eos else self.eos_ids
+        choices: list[Sequence] = []
+        for index in range(request.params.n):
+            choice = Sequence(
+                request,
+                index,
+                list(request.prompt_ids),
+                seed + index,
+                self.capacity.length - prompt if most is None else most,
+                self._order,
+                leader=choices[0] if choices else None,
+                prompt_len=prompt,
+                eos_ids=eos_ids,
+                stop_ids=eos_ids | frozenset(request.params.stop_token_ids),
+            )
+            choice.stamps.arrived = request.arrival_s or self._clock()
+            self._order += 1
+            choices.append(choice)
+        if request.params.prompt_logprobs is not None:
+            choices[0].prompt_logprobs = [None]
+        self._requests[request.id] = choices
+        self._deadlines |= request.deadline_s is not None
+        self._queue(choices[0])
+
+    def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort", error: str | None = None) -> None:
+        """End a request, or one choice of it, now; unknown or finished ids are no error. Its last delta comes with the next step."""
+        for choice in list(self._requests.get(request_id, ())):
+            if index is None or choice.index == index:
+                self._end(choice, reason, error)
+
+    def step(self) -> list[TokenDelta]:
+        """Plan, run and commit one step; the deltas of everything that changed since the last call."""
+        started = self._step_started_s = self._clock()
+        if self._deadlines:
+            self._expire(started)
+        deltas, self._ended = self._ended, []
+        plan = self.scheduler.plan()
+        if plan is None:
+            return deltas
+        for work in plan.works:
+            if not work.sequence.stamps.scheduled:
+                work.sequence.stamps.scheduled = started
+        planned = self._clock()
+        output = self.runner.run(plan)
+        ran = self._clock()
+        deltas += self._commit(plan, output, ran)
+        done = self._last_step_s = self._clock()
+        self.steps += 1
+        self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, done - ran)
+        return deltas
+
+    def fail(self, error: str) -> list[TokenDelta]:
+        """End everything with an error: the device is not to be trusted any more."""
+        for request_id in list(self._requests):
+            self.abort(request_id, reason="error", error=error)
+        deltas, self._ended = self._ended, []
+        return deltas
+
+    def snapshot(self) -> Snapshot:
+        """The load right now; every field is one read, so any thread may call it."""
+        scheduler = self.scheduler
+        waiting = scheduler.waiting
+        return Snapshot(
+            running=len(scheduler.running),
+            waiting=len(waiting),
+            slots_free=scheduler.slots.free_count,
+            slots_total=self.capacity.rows,
+            kv_tokens_used=scheduler.slots.used_tokens,
+            kv_tokens_total=scheduler.slots.total_tokens,
+            waiting_tokens=sum(s.remaining for s in tuple(waiting)),
+            steps=self.steps,
+            preemptions=scheduler.preemptions,
+            last_step_s=self._last_step_s,
+            step_started_s=self._step_started_s,
+        )
+
+    def check_ledger(self) -> None:
+        """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
+        self.scheduler.check()
+        queued = {id(s) for s in (*self.scheduler.running, *self.scheduler.waiting)}
+        known = {id(s) for choices in self._requests.values() for s in choices}
+        assert queued <= known, "a sequence runs that no request owns"
+        assert all(self._requests.values()), "a request without choices was kept"
+
+    def close(self) -> None:
+        """Give the device back."""
+        self.runner.close()
+
+    def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
+        deltas = []
+        for work, delta in zip(plan.works, commit.advance(plan, output, now), strict=True):
+            sequence = work.sequence
+            if sequence.leader is None and work.last and sequence.generated <= 1:
+                self._start_siblings(sequence)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._forget(sequence, now)
+                delta.stamps = sequence.stamps
+        return deltas
+
+    def _start_siblings(self, leader: Sequence) -> None:
+        """The prompt's KV exists now: the other choices may copy it."""
+        for choice in self._requests[leader.request.id]:
+            if not choice.queued:
+                self._queue(choice)
+
+    def _queue(self, choice: Sequence) -> None:
+        choice.queued = True
+        self.scheduler.add(choice)
+
+    def _end(self, choice: Sequence, reason: FinishReason, error: str | None) -> None:
+        choice.finish_reason = reason
+        delta = TokenDelta(choice.request.id, choice.index, [], finish_reason=reason, error=error, preemptions=choice.preemptions)
+        self._forget(choice, self._clock())
+        delta.stamps = choice.stamps
+        self._ended.append(delta)
+
+    def _forget(self, choice: Sequence, now: float) -> None:
+        choice.stamps.finished = now
+        if choice.row is not None or choice in self.scheduler.waiting:
+            self.scheduler.remove(choice)
+        choices = self._requests[choice.request.id]
+        choices.remove(choice)
+        followers = [c for c in choices if not c.queued]
+        if choice.queued and followers and all(c in followers for c in choices):
+            # The leader went before its prompt was done: the next choice leads.
+            for other in followers:
+                other.leader = followers[0] if other is not followers[0] else None
+            self._queue(followers[0])
+        if not choices:
+            del self._requests[choice.request.id]
+
+    def _expire(self, now: float) -> None:
+        for choices in list(self._requests.values()):
+            request = choices[0].request
+            if request.deadline_s is not None and now > request.deadline_s:
+                self.abort(request.id, reason="abort", error="the request's deadline passed")
+        self._deadlines = any(c[0].request.deadline_s is not None for c in self._requests.values())

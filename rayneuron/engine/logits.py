@@ -1,0 +1,89 @@
+"""Host-side work on one row of logits, for the rows that ask: penalties, bans, bias, logprobs.
+
+Shapes: V vocabulary, T prompt positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayneuron.engine.sequence import Sequence
+from rayneuron.types import TokenLogprobs
+
+BANNED = float("-inf")
+
+
+def edit(logits: Tensor, sequence: Sequence) -> Tensor:
+    """A copy of a row [V] with every processor of the request applied.
+
+    Repetition penalty counts prompt and output (Keskar et al. 2019, as transformers); presence and frequency penalties count output only (OpenAI).
+    """
+    params = sequence.params
+    row = logits.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.ids)))
+        value = row[seen]
+        row[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        ids, counts = torch.tensor(sequence.ids[sequence.prompt_len :], dtype=torch.int64).unique(return_counts=True)
+        row[ids] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+    if params.logit_bias:
+        row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
+    return _ban(row, sequence)
+
+
+def _ban(row: Tensor, sequence: Sequence) -> Tensor:
+    params = sequence.params
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        only = torch.full_like(row, BANNED)
+        only[allowed] = row[allowed]
+        row = only
+    banned = set(params.banned_token_ids)
+    banned.update(_phrase_ends(sequence.ids, params.bad_words_ids))
+    if params.no_repeat_ngram_size:
+        banned.update(_repeats(sequence.ids, params.no_repeat_ngram_size))
+    if sequence.generated < params.min_tokens:
+        banned.update(sequence.stop_ids)
+    if banned and len(banned) < row.shape[0]:
+        row[sorted(banned)] = BANNED
+    return row
+
+
+def _phrase_ends(ids: Ids[int], phrases: Ids[Ids[int]]) -> list[int]:
+    """The last token of every phrase whose beginning was just written."""
+    return [p[-1] for p in phrases if len(p) == 1 or list(ids[len(ids) - len(p) + 1 :]) == list(p[:-1])]
+
+
+def _repeats(ids: Ids[int], size: int) -> set[int]:
+    """Tokens that would complete an n-gram that occurred before, in prompt or output (as transformers)."""
+    if len(ids) < size:
+        return set()
+    seen = np.asarray(ids)
+    if size == 1:
+        return set(ids)
+    windows = np.lib.stride_tricks.sliding_window_view(seen, size)
+    return set(windows[(windows[:, :-1] == seen[len(seen) - size + 1 :]).all(1)][:, -1].tolist())
+
+
+def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log-probability of `token` under a row [V] of unedited logits, its rank, and the `count` likeliest."""
+    return _describe(logits.float().log_softmax(-1)[None], [token], count)[0]
+
+
+def prompt_logprobs(logits: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
+    """The same for positions [T, V]: row i predicts tokens[i]."""
+    return _describe(logits.float().log_softmax(-1), tokens, count)
+
+
+def _describe(logp: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
+    wanted = torch.tensor(tokens)[:, None]
+    own = logp.gather(1, wanted)
+    ranks = (logp > own).sum(-1) + 1
+    values, ids = logp.topk(count, dim=-1) if count else (logp[:, :0], wanted[:, :0])
+    rows = zip(tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [TokenLogprobs(t, p, r, tuple(zip(i, v, strict=True))) for t, p, r, i, v in rows]

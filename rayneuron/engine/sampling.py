@@ -1,0 +1,81 @@
+"""Next tokens from logits, per row, on the device: greedy, temperature, top-k, top-p, min-p.
+
+Shapes: B rows, V vocabulary, C candidates. Randomness is an input: one uniform number a row, drawn from (seed, position) alone,
+so that a request's draw never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CANDIDATES = 256  # NxD Inference's global_topk; a nucleus that is larger is sampled on the host
+_BELOW_ONE = 1.0 - 2.0**-23
+
+
+def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> np.ndarray:
+    """One float32 in [0, 1) a row: splitmix64's finaliser over seed and counter (Steele et al., OOPSLA 2014)."""
+    mask = 2**64 - 1
+    x = np.array([s & mask for s in seeds], np.uint64)
+    n = np.array(counters, np.uint64)
+    with np.errstate(over="ignore"):
+        x = _mix(x) + (n + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = _mix(x)
+    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """[B, V] -> ids [B] int32; the lowest id among equals."""
+    return logits.argmax(-1).to(torch.int32)
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, candidates: int = CANDIDATES
+) -> tuple[Tensor, Tensor]:
+    """[B, V] float32 and [B] parameters -> ids [B] int32, complete [B] bool.
+
+    Filters follow transformers: temperature, then top-k, then top-p renormalised over what top-k left (the token that crosses top_p
+    is kept), then min-p relative to the likeliest. A row without filters draws from the whole vocabulary. A row with filters draws
+    among its `candidates` likeliest tokens; `complete` is False where the kept set may reach beyond them. Temperature 0 is greedy.
+    """
+    cold = temperature <= 0
+    scaled = logits / torch.where(cold, 1.0, temperature)[:, None]
+    everything = _draw((scaled - scaled.amax(-1, keepdim=True)).exp(), uniform)
+    count = min(candidates, logits.shape[-1])
+    top, ids = scaled.topk(count, dim=-1)
+    mass = (scaled.logsumexp(-1, keepdim=True)).expand(-1, 1)
+    kept, inside = _keep(top, mass, top_k, top_p, min_p)
+    chosen = ids.gather(-1, _draw(torch.where(kept, (top - top[:, :1]).exp(), 0.0), uniform)[:, None])[:, 0]
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    out = torch.where(cold, top.new_zeros((), dtype=ids.dtype) + ids[:, 0], torch.where(filtered, chosen, everything))
+    return out.to(torch.int32), cold | ~filtered | inside | (count == logits.shape[-1])
+
+
+def _keep(top: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted logits [B, C] and log normaliser [B, 1] -> kept [B, C], inside [B] (nothing beyond C would be kept)."""
+    place = torch.arange(top.shape[-1], device=top.device)
+    limit = torch.where(top_k > 0, top_k, 2**31 - 1)[:, None]
+    within = place < limit
+    bounded = (top_k > 0) & (top_k <= top.shape[-1])
+    total = torch.where(bounded[:, None], torch.where(within, top, float("-inf")).logsumexp(-1, keepdim=True), mass)
+    p = (top - total).exp()
+    before = p.cumsum(-1) - p
+    kept = within & (before < top_p[:, None]) & (p >= min_p[:, None] * p[:, :1])
+    return kept | (place == 0), bounded | ~kept[:, -1]
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse of the cumulative sum: weights [B, N] >= 0, uniform [B] -> index [B] int64 of positive weight."""
+    reached = weights.cumsum(-1)
+    total = reached[:, -1:]
+    target = torch.minimum(uniform[:, None] * total, total * _BELOW_ONE)
+    return (reached <= target).sum(-1)

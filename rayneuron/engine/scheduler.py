@@ -1,0 +1,155 @@
+"""Waiting and running sequences to the plan of the next step: chunks of prefill alternate with decode steps."""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rayneuron.engine.buckets import Capacity, pack_prefill
+from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.slots import Slots
+
+
+@dataclass(slots=True)
+class Work:
+    """One sequence's part of a step: compute KV for ids[start : start + count]."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        """Whether a token is sampled at the end: every id has KV afterwards."""
+        return self.start + self.count == len(self.sequence.ids)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one step does. `copies`: (from row, to row, positions) of prompt KV shared by choices of one request, before the step."""
+
+    tag: Literal["prefill", "decode"]
+    works: list[Work]
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.slots = Slots(capacity.rows, capacity.length, capacity.kv_tokens)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._prefilled_last = False
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at its place by priority and arrival."""
+        insort(self.waiting, sequence, key=lambda s: s.rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, waiting or running, and free its row."""
+        if sequence.row is not None:
+            self.slots.release(sequence.row)
+            sequence.row = None
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to do."""
+        copies = self._admit()
+        prefills = [s for s in self.running if s.remaining > 1]
+        decodes = [s for s in self.running if s.remaining == 1]
+        if prefills and (self._prefilled_last is False or not decodes):
+            self._prefilled_last = True
+            return Plan("prefill", self._chunks(prefills), copies)
+        self._prefilled_last = False
+        decodes = self._grow(decodes)
+        if decodes:
+            decodes.sort(key=lambda s: s.row or 0)  # dense rows let a device attend slices instead of gathering
+            return Plan("decode", [Work(s, s.computed, 1) for s in decodes], copies)
+        # Growing may have preempted every decoding sequence; whoever is left or waits can now be served.
+        return self.plan() if self.running or self.waiting else None
+
+    def _admit(self) -> list[tuple[int, int, int]]:
+        copies = []
+        while self.waiting:
+            head = self.waiting[0]
+            row = self.slots.reserve(len(head.ids))
+            if row is None:
+                victim = max(self.running, key=lambda s: s.rank, default=None)
+                if victim is None or victim.request.priority <= head.request.priority:
+                    break
+                self._preempt(victim)
+                continue
+            self.waiting.pop(0)
+            head.row = row
+            self.running.append(head)
+            copied = self._shareable(head)
+            if copied:
+                assert head.leader is not None and head.leader.row is not None
+                copies.append((head.leader.row, row, copied))
+                head.computed = copied
+        return copies
+
+    @staticmethod
+    def _shareable(sequence: Sequence) -> int:
+        """Prompt positions to copy from the leading choice; the last prompt token is computed anew, for its logits."""
+        leader = sequence.leader
+        wanted = sequence.prompt_len - 1
+        if leader is None or leader.row is None or leader.computed < wanted:
+            return 0
+        return wanted
+
+    def _chunks(self, prefills: list[Sequence]) -> list[Work]:
+        prefills.sort(key=lambda s: s.rank)
+        first = prefills[0]
+        if wants_scores(first):
+            return [Work(first, first.computed, min(first.remaining, self.capacity.scores))]
+        alike = [s for s in prefills if not wants_scores(s)]
+        counts = pack_prefill(self.capacity, (s.remaining for s in alike))
+        return [Work(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
+
+    def _grow(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Room for one more token each, in order of service; the last in order makes room for those before it."""
+        order = sorted(decodes, key=lambda s: s.rank)
+        kept: list[Sequence] = []
+        for sequence in order:
+            if sequence.row is None:
+                continue
+            while not self.slots.extend(sequence.row, len(sequence.ids)):
+                victim = max(self.running, key=lambda s: s.rank)
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                kept.append(sequence)
+        return [s for s in kept if s.row is not None]
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
+        assert victim.row is not None
+        self.slots.release(victim.row)
+        self.running.remove(victim)
+        victim.row = None
+        victim.computed = 0
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.add(victim)
+
+    def check(self) -> None:
+        """Raise AssertionError if a row is owned twice or by nobody."""
+        self.slots.check()
+        rows = [s.row for s in self.running]
+        assert None not in rows and len(set(rows)) == len(rows), rows
+        assert len(rows) + self.slots.free_count == self.capacity.rows, (rows, self.slots.free_count)
+        assert all(s.row is None for s in self.waiting)
+
+
+def wants_scores(sequence: Sequence) -> bool:
+    """Whether the logits of every prompt position are still to be reported."""
+    return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0
+

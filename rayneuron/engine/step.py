@@ -1,0 +1,31 @@
+"""The one compiled function: decoder, head and sampling; prefill, decode and verify are only its shapes.
+
+Shapes: B rows, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rayneuron.devices.base import Batch, Collectives, Shape, StepOutput, Weights
+from rayneuron.engine import sampling
+from rayneuron.models import decoder
+from rayneuron.models.arch import Arch
+
+
+def step(arch: Arch, ops: Any, comm: Collectives, weights: Weights, kv: list[torch.Tensor], batch: Batch, shape: Shape) -> StepOutput:
+    """Write KV for the new tokens in place, and return what `shape.output` asks for. No host sync, no data-dependent shape."""
+    hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, batch.positions, batch.rows, shape.length)  # B T E
+    if shape.output == "scores":
+        return StepOutput(logits=decoder.logits(arch, ops, comm, weights, hidden))
+    if shape.tokens > 1:
+        hidden = hidden[torch.arange(shape.rows), batch.last]
+    else:
+        hidden = hidden[:, 0]
+    logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
+    if shape.output == "greedy":
+        return StepOutput(ids=sampling.greedy(logits))
+    ids, complete = sampling.sample(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+    return StepOutput(ids=ids, complete=complete, logits=logits)

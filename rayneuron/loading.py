@@ -1,0 +1,138 @@
+"""From a checked deployment to a running engine, with the seconds each part took."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayneuron import settings
+from rayneuron.config import Deployment
+from rayneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayneuron.engine.engine import Engine
+    from rayneuron.models.arch import Arch
+    from rayneuron.text import Text
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model could do more: LMI's and vLLM-neuron's choice
+Progress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
+
+
+@dataclass(slots=True)
+class Opened:
+    """A running engine and what belongs to it. `seconds`: how long each part of starting took. `generation`: the model's generation_config."""
+
+    engine: Engine
+    text: Text
+    arch: Arch
+    path: Path
+    generation: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def open_engine(config: Deployment, progress: Progress | None = None) -> Opened:
+    """Load, warm and open. Raises ConfigError or CheckpointError before any weight is read where that can be known."""
+    seconds: dict[str, float] = {}
+    report = progress or _silent
+    with _timed(seconds, "import"):
+        from rayneuron import devices, models
+        from rayneuron.engine.admission import EngineLimits
+        from rayneuron.engine.engine import Engine
+        from rayneuron.engine.runner import Runner
+        from rayneuron.models import hub
+        from rayneuron.text import Text
+
+    devices.check(config.device)
+    if config.tensor_parallel * config.pipeline_parallel > 1:
+        raise ConfigError("tensor_parallel and pipeline_parallel beyond 1 are not part of this version yet; leave them out")
+    with _timed(seconds, "check"):
+        path = resolve(config.model.path)
+        raw = hub.read_config(path)
+        length = model_length(config, raw)
+        arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, dtype=config.dtype, quantization=config.quantization)
+        dtype = compute_dtype(config.dtype, raw)
+        capacity = _capacity(config, length)
+    with _timed(seconds, "tokenizer"):
+        text = Text(Path(config.model.tokenizer) if config.model.tokenizer else path, chat_template=config.model.chat_template)
+    device = devices.open(config.device, dtype=dtype, threads=config.threads or settings.threads())
+    runner = Runner(arch, device, capacity)
+    with _timed(seconds, "weights"):
+        runner.load(_weights(config, path, raw, arch, dtype, report))
+    with _timed(seconds, "graphs"):
+        runner.warm(lambda done, total, shape: report("graphs", done, total))
+    limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
+    engine = Engine(runner, vocab=arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
+    log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
+    return Opened(engine, text, arch, path, hub.generation_config(path), seconds)
+
+
+def resolve(path: str) -> Path:
+    """The model directory of `model.path`; demo:NAME makes the demo model on first use. Raises ConfigError."""
+    from rayneuron import demo
+
+    return demo.resolve(path)
+
+
+def model_length(config: Deployment, raw: dict[str, Any]) -> int:
+    """max_model_len, or the model's own up to DEFAULT_MODEL_LEN (logged, since a longer one costs memory and start-up time)."""
+    if config.max_model_len is not None:
+        return config.max_model_len
+    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
+    if own > DEFAULT_MODEL_LEN:
+        log.info("max_model_len defaults to %d; the model can do %d: set max_model_len to use more", DEFAULT_MODEL_LEN, own)
+    return min(int(own), DEFAULT_MODEL_LEN)
+
+
+def compute_dtype(name: str, raw: dict[str, Any]) -> torch.dtype:
+    """The torch dtype of `dtype`. auto: the checkpoint's, except that fp16 becomes bf16, which CPUs compute hundreds of times faster."""
+    import torch
+
+    if name != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return torch.float32 if stored == "float32" else torch.bfloat16
+
+
+def _capacity(config: Deployment, length: int) -> Any:
+    from rayneuron.engine.buckets import capacity
+
+    return capacity(
+        rows=config.max_num_seqs,
+        length=length,
+        chunk=config.prefill_chunk_tokens,
+        kv_tokens=config.kv_cache_tokens,
+        batch=config.buckets.batch,
+        context=config.buckets.context_encoding,
+        lengths=config.buckets.token_generation,
+        smallest=config.buckets.smallest,
+    )
+
+
+def _weights(config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress) -> dict[str, Any]:
+    from rayneuron import models
+    from rayneuron.models import hub, weights
+
+    checkpoint = hub.Checkpoint(path, allow_pickle=config.model.allow_pickle)
+    return weights.load(
+        arch, models.family(raw), checkpoint, dtype=dtype, fused=config.fused_qkv, progress=lambda done, total: report("weights", done, total)
+    )
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    return None

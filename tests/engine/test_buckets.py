@@ -1,0 +1,64 @@
+"""Bucket lists against NxD Inference's published rule, and every reachable step against the inventory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayneuron.engine.buckets import capacity, decode_shape, inventory, pack_prefill, powers, prefill_shape
+from rayneuron.errors import CompileError, ConfigError
+
+# research/neuron.md F1: lo == hi -> [hi]; else powers of two up to round(log2 hi), then hi
+NXD_TABLE = [
+    ((128, 128), [128]),
+    ((128, 256), [128, 256]),
+    ((128, 513), [128, 256, 513]),
+    ((128, 1024), [128, 256, 512, 1024]),
+    ((128, 2048), [128, 256, 512, 1024, 2048]),
+    ((128, 100), [100]),
+    ((1, 16), [1, 2, 4, 8, 16]),
+]
+
+
+@pytest.mark.parametrize(("bounds", "expected"), NXD_TABLE)
+def test_powers_follow_nxd(bounds, expected):
+    assert powers(*bounds) == expected
+
+
+@given(st.integers(1, 20), st.integers(20, 900), st.integers(1, 600), st.data())
+def test_every_step_finds_a_listed_shape(rows, length, chunk, data):
+    c = capacity(rows=rows, length=length, chunk=chunk)
+    listed = set(inventory(c))
+    count = data.draw(st.integers(1, rows))
+    longest = data.draw(st.integers(1, length))
+    for output in ("greedy", "sample", "logits"):
+        shape = decode_shape(c, count, longest, output)
+        assert shape in listed and shape.rows >= count and shape.length >= longest
+    remaining = data.draw(st.lists(st.integers(1, length), min_size=1, max_size=rows))
+    counts = pack_prefill(c, remaining)
+    assert 1 <= len(counts) <= len(remaining)
+    assert all(1 <= n <= m for n, m in zip(counts, remaining))
+    reach = data.draw(st.integers(max(counts), length))
+    shape = prefill_shape(c, counts, reach, "greedy")
+    assert shape in listed and shape.rows >= len(counts) and shape.tokens >= max(counts)
+    scored = prefill_shape(c, [min(remaining[0], c.scores)], max(reach, min(remaining[0], c.scores)), "scores")
+    assert scored in listed
+
+
+def test_short_prompts_share_a_step_only_where_that_saves_work():
+    c = capacity(rows=16, length=2048, chunk=512)
+    assert pack_prefill(c, [128, 128, 128, 128, 128]) == [128] * 4  # 4 x 128 padded tokens for 4 x 128 true ones
+    assert pack_prefill(c, [512, 10]) == [512]
+    assert pack_prefill(c, [128, 4]) == [128]  # 2 x 128 for 132 wastes more than 128 now and 32 later
+    assert pack_prefill(c, [700]) == [512]
+
+
+def test_wrong_lists_are_refused():
+    with pytest.raises(ConfigError, match="max_model_len 100"):
+        capacity(rows=2, length=100, chunk=50, context=[128])
+    with pytest.raises(ConfigError, match="max_num_seqs 2"):
+        capacity(rows=2, length=100, chunk=50, batch=[4])
+    c = capacity(rows=2, length=100, chunk=50)
+    with pytest.raises(CompileError, match="largest is 2"):
+        decode_shape(c, 3, 10, "greedy")

@@ -1,0 +1,80 @@
+"""Host-side processors against transformers' and against arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from rayneuron.engine.logits import edit, logprobs, prompt_logprobs
+from rayneuron.engine.sequence import Sequence
+from rayneuron.types import Request, SamplingParams
+
+ROW = torch.randn(40, generator=torch.Generator().manual_seed(1))
+
+
+def make(ids, prompt_len, stop_ids=(), **params) -> Sequence:
+    request = Request(id="a", prompt_ids=ids[:prompt_len], params=SamplingParams(max_tokens=99, **params))
+    return Sequence(request, 0, list(ids), 0, 99, 0, prompt_len=prompt_len, stop_ids=frozenset(stop_ids))
+
+
+def test_repetition_penalty_is_transformers():
+    ids = [3, 5, 3, 9]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), ROW[None].clone())[0]
+    assert torch.equal(edit(ROW, make(ids, 2, repetition_penalty=1.7)), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_repeat_ngram_is_transformers(size):
+    ids = [1, 2, 3, 1, 2, 4, 1, 2]
+    expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([ids]), ROW[None].clone())[0]
+    assert torch.equal(edit(ROW, make(ids, 3, no_repeat_ngram_size=size)), expected)
+    short = [7]
+    expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([short]), ROW[None].clone())[0]
+    assert torch.equal(edit(ROW, make(short, 1, no_repeat_ngram_size=size)), expected)
+
+
+def test_bad_words_are_transformers():
+    phrases = [[8], [4, 2], [1, 4, 6]]
+    for ids in ([1, 4], [2, 1], [4], [9, 1, 4]):
+        expected = NoBadWordsLogitsProcessor(phrases, eos_token_id=39)(torch.tensor([ids]), ROW[None].clone())[0]
+        assert torch.equal(edit(ROW, make(ids, 1, bad_words_ids=tuple(map(tuple, phrases)))), expected), ids
+
+
+def test_presence_and_frequency_count_output_only():
+    row = edit(ROW, make([3, 3, 5, 7, 7], 2, presence_penalty=0.5, frequency_penalty=0.25))
+    assert row[3] == ROW[3]
+    assert torch.isclose(row[5], ROW[5] - 0.75) and torch.isclose(row[7], ROW[7] - 1.0)
+
+
+def test_bias_allowed_banned_and_minimum_length():
+    row = edit(ROW, make([1], 1, logit_bias={4: 2.5, 6: -100.0}))
+    assert torch.isclose(row[4], ROW[4] + 2.5) and torch.isclose(row[6], ROW[6] - 100)
+    row = edit(ROW, make([1], 1, allowed_token_ids=(2, 9)))
+    assert set(torch.isfinite(row).nonzero()[:, 0].tolist()) == {2, 9}
+    assert edit(ROW, make([1], 1, banned_token_ids=(7,)))[7] == float("-inf")
+    early, late = make([1, 2], 1, stop_ids=(30,), min_tokens=2), make([1, 2, 3], 1, stop_ids=(30,), min_tokens=2)
+    assert edit(ROW, early)[30] == float("-inf") and edit(ROW, late)[30] == ROW[30]
+
+
+def test_edit_leaves_the_row_as_it_was():
+    before = ROW.clone()
+    edit(ROW, make([1, 2], 1, repetition_penalty=2.0, logit_bias={1: 5.0}, banned_token_ids=(3,)))
+    assert torch.equal(ROW, before)
+
+
+def test_logprobs_and_ranks():
+    logp = ROW.double().log_softmax(-1)
+    order = ROW.argsort(descending=True).tolist()
+    entry = logprobs(ROW, order[4], 3)
+    assert entry.rank == 5 and abs(entry.logprob - logp[order[4]].item()) < 1e-5
+    assert [t for t, _ in entry.top] == order[:3]
+    assert logprobs(ROW, order[0], 0).top == ()
+    rows = torch.stack([ROW, ROW.flip(0)])
+    both = prompt_logprobs(rows, [5, 6], 2)
+    assert [e.token_id for e in both] == [5, 6]
+    assert abs(both[1].logprob - ROW.flip(0).double().log_softmax(-1)[6].item()) < 1e-5

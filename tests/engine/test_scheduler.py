@@ -1,0 +1,124 @@
+"""Property tests: no slot or token of KV is lost, nobody starves, decode waits at most one chunk, order of service holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayneuron.engine.buckets import capacity
+from rayneuron.engine.scheduler import Scheduler
+from rayneuron.engine.sequence import Sequence
+from rayneuron.types import Request, SamplingParams
+
+
+def make(order: int, prompt: int, most: int, priority: int = 0) -> Sequence:
+    request = Request(id=str(order), prompt_ids=[1] * prompt, params=SamplingParams(max_tokens=most), priority=priority)
+    return Sequence(request, 0, [1] * prompt, 0, most, order, prompt_len=prompt)
+
+
+def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] | None:
+    """One step as the engine does it, with a model that always says 1."""
+    plan = scheduler.plan()
+    if plan is None:
+        return None
+    done = []
+    rows = [w.sequence.row for w in plan.works]
+    assert plan.works and None not in rows and len(set(rows)) == len(rows)
+    for work in plan.works:
+        s = work.sequence
+        assert work.start == s.computed and work.count >= 1 and work.start + work.count <= len(s.ids)
+        s.computed += work.count
+        if s.computed == len(s.ids):
+            s.ids.append(1)
+            if s.generated >= s.max_tokens:
+                done.append(s)
+    for s in done:
+        scheduler.remove(s)
+    scheduler.check()
+    return plan.tag, [w.sequence for w in plan.works], done
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_everything_finishes_and_the_ledger_returns_to_zero(data):
+    rows = data.draw(st.integers(1, 5))
+    length = data.draw(st.integers(16, 80))
+    # From a budget that holds one full sequence (constant preemption) to one that holds all.
+    budget = data.draw(st.integers(-(-length // 16) * 16, rows * 96))
+    c = capacity(rows=rows, length=length, chunk=data.draw(st.integers(4, 40)), kv_tokens=budget)
+    scheduler = Scheduler(c)
+    alive: list[Sequence] = []
+    finished = 0
+    for order in range(data.draw(st.integers(1, 14))):
+        prompt = data.draw(st.integers(1, length - 1))
+        s = make(order, prompt, data.draw(st.integers(1, length - prompt)), data.draw(st.sampled_from([0, 0, 0, -1, 1])))
+        scheduler.add(s)
+        alive.append(s)
+        for _ in range(data.draw(st.integers(0, 4))):
+            step = advance(scheduler)
+            if step is not None:
+                finished += len(step[2])
+                alive = [s for s in alive if s not in step[2]]
+        if alive and data.draw(st.integers(0, 9)) == 0:
+            victim = data.draw(st.sampled_from(alive))
+            scheduler.remove(victim)
+            alive.remove(victim)
+            scheduler.check()
+    steps = 0
+    while alive:
+        step = advance(scheduler)
+        assert step is not None, "work is left and nothing was planned"
+        alive = [s for s in alive if s not in step[2]]
+        steps += 1
+        assert steps < 5000, "no progress"
+    assert scheduler.plan() is None
+    assert scheduler.slots.used_tokens == 0 and scheduler.slots.free_count == rows
+
+
+def test_decode_never_waits_for_two_chunks():
+    scheduler = Scheduler(capacity(rows=4, length=4096, chunk=128))
+    scheduler.add(make(0, 8, 200))
+    advance(scheduler)  # prompt of 0
+    for order in range(1, 4):
+        scheduler.add(make(order, 2000, 2))
+    tags = []
+    for _ in range(40):
+        tags.append(advance(scheduler)[0])
+    assert "prefill" in tags
+    assert all(pair != ("prefill", "prefill") for pair in zip(tags, tags[1:]))
+
+
+def test_service_in_order_of_priority_then_arrival():
+    scheduler = Scheduler(capacity(rows=1, length=64, chunk=32))
+    for order, priority in ((0, 0), (1, 0), (2, -5), (3, 0)):
+        scheduler.add(make(order, 4, 3, priority))
+    served = []
+    while (step := advance(scheduler)) is not None:
+        served += [s.order for s in step[2]]
+    assert served == [2, 0, 1, 3]
+
+
+def test_an_urgent_request_takes_the_slot_of_the_least_urgent():
+    scheduler = Scheduler(capacity(rows=2, length=64, chunk=32))
+    late, early = make(0, 4, 30, priority=5), make(1, 4, 30, priority=1)
+    scheduler.add(late)
+    scheduler.add(early)
+    for _ in range(6):
+        advance(scheduler)
+    urgent = make(2, 4, 2, priority=0)
+    scheduler.add(urgent)
+    advance(scheduler)
+    assert urgent.row is not None and late.row is None and late.preemptions == 1 and early.row is not None
+
+
+@pytest.mark.parametrize("kv_tokens", [48, 64])
+def test_preempted_sequences_keep_their_tokens(kv_tokens):
+    scheduler = Scheduler(capacity(rows=3, length=48, chunk=16, kv_tokens=kv_tokens))
+    sequences = [make(i, 10, 30) for i in range(3)]
+    for s in sequences:
+        scheduler.add(s)
+    while advance(scheduler) is not None:
+        pass
+    assert all(len(s.ids) == 40 for s in sequences)
+    assert scheduler.preemptions > 0 and sequences[0].preemptions == 0
