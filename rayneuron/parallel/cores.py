@@ -196,7 +196,7 @@ def check_claim(value: str | None, kind: Instance) -> tuple[int, ...]:
 
 
 def refuse_hand_set(environment: Mapping[str, str], where: str) -> None:
-    """Refuse a deployment (or its runtime_env) that chooses cores by hand: Ray gives the same core to a second actor. Raises ConfigError."""
+    """Refuse a deployment (or runtime_env) that chooses cores by hand: Ray gives the same core to a second actor. Raises ConfigError."""
     for name in (VISIBLE, COUNT):
         if name in environment:
             raise ConfigError(

@@ -42,6 +42,11 @@ class Instance:
     notes: Mapping[int, str] = field(default_factory=dict)
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """The sizes whose runs packing keeps whole: the legal ones, or the powers of two where every size is legal."""
+        return self.degrees if len(self.degrees) < self.cores else tuple(d for d in self.degrees if d & (d - 1) == 0)
+
+    @property
     def cores(self) -> int:
         """Logical cores of the node."""
         return self.devices * self.cores_per_device // self.lnc

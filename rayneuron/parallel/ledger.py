@@ -1,7 +1,7 @@
 """The core ledger of a node: contiguous, aligned, disjoint core sets, held as kernel locks on one byte a core.
 
 One file, one byte a core, open-file-description locks: a run of cores is locked by one system call, all of it or nothing, and the kernel
-frees it the moment its owner is gone, SIGKILL included. Unlike classic record locks they outlive the closing of other descriptors of the file.
+frees it the moment its owner is gone, SIGKILL included. Unlike classic record locks they outlive other descriptors of the file.
 A forked child would share them, so it closes its copy at once; an executed one never gets it (O_CLOEXEC).
 Which run to take is `policies.packing.choose`; the ledger locks it, and chooses again when somebody was faster.
 """
@@ -142,7 +142,7 @@ class Ledger:
 
     def _attempt(self, size: int, deployment: str, within: frozenset[int]) -> Grant | None:
         while True:
-            start = packing.choose(self.free() & within, size, self.instance.cores, self.instance.degrees)
+            start = packing.choose(self.free() & within, size, self.instance.cores, self.instance.kept)
             if start is None:
                 return None
             lock = self._lock(start, size)
@@ -188,7 +188,7 @@ class Ledger:
         if len(free) >= size:
             text[0] += f" ({len(free)} cores, but no {size} in one run that starts at a multiple of {size})"
         text.append("held: " + ("; ".join(_describe(holder) for holder in held) or "by a process that cannot be seen from here"))
-        fits = packing.nearest(free, size, total, self.instance.degrees)
+        fits = packing.nearest(free, size, total, self.instance.kept)
         if fits is not None:
             text.append(f"nearest that fits now: tensor_parallel: {fits[0]} on {packing.compact(range(fits[1], fits[1] + fits[0]))}")
         if waited_s:
@@ -237,5 +237,3 @@ def _owner(path: Path) -> str:
 
 def _describe(holder: Holder) -> str:
     return f"{packing.compact(holder.cores)} by pid {holder.pid} ({holder.deployment or 'left no record; a child?'})"
-
-
