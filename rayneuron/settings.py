@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -21,3 +22,8 @@ def threads() -> int:
     """
     named = os.environ.get("OMP_NUM_THREADS", "")
     return int(named) if named.isdigit() and int(named) > 0 else len(os.sched_getaffinity(0))
+
+
+def environment(defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a program this process becomes: its own, with `defaults` where a name is not set."""
+    return {**defaults, **os.environ}

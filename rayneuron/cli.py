@@ -1,0 +1,152 @@
+"""The command line: demo models, checking and serving a deployment file, generating offline."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rayneuron.errors import RayNeuronError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, or 2 with one line on standard error that says what is wrong."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except RayNeuronError as error:
+        print(f"rayneuron {args.command}: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_demo_model, _add_config, _add_serve, _add_generate, _add_version):
+        add(commands)
+    return parser
+
+
+def _add_demo_model(commands: Any) -> None:
+    command = commands.add_parser("demo-model", help="write the demo model, or a random one, and print its directory")
+    command.add_argument("--random", metavar="SIZE", help="a Llama with random weights: tiny, tp8, 160m, 0.5b or 1b")
+    command.add_argument("--seed", type=int, default=0, help="of the random weights (0)")
+    command.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (bf16)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="write there instead of the cache")
+    command.set_defaults(run=_demo_model)
+
+
+def _demo_model(args: argparse.Namespace) -> None:
+    from rayneuron import demo
+
+    if args.random is None:
+        print(demo.ensure(dtype=args.dtype, out=args.out))
+    else:
+        print(demo.random(args.random, seed=args.seed, dtype=args.dtype, out=args.out))
+
+
+def _add_deployment(command: argparse.ArgumentParser) -> None:
+    command.add_argument("deployment", type=Path, metavar="DEPLOYMENT.yaml")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the args: model.path=/models/x"
+    )
+    command.add_argument("--application", metavar="NAME", help="which application --set means, where the file has several")
+
+
+def _add_config(commands: Any) -> None:
+    command = commands.add_parser("config", help="check a deployment file and print it with every default filled in")
+    _add_deployment(command)
+    command.set_defaults(run=_config)
+
+
+def _config(args: argparse.Namespace) -> None:
+    import yaml
+
+    from rayneuron import deployment_file
+
+    file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
+    print(yaml.safe_dump({name: deployment.model_dump() for name, deployment in file.deployments.items()}, sort_keys=False), end="")
+
+
+def _add_serve(commands: Any) -> None:
+    command = commands.add_parser("serve", help="check a deployment file, then `serve run` it")
+    _add_deployment(command)
+    command.add_argument("--profile", default="plain", help="plain: Ray Serve's defaults; fast: HAProxy and throughput settings (plain)")
+    command.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    """Become `serve run`: signals and the exit code are its own."""
+    from rayneuron import deployment_file, settings
+    from rayneuron.serve.profile import profile_env
+
+    path = args.deployment
+    file = deployment_file.read(path, deployment_file.parse_assignments(args.set), args.application)
+    environment = settings.environment({**profile_env(args.profile), "RAY_USAGE_STATS_ENABLED": "0"})
+    if args.set:
+        path = _in_memory(file.content)
+    sys.stdout.flush()
+    run = "from ray.serve.scripts import cli; cli(prog_name='serve')"
+    os.execve(sys.executable, [sys.executable, "-c", run, "run", str(path)], environment)
+
+
+def _in_memory(content: Any) -> Path:
+    """A file that survives exec and nothing else: no temporary file is left behind."""
+    import yaml
+
+    descriptor = os.memfd_create("deployment", 0)
+    os.write(descriptor, yaml.safe_dump(dict(content), sort_keys=False).encode())
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser("generate", help="generate offline, without Ray")
+    command.add_argument("model", metavar="MODEL", help="a model directory, demo:smollm2 or demo:random:SIZE")
+    command.add_argument(
+        "--prompt", action="append", required=True, metavar="TEXT", help="may be given several times; - reads standard input"
+    )
+    command.add_argument("--chat", action="store_true", help="put each prompt through the chat template as a user's message")
+    command.add_argument("--max-tokens", type=int, default=128)
+    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--seed", type=int)
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of rayneuron.LLM: dtype=fp32")
+    command.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from rayneuron import LLM, SamplingParams, deployment_file
+
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+    llm = LLM(args.model, **deployment_file.parse_assignments(args.set))
+    try:
+        if args.chat:
+            prompts = [{"prompt_token_ids": llm.text.chat([{"role": "user", "content": prompt}])} for prompt in prompts]
+        for result in llm.generate(prompts, params):
+            print(result.outputs[0].text)
+    finally:
+        llm.close()
+
+
+def _add_version(commands: Any) -> None:
+    command = commands.add_parser("version", help="print the versions of what matters")
+    command.set_defaults(run=_version)
+
+
+def _version(args: argparse.Namespace) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    print("python", sys.version.split()[0])
+    for name in ("rayneuron", "ray", "torch", "transformers", "torch-neuronx", "neuronx-cc"):
+        try:
+            print(name, version(name))
+        except PackageNotFoundError:
+            print(name, "not installed")

@@ -1,0 +1,92 @@
+"""The command line: what it prints, what it refuses and how, and what `serve` becomes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rayneuron import cli
+
+SMOLLM2 = str(Path(__file__).parent.parent / "deployments" / "smollm2.yaml")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_version_names_what_matters() -> None:
+    done = run("version")
+    assert done.returncode == 0 and "\ntorch 2." in done.stdout and "torch-neuronx not installed" in done.stdout
+
+
+def test_demo_model_prints_the_directory(tmp_path: Path) -> None:
+    done = run("demo-model", "--random", "llama-tiny", RAYNEURON_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.parent == tmp_path / "models" and (folder / "config.json").is_file()
+    assert run("demo-model", "--random", "tiny", "--out", str(tmp_path / "mine")).stdout.strip() == str(tmp_path / "mine")
+
+
+def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", SMOLLM2, "--set", "limits.max_waiting=3"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["smollm2"]
+    assert printed["limits"]["max_waiting"] == 3 and printed["tensor_parallel"] == 1 and printed["model"]["path"] == "demo:smollm2"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["config", "nowhere.yaml"], "rayneuron config: there is no file nowhere.yaml"),
+        (["config", SMOLLM2, "--set", "max_num_seq=3"], "unknown key max_num_seq; did you mean max_num_seqs?"),
+        (["serve", SMOLLM2, "--profile", "faster"], "rayneuron serve: unknown profile 'faster'; write one of: plain, fast"),
+        (["serve", SMOLLM2, "--set", "dtype=int3"], "dtype"),
+        (["demo-model", "--random", "7b"], "rayneuron demo-model: no random model has the size '7b'; write one of tiny"),
+        (["demo-model", "--random", "tiny", "--dtype", "int4"], "dtype must be one of bf16, fp16, fp32, got 'int4'"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and said.out == ""
+
+
+class Became(Exception):
+    """Raised in place of exec."""
+
+
+@pytest.fixture
+def execve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_became(program: str, words: list[str], environment: dict[str, str]) -> None:
+        raise Became(words, environment)
+
+    monkeypatch.setattr(os, "execve", raise_became)
+
+
+def test_serve_becomes_serve_run_of_the_file(execve: None) -> None:
+    with pytest.raises(Became) as became:
+        cli.main(["serve", SMOLLM2, "--profile", "fast"])
+    words, environment = became.value.args
+    assert words[0] == sys.executable and words[-2:] == ["run", SMOLLM2]
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and environment["PATH"] == os.environ["PATH"]
+
+
+def test_serve_with_overrides_hands_over_a_file_that_needs_no_cleaning(execve: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    with pytest.raises(Became) as became:
+        cli.main(["serve", SMOLLM2, "--set", "model.path=demo:random:tiny"])
+    words, environment = became.value.args
+    content = yaml.safe_load(Path(words[-1]).read_text())
+    assert content["applications"][0]["args"]["model"] == {"path": "demo:random:tiny", "name": "smollm2-135m-instruct"}
+    assert content["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert environment["RAY_USAGE_STATS_ENABLED"] == "1", "what the user has set stays"
+    read = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())", words[-1]]
+    inherited = subprocess.run(read, close_fds=False, capture_output=True, text=True, check=True)
+    assert yaml.safe_load(inherited.stdout) == content, "the file is there in the program it becomes"
+    os.close(int(words[-1].rpartition("/")[2]))

@@ -1,0 +1,106 @@
+"""Every file in deployments/ is a Serve config that Ray accepts and whose args are ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayneuron import deployment_file
+from rayneuron.errors import ConfigError
+
+FOLDER = Path(__file__).parent.parent / "deployments"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_ray_and_we_accept_it(path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    file = deployment_file.read(path)
+    schema = ServeDeploySchema.model_validate(file.content)
+    assert {application.name for application in schema.applications} >= set(file.deployments)
+    prefixes = [application.route_prefix for application in schema.applications]
+    assert len(set(prefixes)) == len(prefixes)
+
+
+def test_the_demo_is_what_the_readme_says() -> None:
+    (deployment,) = deployment_file.read(FOLDER / "smollm2.yaml").deployments.values()
+    assert (deployment.model.path, deployment.device, deployment.dtype) == ("demo:smollm2", "cpu", "bf16")
+
+
+ONE = """
+applications:
+  - name: one
+    route_prefix: /
+    import_path: rayneuron.serve.app:build
+    args: {model: {path: /m}, max_num_seqs: 4}
+"""
+TWO = (
+    ONE
+    + """
+  - name: two
+    route_prefix: /two
+    import_path: rayneuron.serve.app:build
+    args: {model: {path: /n}}
+  - name: other
+    route_prefix: /other
+    import_path: theirs:app
+"""
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "deployment.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_override_reaches_the_checked_deployment_and_the_content(file) -> None:
+    read = deployment_file.read(file(ONE), {"model.path": "/elsewhere", "limits.max_waiting": 7})
+    deployment = read.deployments["one"]
+    assert (deployment.model.path, deployment.max_num_seqs, deployment.limits.max_waiting) == ("/elsewhere", 4, 7)
+    assert read.content["applications"][0]["args"] == {"model": {"path": "/elsewhere"}, "max_num_seqs": 4, "limits": {"max_waiting": 7}}
+
+
+def test_override_of_one_application_of_several(file) -> None:
+    path = file(TWO)
+    read = deployment_file.read(path, {"max_num_seqs": 9}, application="two")
+    assert {name: deployment.max_num_seqs for name, deployment in read.deployments.items()} == {"one": 4, "two": 9}
+    with pytest.raises(ConfigError, match="holds the applications one, two; say which one with --application NAME"):
+        deployment_file.read(path, {"max_num_seqs": 9})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("applications: [", "cannot be read as YAML"),
+        ("- a\n- b\n", "is not a Ray Serve config: it needs `applications:`"),
+        ("model: {path: /m}\n", "is not a Ray Serve config"),
+        ("applications:\n- name: x\n  import_path: theirs:app\n", "has no application with import_path: rayneuron.serve.app:build"),
+        (ONE.replace("max_num_seqs", "max_num_seq"), "application one: unknown key max_num_seq; did you mean max_num_seqs?"),
+        (ONE.replace("path: /m", "paht: /m"), "unknown key model.paht; did you mean path?"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, message: str, file) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deployment_file.read(file(text))
+    assert message in caught.value.message
+
+
+def test_assignments_are_read_as_yaml() -> None:
+    words = ["model.path=demo:random:tiny", "max_num_seqs=4", "buckets.batch=[1, 2]", "serving.api_key=a=b", "max_model_len="]
+    assert deployment_file.parse_assignments(words) == {
+        "model.path": "demo:random:tiny",
+        "max_num_seqs": 4,
+        "buckets.batch": [1, 2],
+        "serving.api_key": "a=b",
+        "max_model_len": None,
+    }
+    for word in ("max_num_seqs", "=4", "a=[1"):
+        with pytest.raises(ConfigError, match="--set"):
+            deployment_file.parse_assignments([word])

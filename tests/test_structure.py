@@ -1,0 +1,447 @@
+"""The shape of the package: who may import whom, how long things are, and that README.md's tree tells the truth.
+
+`python tests/test_structure.py --tree` prints the tree of README.md as it should be, `--write` puts it there.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "rayneuron"
+README_START, README_END = "<!-- tree: python tests/test_structure.py --write -->\n```\n", "```\n<!-- end of tree -->"
+
+# Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
+LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config"}
+WORDS = {"text", "detokenizer", "stops"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "settings": set(),
+    "types": {"errors"},
+    "metrics": {"errors", "types"},
+    "hashing": {"errors", "types"},
+    "config": {"errors", "types"},
+    "demo": {"errors", "settings"},
+    "deployment_file": {"errors", "config"},
+    "detokenizer": {"errors", "types"},
+    "stops": {"errors", "types"},
+    "text": {"errors", "types", "detokenizer", "stops", "models.hub"},
+    "models": {"errors", "settings", "devices.base"},
+    "devices": {"errors", "settings", "models"},
+    "policies": {"errors", "types", "hashing"},
+    "api": {"errors", "types"},
+    "engine": LEAVES | {"models", "devices.base"},
+    "transfer": LEAVES | {"models", "devices", "engine"},
+    "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
+    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel"},
+    "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading"},
+    "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
+    "llm": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading"},
+    "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading", "llm"},
+}
+ANYTHING = {"cli", "__main__", "__init__"}
+
+# Where each third-party package may be imported: paths in the package, a folder meaning all of it.
+THIRD_PARTY: dict[str, tuple[str, ...]] = {
+    "ray": ("serve/", "parallel/worker.py", "parallel/group.py"),
+    "fastapi": ("serve/",),
+    "starlette": ("serve/",),
+    "uvicorn": ("serve/",),
+    "torch_neuronx": ("devices/neuron.py",),
+    "neuronx_distributed": ("devices/neuron.py",),
+    "libneuronxla": ("devices/neuron.py",),
+    "torch_xla": ("devices/neuron.py",),
+    "nixl": ("transfer/nixl.py",),
+    "gguf": ("demo/",),
+    "pydantic": ("config.py", "serve/"),
+    "transformers": ("text.py", "hf.py"),
+    "tokenizers": ("text.py", "demo/"),
+    "jinja2": ("text.py",),
+    "torch": ("models/", "devices/", "engine/", "transfer/", "parallel/", "demo/", "loading.py", "llm.py", "hf.py", "cli.py"),
+    "safetensors": ("models/", "devices/", "demo/"),
+    "zmq": ("serve/", "transfer/", "parallel/"),
+    "msgspec": ("",),
+    "numpy": ("models/", "devices/", "engine/", "transfer/", "parallel/", "hashing.py", "sim/"),
+    "xxhash": ("hashing.py", "transfer/"),
+    "yaml": ("cli.py", "deployment_file.py", "serve/"),
+    "tqdm": ("cli.py", "loading.py", "llm.py", "serve/"),
+    "prometheus_client": ("metrics.py", "serve/"),
+    "opentelemetry": ("serve/",),
+}
+TORCH_FREE = (
+    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py"),
+    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/null.py"),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
+    *(f"parallel/{name}.py" for name in ("cores", "layout", "environment")),
+)
+NO_PICKLE = ("api/", "transfer/", "parallel/")
+DEVICE_NAMES = {"cpu", "neuron", "null", "cuda", "xla"}
+VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
+VAGUE_ENDINGS = ("Manager", "Handler", "Impl", "Factory", "Mixin")
+MUTABLE_CALLS = {
+    *("list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakValueDictionary", "WeakKeyDictionary"),
+    *("Lock", "RLock", "Event", "Condition", "Semaphore", "Queue", "SimpleQueue", "Thread", "count", "cycle"),
+}
+MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
+FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 25
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` dotted and absolute, `typing_only` under `if TYPE_CHECKING`."""
+
+    module: str
+    line: int
+    typing_only: bool
+
+
+class Module:
+    """One parsed file. `path` is relative to the package ("engine/slots.py")."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self.path = path
+        self.lines = source.count("\n")
+        self.tree = ast.parse(source)
+        parts = path.removesuffix(".py").split("/")
+        self.unit = parts[0]
+        self.name = ".".join([PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+        self.imports = list(self._imports())
+
+    def _imports(self) -> Iterator[Import]:
+        typing_only = {
+            id(inner)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        package = self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+                names = [f"{base}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and isinstance(node.args[0], ast.Constant):
+                names = [str(node.args[0].value)]
+            else:
+                continue
+            for name in names:
+                yield Import(name, node.lineno, id(node) in typing_only)
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+    def first_line(self) -> str:
+        return (ast.get_docstring(self.tree) or "").split("\n")[0]
+
+
+def package_modules() -> list[Module]:
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return [Module(str(file.relative_to(ROOT / PACKAGE)), file.read_text()) for file in files]
+
+
+def inside(path: str, places: Iterable[str]) -> bool:
+    return any(path == place or (place.endswith("/") or not place) and path.startswith(place) for place in places)
+
+
+# The checks. Each takes modules and returns what is wrong, one line a finding.
+
+
+def wrong_units(module: Module) -> list[str]:
+    if module.unit in ANYTHING:
+        return []
+    if module.unit not in MAY_IMPORT:
+        return [f"{module.path}: {module.unit} has no row in MAY_IMPORT"]
+    allowed = MAY_IMPORT[module.unit] | {module.unit, "__version__"}
+    found = {}
+    for item in module.imports:
+        top, *rest = item.module.split(".")
+        if top == PACKAGE and rest and not {rest[0], ".".join(rest[:2])} & allowed:
+            found[item.line, rest[0]] = f"{module.path}:{item.line}: {module.unit} may not import {'.'.join(rest[:2])}"
+    return list(found.values())
+
+
+def wrong_third_party(module: Module) -> list[str]:
+    found = []
+    for item in module.imports:
+        top = item.module.split(".")[0]
+        if top == PACKAGE or top in sys.stdlib_module_names:
+            continue
+        if top not in THIRD_PARTY:
+            found.append(f"{module.path}:{item.line}: {top} has no row in THIRD_PARTY")
+        elif not inside(module.path, THIRD_PARTY[top]) and not item.typing_only:
+            found.append(f"{module.path}:{item.line}: {top} is imported only in {', '.join(THIRD_PARTY[top])}")
+    return found
+
+
+def torch_where_it_must_not_be(module: Module) -> list[str]:
+    if not inside(module.path, TORCH_FREE):
+        return []
+    return [
+        f"{module.path}:{item.line}: this file is free of torch"
+        for item in module.imports
+        if item.module.split(".")[0] == "torch" and not item.typing_only
+    ]
+
+
+def pickled(module: Module) -> list[str]:
+    if not inside(module.path, NO_PICKLE):
+        return []
+    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    return [f"{module.path}:{item.line}: no {item.module} here" for item in module.imports if banned & set(item.module.split("."))]
+
+
+def cycles(modules: list[Module]) -> list[str]:
+    """Rings of imports that run; one under TYPE_CHECKING does not."""
+    names = {module.name for module in modules}
+    edges = {
+        module.name: sorted({target for item in module.imports if not item.typing_only for target in _targets(item.module, names)})
+        for module in modules
+    }
+    found, done = [], set()
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            found.append(" -> ".join([*trail[trail.index(name) :], name]))
+            return
+        if name in done:
+            return
+        for target in edges[name]:
+            visit(target, [*trail, name])
+        done.add(name)
+
+    for name in edges:
+        visit(name, [])
+    return found
+
+
+def _targets(imported: str, names: set[str]) -> list[str]:
+    """The module an import runs: `a.b.f` is a name of a.b, `a.b` may be a module or a name of a."""
+    candidates = [imported, imported.rpartition(".")[0]]
+    return next(([name] for name in candidates if name in names and name != PACKAGE), [])
+
+
+def environment_reads(module: Module) -> list[str]:
+    if module.path == "settings.py":
+        return []
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    found = [
+        node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+    ]
+    lines = [node.lineno for node in found]
+    lines += [item.line for item in module.imports if item.module.startswith("os.") and item.module.split(".")[1] in names]
+    return [f"{module.path}:{line}: the environment is read in settings.py alone" for line in lines]
+
+
+def device_branches(module: Module) -> list[str]:
+    if module.path.startswith("devices/"):
+        return []
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        else:
+            continue
+        constants = {leaf.value for operand in operands for leaf in ast.walk(operand) if isinstance(leaf, ast.Constant)}
+        if constants & DEVICE_NAMES:
+            found.append(f"{module.path}:{node.lineno}: no branch on a device's name outside devices/")
+    return found
+
+
+def mutable_state(module: Module) -> list[str]:
+    """Module names bound to something that changes, and `global`. A constant in capitals may be a table if nothing here changes it."""
+    found = [f"{module.path}:{node.lineno}: no `global`" for node in ast.walk(module.tree) if isinstance(node, ast.Global)]
+    changed = set(_changed_names(module.tree))
+    for node in module.tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for name in [target.id for target in targets if isinstance(target, ast.Name)]:
+            if _is_mutable(node.value) and name != "__all__" and (not name.isupper() or name in changed):
+                found.append(f"{module.path}:{node.lineno}: {name} is mutable state of a module")
+    return found
+
+
+def _is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in MUTABLE_CALLS
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def _changed_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATING:
+            yield ast.unparse(node.func.value)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield ast.unparse(node.value)
+        elif isinstance(node, ast.AugAssign):
+            yield ast.unparse(node.target)
+
+
+def vague_names(module: Module) -> list[str]:
+    found = [f"{module.path}: a module named {part}" for part in module.name.split(".") if part in VAGUE]
+    classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return found + [f"{module.path}:{node.lineno}: a class named {node.name}" for node in classes if node.name.endswith(VAGUE_ENDINGS)]
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def too_long(module: Module) -> list[str]:
+    found = [f"{module.path}: {module.lines} lines, at most {FILE_LINES}"] if module.lines > FILE_LINES else []
+    return found + [
+        f"{module.path}:{function.lineno}: {function.name} has {length(function)} lines, at most {FUNCTION_LINES}"
+        for function in module.functions()
+        if length(function) > FUNCTION_LINES
+    ]
+
+
+def undocumented(module: Module) -> list[str]:
+    first = module.first_line()
+    if not first or len(first) > 140:
+        return [f"{module.path}: the docstring needs one first line that says what the module holds"]
+    return []
+
+
+def tree(modules: list[Module]) -> str:
+    """The tree of README.md: every module with the first line of its docstring."""
+    lines, folder = [f"{PACKAGE}/"], ""
+    order = sorted(modules, key=lambda m: (m.path.count("/") > 0, m.path.rpartition("/")[0], m.path.rpartition("/")[2]))
+    for module in order:
+        parent, _, name = module.path.rpartition("/")
+        if parent != folder:
+            folder = parent
+            lines.append(f"  {parent}/")
+        lines.append(f"{'    ' if parent else '  '}{name:<{20 if parent else 22}} {module.first_line()}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+EACH = [
+    *(wrong_units, wrong_third_party, torch_where_it_must_not_be, pickled, environment_reads),
+    *(device_branches, mutable_state, vague_names, too_long, undocumented),
+]
+
+
+@pytest.mark.parametrize("check", EACH, ids=lambda check: check.__name__)
+def test_every_module(check) -> None:
+    found = [line for module in package_modules() for line in check(module)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_cycles() -> None:
+    assert not cycles(package_modules())
+
+
+def test_most_functions_are_short() -> None:
+    lengths = [length(function) for module in package_modules() for function in module.functions()]
+    assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_P90
+
+
+def test_readme_tree_is_the_package() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.partition(README_START)[2].partition(README_END)[0]
+    assert shown == tree(package_modules()), "run: python tests/test_structure.py --write"
+
+
+def test_ci_runs_the_second_command_of_the_readme() -> None:
+    blocks = (ROOT / "README.md").read_text().split("```")
+    first, second = (block.partition("\n")[2].strip() for block in blocks[1:4:2])
+    assert "serve run deployments/smollm2.yaml" in first
+    assert second.splitlines()[-1] == (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+
+
+def test_import_of_the_package_is_light() -> None:
+    import subprocess
+
+    script = "import sys, rayneuron, rayneuron.cli; print(sorted({'torch', 'ray', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+BAD = [
+    (wrong_units, "models/llama.py", "from rayneuron.engine import slots", "models may not import engine"),
+    (wrong_units, "models/llama.py", "def f():\n    import rayneuron.serve.app", "models may not import serve"),
+    (wrong_units, "api/openai.py", "from ..serve import app", "api may not import serve"),
+    (wrong_units, "engine/runner.py", "from rayneuron.devices import cpu", "engine may not import devices.cpu"),
+    (wrong_units, "stuff/x.py", "", "no row in MAY_IMPORT"),
+    (wrong_third_party, "engine/loop.py", "import ray", "ray is imported only in serve/"),
+    (wrong_third_party, "devices/cpu.py", "from torch_neuronx.xla import f", "only in devices/neuron.py"),
+    (wrong_third_party, "text.py", "import leftpad", "leftpad has no row"),
+    (torch_where_it_must_not_be, "engine/slots.py", "def f():\n    import torch.nn as nn", "free of torch"),
+    (pickled, "transfer/sockets.py", "import pickle", "no pickle here"),
+    (pickled, "parallel/group.py", "from ray import cloudpickle", "no ray.cloudpickle here"),
+    (environment_reads, "models/hub.py", "import os\nx = os.environ.get('A')", "settings.py alone"),
+    (environment_reads, "models/hub.py", "from os import getenv", "settings.py alone"),
+    (device_branches, "engine/runner.py", "def f(d):\n    if d.kind == 'neuron':\n        pass", "no branch"),
+    (device_branches, "engine/runner.py", "def f(d):\n    return 1 if d in ('cpu', 'null') else 2", "no branch"),
+    (device_branches, "engine/runner.py", "def f(d):\n    match d:\n        case 'cpu':\n            pass", "no branch"),
+    (mutable_state, "models/hub.py", "_cache = {}", "_cache is mutable state"),
+    (mutable_state, "models/hub.py", "CACHE = dict()\n\n\ndef f(k):\n    CACHE.update(k)", "CACHE is mutable state"),
+    (mutable_state, "models/hub.py", "import threading\n_lock = threading.Lock()", "_lock is mutable state"),
+    (mutable_state, "models/hub.py", "TABLE = {'a': 1}\n\n\ndef f(k):\n    TABLE[k] = 2", "TABLE is mutable state"),
+    (mutable_state, "models/hub.py", "x = 1\n\n\ndef f():\n    global x\n    x = 2", "no `global`"),
+    (vague_names, "models/utils.py", "", "a module named utils"),
+    (vague_names, "models/hub.py", "class FileManager:\n    pass", "a class named FileManager"),
+    (too_long, "models/hub.py", "x = 1\n" * 301, "301 lines"),
+    (too_long, "models/hub.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+    (undocumented, "models/hub.py", "x = 1", "needs one first line"),
+]
+GOOD = [
+    (wrong_units, "text.py", "from rayneuron.models.hub import read_config\nfrom rayneuron.models import hub"),
+    (wrong_units, "engine/runner.py", "from rayneuron.models import decoder\nfrom rayneuron.errors import Busy"),
+    (wrong_third_party, "engine/slots.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import X"),
+    (torch_where_it_must_not_be, "engine/slots.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
+    (environment_reads, "settings.py", "import os\nx = os.environ"),
+    (device_branches, "devices/__init__.py", "def f(d):\n    if d == 'cpu':\n        pass"),
+    (mutable_state, "models/hub.py", "TABLE = {'a': 1}\n_NAMES = ['x']\n__all__ = ['f']\nn = 3"),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "source", "finding"), BAD)
+def test_checks_find_what_is_wrong(check, path: str, source: str, finding: str) -> None:
+    assert [finding in line for line in check(Module(path, source))] == [True]
+
+
+@pytest.mark.parametrize(("check", "path", "source"), GOOD)
+def test_checks_pass_what_is_right(check, path: str, source: str) -> None:
+    assert check(Module(path, source)) == []
+
+
+def test_cycles_are_found() -> None:
+    ring = [
+        Module("models/a.py", "from rayneuron.models import b"),
+        Module("models/b.py", "from rayneuron.models.c import f"),
+        Module("models/c.py", "def f():\n    import rayneuron.models.a"),
+        Module("models/d.py", "from rayneuron.models import a"),
+        Module("models/e.py", "from rayneuron.models import f"),
+        Module("models/f.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rayneuron.models import e"),
+    ]
+    assert cycles(ring) == ["rayneuron.models.a -> rayneuron.models.b -> rayneuron.models.c -> rayneuron.models.a"]
+    assert cycles(ring[:2]) == []
+
+
+def write_readme() -> None:
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(README_START)
+    readme.write_text(before + README_START + tree(package_modules()) + README_END + rest.partition(README_END)[2])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        write_readme()
+    else:
+        print(tree(package_modules()), end="")
