@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from rayneuron.errors import CheckpointError
+from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import feedforward, quantize, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import Config
 
 FAMILIES = {
+    "bloom": "bloom",
+    "dbrx": "dbrx",
+    "gpt2": "gpt2",
+    "gpt_bigcode": "gpt_bigcode",
+    "gpt_neox": "gpt_neox",
+    "gptj": "gptj",
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "mixtral",
+    "opt": "opt",
     "qwen2": "llama",
     "qwen3": "llama",
+    "qwen3_moe": "qwen_moe",
 }
+STRETCHING = ("linear", "dynamic", "yarn")  # kinds whose factor is on top of max_position_embeddings
+DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
 def family(config: dict[str, Any]) -> ModuleType:
@@ -31,4 +44,54 @@ def family(config: dict[str, Any]) -> ModuleType:
 
 def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a missing key."""
-    return family(config).arch(Config(config), max_model_len)
+    return family(config).arch(Config(config), max_model_len)  # type: ignore[no-any-return]
+
+
+def position_limit(arch: Arch) -> int | None:
+    """The longest sequence the model can place, rope scaling included; None where there is no limit (alibi)."""
+    if not arch.max_positions:
+        return None
+    stretched = int((arch.rope.original or arch.max_positions) * arch.rope.factor) if arch.rope.kind in STRETCHING else 0
+    return max(arch.max_positions, stretched)
+
+
+def check(
+    config: dict[str, Any],
+    *,
+    tp: int,
+    max_model_len: int,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    kv_dtype: str | None = None,
+    group_query_attention: str | None = None,
+    shard_over_sequence: bool = False,
+    capacity_factor: float | None = None,
+) -> Arch:
+    """The Arch a deployment will run, refused here if it cannot: nothing of the weights has been read.
+
+    Raises CheckpointError (config.json) or ConfigError (the deployment), each with what to write instead.
+    """
+    arch = architecture(config, max_model_len)
+    if arch.act not in feedforward.ACTIVATIONS:
+        raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(sorted(feedforward.ACTIVATIONS))}")
+    limit = position_limit(arch)
+    if limit is not None and max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the model's {limit} positions; write max_model_len: {limit} or less, "
+            "or a rope_scaling in config.json that reaches so far"
+        )
+    if dtype not in DTYPES:
+        near = difflib.get_close_matches(dtype, DTYPES, 1)
+        raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
+    if quantization is not None:
+        quantize.parse(quantization)
+    if kv_dtype is not None:
+        quantize.kv_dtype(kv_dtype)
+    quantize.check_stored(config)
+    if capacity_factor is not None and (capacity_factor <= 0 or not arch.experts):
+        raise ConfigError(f"capacity_factor {capacity_factor} needs a mixture of experts and a positive number; leave it out to drop no token")
+    arch = replace(arch, gqa=group_query_attention, capacity_factor=capacity_factor)
+    if shard_over_sequence:
+        arch = replace(arch, sequence_shards=shard.sequence_shards(arch.heads, arch.kv_heads, tp))
+    shard.head_plan(arch.heads, arch.kv_heads, tp, arch.gqa, arch.sequence_shards)
+    return arch

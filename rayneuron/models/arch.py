@@ -56,12 +56,16 @@ class Arch:
     windows: tuple[int, ...] = ()  # a sliding window a layer, 0: full attention; (): every layer is full
     qk_norm: bool = False
     clip_qkv: float = 0.0
-    softcap_attention: float = 0.0
     softcap_logits: float = 0.0
     attention_scale: float = 0.0  # 0: D ** -0.5
+    embed: int = 0  # width of the embedding where it is not `hidden` (OPT-350m)
+    norm_weights: bool = True  # False: norms without weight and bias
+    final_norm: bool = True
     experts: int = 0
     top_k: int = 0
     renormalise: bool = True
+    dense_layers: tuple[int, ...] = ()  # layers of a mixture that are not one
+    dense_ffn: int = 0
     capacity_factor: float | None = None  # None: no token is ever dropped
     tied: bool = False
     biased: tuple[str, ...] = ()  # which of q k v o gate up down have a bias, where a family leaves it open

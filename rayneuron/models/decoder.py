@@ -50,7 +50,7 @@ def forward(
     first = weights.get("first", 0)
     for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
         x = layer(arch, ops, comm, w, cache, x, step, arch.window(first + i))
-    if "norm.w" in top:
+    if arch.final_norm and not arch.post_norm and "head.w" in top:  # the last stage
         x = ops.norm(top, "norm", x, arch.norm, arch.eps)
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
 
@@ -90,7 +90,7 @@ def layer(arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: 
     h = x if arch.post_norm else norm("ln1", x)
     a = attention(arch, ops, w, kv, h, step, window)
     if arch.parallel:
-        h = norm("ln2", x) if "ln2.w" in w else h
+        h = norm("ln2", x) if "ln2.w" in w else h  # GPT-J has one norm for both
         return _add(_add(x + comm.reduce(a + feed_forward(arch, ops, w, h)), w, "o.bias"), w, "down.bias")
     x = _add(x + comm.reduce(a), w, "o.bias")
     if arch.post_norm:

@@ -47,7 +47,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def feed_forward(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """This rank's summand of the layer [B,T,E]; the caller sums over ranks and adds `down.bias` once."""
-    if arch.experts:
+    if "router.w" in w:
         return mixture(arch, ops, w, x)
     act = ACTIVATIONS[arch.act]
     if not arch.gated:

@@ -31,6 +31,18 @@ class Config(dict[str, Any]):
         raise CheckpointError(f"config.json of a {self.get('model_type', '?')} model lacks {key!r}")
 
 
+def refuse(config: Mapping[str, Any], **settings: Any) -> None:
+    """Raise CheckpointError where config.json has one of these values, which nothing here computes."""
+    for name, value in settings.items():
+        if config.get(name) == value:
+            raise CheckpointError(f"config.json sets {name}: {value!r}, which is not supported for {config.get('model_type')} models")
+
+
+def either(config: Mapping[str, Any], *names: str) -> Any:
+    """The value of the first of `names` that config.json has."""
+    return next((config[n] for n in names if config.get(n) is not None), None) or config[names[0]]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError naming the file."""
     try:

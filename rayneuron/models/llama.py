@@ -35,7 +35,7 @@ def windows(c: dict[str, Any]) -> tuple[int, ...]:
     """A sliding window a layer. `use_sliding_window` false switches it off; `layer_types` or `max_window_layers` say which layers slide."""
     size, layers = c.get("sliding_window") or 0, c["num_hidden_layers"]
     qwen = c["model_type"].startswith("qwen")
-    if not size or not c.get("use_sliding_window", not qwen):
+    if not size or not c.get("use_sliding_window", c["model_type"] in ("mistral", "mixtral")):
         return ()
     if c.get("layer_types"):
         return tuple(size if kind == "sliding_attention" else 0 for kind in c["layer_types"])
@@ -48,7 +48,7 @@ def top(a: Arch) -> Rules:
     return {"embed.w": "model.embed_tokens.weight", "norm.w": "model.norm.weight", "head.w": "lm_head.weight"}
 
 
-def layer(a: Arch) -> Rules:
+def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
     return attention(a) | both({n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}, a.biased)
 

@@ -5,17 +5,19 @@ W [out, in] or [experts, out, in]; scale float32 [1], or [out, 1] / [experts, ou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rayneuron.errors import ConfigError
+from rayneuron.errors import CheckpointError, ConfigError
 
 Scheme = Literal["per_tensor", "per_channel"]
 DTYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
+METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
 FLOOR = 1e-5  # NxD: a scale is never smaller
 
 
@@ -55,3 +57,22 @@ def quantise(w: Tensor, scale: Tensor, how: Quantization) -> Tensor:
     limit = LIMITS[how.dtype]
     q = w.float() / scale
     return (q.round() if how.dtype == torch.int8 else q).clamp(-limit, limit).to(how.dtype)
+
+
+def kv_dtype(name: str) -> torch.dtype:
+    """The dtype of a KV cache that is stored small. Raises ConfigError with the known words."""
+    dtype = parse(name).dtype
+    if dtype == torch.int8:
+        raise ConfigError("kv_dtype int8 is not available; write f8e4m3 or f8e5m2, or leave it out")
+    return dtype
+
+
+def check_stored(config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint quantised in a way nothing here reads. Raises CheckpointError."""
+    found = config.get("quantization_config") or {}
+    method = found.get("quant_method")
+    if found and method != METHOD:
+        raise CheckpointError(
+            f"the checkpoint is quantised by {method!r}, which is not readable here; take the unquantised checkpoint and "
+            "run `rayneuron quantize MODEL --dtype int8 --out DIR`, or set quantization: int8"
+        )

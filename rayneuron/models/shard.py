@@ -145,3 +145,10 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
     each, rest = divmod(layers, stages)
     start = stage * each + min(stage, rest)
     return range(start, start + each + (stage < rest))
+
+
+def sequence_shards(heads: int, kv_heads: int, ranks: int) -> int:
+    """How many ranks share one KV group by position (flash decoding): all that would else hold copies of it, or all ranks."""
+    shards = ranks // kv_heads if ranks > kv_heads and ranks % kv_heads == 0 else ranks
+    _sequence_plan(heads, kv_heads, ranks, shards)
+    return shards

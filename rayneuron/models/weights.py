@@ -121,10 +121,11 @@ def load(
     layers = []
     for i in range(arch.layers):
         prefix = family.PREFIX.format(i)
+        build.ffn = arch.dense_ffn if i in arch.dense_layers else arch.ffn
         if i not in mine:
-            build.skip(family.layer(arch), prefix)
+            build.skip(family.layer(arch, i), prefix)
             continue
-        layers.append(fuse(build.collect(family.layer(arch), prefix), fused))
+        layers.append(fuse(build.collect(family.layer(arch, i), prefix), fused))
         if progress is not None:
             progress(len(layers), len(mine))
     ignored = tuple(getattr(family, "IGNORE", ()))
@@ -181,12 +182,13 @@ class Build:
     cut: Cut
     dtype: torch.dtype
     quantization: Quantization | None = None
+    ffn: int = 0  # inner size of the layer being built
 
     def collect(self, rules: Rules, prefix: str) -> dict[str, Tensor]:
         """Every tensor of `rules`, cut and converted. A row-split layer's bias gets its own name, for the sum over ranks comes first."""
         out: dict[str, Tensor] = {}
         for ours, rule in rules.items():
-            theirs, convert = rule if isinstance(rule, tuple) else (rule, _same)
+            theirs, convert = rule if isinstance(rule, tuple) else (rule, same)
             names = ours.split()
             if "{e}" in theirs:
                 out |= self.stacked(names[0], prefix + theirs)
@@ -240,7 +242,7 @@ class Build:
         count = self.cut.arch.experts
         for e in range(count):
             source = theirs.replace("{e}", str(e))
-            for key, t in self.pieces([name], source, _same).items():
+            for key, t in self.pieces([name], source, same).items():
                 if key not in out:
                     out[key] = t.new_empty((count, *(t.shape if t.dim() > 1 else (1, 1))))
                 out[key][e] = t
@@ -249,18 +251,19 @@ class Build:
 
     def check(self, name: str, t: Tensor, theirs: str) -> None:
         """Shapes must be those the config promises."""
-        want = shape_of(self.cut.arch, name)
-        if want is not None and tuple(t.shape) != want:
-            raise CheckpointError(f"tensor {theirs!r} gives {name} of shape {tuple(t.shape)}, but config.json promises {want}")
+        want, found = shape_of(self.cut.arch, name, self.ffn), tuple(t.shape)
+        if want is not None and found not in (want, (self.cut.arch.experts, *want)):
+            raise CheckpointError(f"tensor {theirs!r} gives {name} of shape {found}, but config.json promises {want}")
 
 
-def shape_of(a: Arch, name: str) -> tuple[int, ...] | None:
-    """The whole shape of a canonical tensor; None where only the checkpoint knows."""
+def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...] | None:
+    """The whole shape of a canonical tensor (of one expert); None where only the checkpoint knows."""
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     shapes = {
         "q.w": (q, a.hidden), "k.w": (kv, a.hidden), "v.w": (kv, a.hidden), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (a.hidden, q),
-        "gate.w": (a.ffn, a.hidden), "up.w": (a.ffn, a.hidden), "down.w": (a.hidden, a.ffn), "ln1.w": (a.hidden,), "ln2.w": (a.hidden,),
-        "router.w": (a.experts, a.hidden),
+        "o.b": (a.hidden,), "gate.w": (ffn, a.hidden), "up.w": (ffn, a.hidden), "down.w": (a.hidden, ffn), "gate.b": (ffn,), "up.b": (ffn,),
+        "down.b": (a.hidden,), "ln1.w": (a.hidden,), "ln2.w": (a.hidden,), "router.w": (a.experts, a.hidden),
+        "embed.w": (a.vocab, a.embed or a.hidden), "head.w": (a.vocab, a.embed or a.hidden), "head.b": (a.vocab,),
     }  # fmt: skip
     return shapes.get(name)
 
@@ -309,7 +312,8 @@ def _tuple(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def _same(t: Tensor) -> Tensor:
+def same(t: Tensor) -> Tensor:
+    """The tensor as it is stored."""
     return t
 
 

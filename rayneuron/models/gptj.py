@@ -1,0 +1,33 @@
+"""GPT-J: rotary on neighbours, one norm a layer, attention and feed-forward side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayneuron.models.arch import Arch, Rope
+from rayneuron.models.weights import Rules, both
+
+BASE = "transformer."
+PREFIX = "transformer.h.{}."
+IGNORE = ("attn.bias", "attn.masked_bias")
+
+
+def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
+    """The Arch of a config.json."""
+    head_dim = c["n_embd"] // c["n_head"]
+    return Arch(
+        c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], head_dim, c.get("n_inner") or 4 * c["n_embd"],
+        c["n_positions"], c.get("activation_function", "gelu_new"), gated=False, norm="layer", eps=c.get("layer_norm_epsilon", 1e-5),
+        rope=Rope(dim=c.get("rotary_dim") or head_dim, pairs=True), parallel=True, tied=c.get("tie_word_embeddings", False),
+    )  # fmt: skip
+
+
+def top(a: Arch) -> Rules:
+    """Tensors outside the layers."""
+    return {"embed.w": BASE + "wte.weight"} | both({"norm": BASE + "ln_f", "head": "lm_head"})
+
+
+def layer(a: Arch, i: int) -> Rules:
+    """Tensors of one layer."""
+    bare: Rules = {f"{n}.w": f"attn.{n}_proj.weight" for n in "qkv"} | {"o.w": "attn.out_proj.weight"}
+    return bare | both({"up": "mlp.fc_in", "down": "mlp.fc_out", "ln1": "ln_1"})
