@@ -1,0 +1,83 @@
+"""Every metric and trace-point name, once: kinds, labels and buckets as data.
+
+`vllm:*` names carry vLLM's meaning, so that its dashboards, the inference gateway and Ray's LLM dashboard work unedited; `rayneuron:*` is our own
+ledger. Names are written with a colon here; `ray.util.metrics` takes the same with an underscore (`ray_name`). Counters get `_total` when exposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+LABELS = ("model_name", "engine")  # on every metric, as vLLM labels them
+
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000)
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICES = (1, 2, 5, 10, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One time series family. `per_token`: observed once a token, so it goes to /metrics only (Ray's histogram costs microseconds an observation)."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    per_token: bool = False
+
+    @property
+    def ray_name(self) -> str:
+        """The name `ray.util.metrics` accepts."""
+        return self.name.replace(":", "_")
+
+
+RUNNING = Metric("vllm:num_requests_running", "gauge", "Sequences that hold a KV slot.")
+WAITING = Metric("vllm:num_requests_waiting", "gauge", "Sequences that wait for a KV slot.")
+KV_USAGE = Metric("vllm:kv_cache_usage_perc", "gauge", "Share of the KV token budget in use, 0 to 1.")
+PROMPT_TOKENS = Metric("vllm:prompt_tokens", "counter", "Prompt tokens of requests whose prefill finished.")
+PROMPT_TOKENS_CACHED = Metric("vllm:prompt_tokens_cached", "counter", "Prompt tokens taken from the prefix cache.")
+GENERATION_TOKENS = Metric("vllm:generation_tokens", "counter", "Generated tokens.")
+PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences that lost their slot and will be recomputed.")
+SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",))
+REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before they reached the engine.", ("reason",))
+TTFT = Metric("vllm:time_to_first_token_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
+INTER_TOKEN = Metric("vllm:inter_token_latency_seconds", "histogram", "Between tokens of one choice.", buckets=TOKEN_S, per_token=True)
+TIME_PER_TOKEN = Metric(
+    "vllm:request_time_per_output_token_seconds", "histogram", "Decode seconds a token, mean of one request.", buckets=TOKEN_S
+)
+E2E = Metric("vllm:e2e_request_latency_seconds", "histogram", "Arrival to last token.", buckets=LATENCY_S)
+QUEUE_TIME = Metric("vllm:request_queue_time_seconds", "histogram", "Arrival to first scheduling.", buckets=LATENCY_S)
+PREFILL_TIME = Metric("vllm:request_prefill_time_seconds", "histogram", "First scheduling to first token.", buckets=LATENCY_S)
+DECODE_TIME = Metric("vllm:request_decode_time_seconds", "histogram", "First token to last token.", buckets=LATENCY_S)
+INFERENCE_TIME = Metric("vllm:request_inference_time_seconds", "histogram", "First scheduling to last token.", buckets=LATENCY_S)
+REQUEST_PROMPT_TOKENS = Metric("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=TOKENS)
+REQUEST_GENERATION_TOKENS = Metric("vllm:request_generation_tokens", "histogram", "Generated tokens of a choice.", buckets=TOKENS)
+REQUEST_MAX_TOKENS = Metric("vllm:request_params_max_tokens", "histogram", "max_tokens asked for.", buckets=TOKENS)
+REQUEST_N = Metric("vllm:request_params_n", "histogram", "Choices asked for.", buckets=CHOICES)
+ITERATION = Metric("vllm:iteration_tokens_total", "histogram", "Generated tokens of one step.", buckets=ITERATION_TOKENS, per_token=True)
+
+SLOTS_FREE = Metric("rayneuron:slots_free", "gauge", "KV slots nobody holds.")
+SLOTS_TOTAL = Metric("rayneuron:slots_total", "gauge", "KV slots.")
+KV_TOKENS_USED = Metric("rayneuron:kv_tokens_used", "gauge", "KV tokens reserved by running sequences.")
+KV_TOKENS_TOTAL = Metric("rayneuron:kv_tokens_total", "gauge", "KV token budget.")
+WAITING_TOKENS = Metric("rayneuron:waiting_tokens", "gauge", "Prompt tokens of waiting sequences.")
+OPEN_CALLS = Metric("rayneuron:open_calls", "gauge", "API calls that have not been answered to the end.")
+OPEN_SEQUENCES = Metric("rayneuron:open_sequences", "gauge", "Choices of open calls that have not finished.")
+STEPS = Metric("rayneuron:steps", "counter", "Engine steps run.")
+STEP_TIME = Metric("rayneuron:step_seconds", "histogram", "One engine step: plan, run and commit.", buckets=STEP_S, per_token=True)
+DISCONNECTS = Metric("rayneuron:client_disconnects", "counter", "Calls whose client left before the reply was complete.")
+HTTP_REPLIES = Metric("rayneuron:http_replies", "counter", "Replies by route and status.", ("route", "status"))
+STARTUP = Metric("rayneuron:startup_seconds", "gauge", "Seconds of each part of the start.", ("part",))
+
+METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))
+
+# The seven stamps of a request (types.Stamps), as event names of its OpenTelemetry span.
+TRACE_POINTS = ("arrived", "scheduled", "prefill_done", "handed_over", "adopted", "first_token", "finished")

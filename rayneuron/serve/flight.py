@@ -1,0 +1,284 @@
+"""Calls in flight: what the engine has produced for each, and the task that waits for it.
+
+The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); everything else here runs on the event loop. Text is put together
+at once, so that a stop string ends the choice in the step it appears in, however slowly the client reads; deltas nobody has taken yet are
+joined, so a slow reader gets fewer and longer chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from rayneuron.errors import NotReady, RayNeuronError, RequestTimeout
+from rayneuron.serve.telemetry import Telemetry
+from rayneuron.types import Delta, Request, Snapshot, Stamps, TokenDelta
+
+
+class Engine(Protocol):
+    """What serving needs of the engine's thread (engine.loop.EngineLoop)."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def close(self) -> None: ...
+
+
+class Assembles(Protocol):
+    """Turns the token deltas of one request into text deltas (text.Assembler)."""
+
+    def push(self, delta: TokenDelta) -> Delta | None: ...
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one. Finish and usage are the last one's."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return Delta(
+        request_id=first.request_id,
+        index=first.index,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[entry for part in scored for entry in part] if scored else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=first.prompt_logprobs,
+        usage=last.usage,
+        error=last.error,
+    )
+
+
+class Leg:
+    """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
+
+    __slots__ = ("assembler", "begun", "done", "last_s", "request", "tokens")
+
+    def __init__(self, request: Request, assembler: Assembles) -> None:
+        self.request = request
+        self.assembler = assembler
+        self.begun = False
+        self.done: set[int] = set()
+        self.last_s: dict[int, float] = {}
+        self.tokens: dict[int, int] = {}
+
+    def measure(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> None:
+        """Count one token delta."""
+        before = self.last_s.get(piece.index)
+        if before is not None:
+            telemetry.inter_token.observe(now_s - before)
+        elif not self.last_s:
+            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s)
+        self.last_s[piece.index] = now_s
+        self.tokens[piece.index] = self.tokens.get(piece.index, 0) + len(piece.token_ids)
+
+
+class Flight:
+    """One call in flight, with a leg for each of its prompts.
+
+    `started()` returns once the first step has come back, `take()` whatever there is, `finish()` everything at the end. Each raises the error
+    that ended the flight. One task waits at a time.
+    """
+
+    def __init__(self, legs: Sequence[Leg]) -> None:
+        self.legs = {leg.request.id: leg for leg in legs}
+        self.unfinished = sum(leg.request.params.n for leg in legs)  # choices
+        self.error: RayNeuronError | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self._pending: dict[tuple[str, int], list[Delta]] = {}
+        self._begun = False
+        self._every_step = True
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True once every choice has finished or the flight has failed."""
+        return self.unfinished == 0 or self.error is not None
+
+    async def started(self) -> None:
+        """Wait until the first step with one of these requests has come back."""
+        while not (self._begun or self.ended):
+            await self._wait()
+        if self.error is not None and not self._pending:
+            raise self.error
+
+    def ready(self) -> list[Delta]:
+        """What has not been taken yet, joined by choice; does not wait."""
+        joined = [join(deltas) for deltas in self._pending.values()]
+        self._pending.clear()
+        return joined
+
+    async def take(self) -> list[Delta]:
+        """Wait until there is something, then all of it; an empty list when every choice has been delivered to its end."""
+        while not (self._pending or self.ended):
+            await self._wait()
+        if self.error is not None and not self._pending:
+            raise self.error
+        return self.ready()
+
+    async def finish(self) -> list[Delta]:
+        """Wait until every choice has finished; one delta a choice."""
+        self._every_step = False
+        while not self.ended:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        return self.ready()
+
+    def fail(self, error: RayNeuronError) -> None:
+        """End the flight with an error, after what is pending."""
+        if not self.ended:
+            self.error = error
+            self._wake()
+
+    def receive(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> bool:
+        """Take one token delta; True where a stop string ended the choice here, so that the engine has to be told."""
+        leg = self.legs[piece.request_id]
+        if piece.index in leg.done or self.error is not None:
+            return False  # ended a moment ago; the engine had not heard of it yet
+        if piece.finish_reason == "error":
+            self.fail(RayNeuronError(piece.error or "the engine failed while this request ran"))
+            return False
+        leg.measure(piece, now_s, telemetry)
+        leg.begun = self._begun = True
+        delta = leg.assembler.push(piece)
+        finished = piece.finish_reason
+        if delta is not None:
+            self._pending.setdefault((piece.request_id, piece.index), []).append(delta)
+            finished = delta.finish_reason or finished
+        if finished is not None:
+            leg.done.add(piece.index)
+            self.unfinished -= 1
+            stamps = piece.stamps or Stamps(arrived=leg.request.arrival_s, finished=now_s)
+            telemetry.finished(finished, leg.tokens[piece.index], stamps, now_s)
+        if self._every_step or self.unfinished == 0:
+            self._wake()
+        return finished is not None and piece.finish_reason is None
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Flights:
+    """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop.
+
+    `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides on
+    these, because unlike the engine's snapshot they are never a step late.
+    """
+
+    def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop) -> None:
+        self.sequences = 0
+        self.waiting_tokens = 0
+        self.closed: RayNeuronError | None = None
+        self._telemetry = telemetry
+        self._event_loop = event_loop
+        self._by_request: dict[str, Flight] = {}
+        self._open: set[Flight] = set()
+        self._engine: Engine | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def attach(self, engine: Engine) -> None:
+        """Name the engine; once, before the first call."""
+        self._engine = engine
+
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        """What a step produced. Called on the engine thread, which it costs one wake-up of the event loop."""
+        self._event_loop.call_soon_threadsafe(self.dispatch, deltas)
+
+    def dispatch(self, deltas: list[TokenDelta]) -> None:
+        """Sort one step's deltas into their flights."""
+        now_s, tokens = time.monotonic(), 0
+        for piece in deltas:
+            tokens += len(piece.token_ids)
+            flight = self._by_request.get(piece.request_id)
+            if flight is None:
+                continue  # its client has gone
+            self._receive(flight, piece, now_s)
+        self._telemetry.step(tokens)
+
+    def _receive(self, flight: Flight, piece: TokenDelta, now_s: float) -> None:
+        leg, unfinished = flight.legs[piece.request_id], flight.unfinished
+        waited = not leg.begun
+        try:
+            stopped = flight.receive(piece, now_s, self._telemetry)
+        except Exception as wrong:  # one request's text must not stop the others' delivery
+            flight.fail(wrong if isinstance(wrong, RayNeuronError) else RayNeuronError(f"could not put the text together: {wrong!r}"))
+            return
+        self.sequences -= unfinished - flight.unfinished
+        if waited and leg.begun:
+            self.waiting_tokens -= len(leg.request.prompt_ids)
+        if stopped:
+            self._abort(piece.request_id, piece.index)
+
+    def open(self, legs: Sequence[Leg]) -> Flight:
+        """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
+        if self.closed is not None:
+            raise self.closed
+        if self._engine is None:
+            raise NotReady("the engine is still loading")
+        flight = Flight(legs)
+        self._open.add(flight)
+        self.sequences += flight.unfinished
+        self.waiting_tokens += sum(len(leg.request.prompt_ids) for leg in legs)
+        try:
+            for leg in legs:
+                self._by_request[leg.request.id] = flight
+                self._engine.submit(leg.request)
+                self._telemetry.asked(leg.request)
+        except BaseException:
+            self.close(flight)
+            raise
+        self._watch_deadline(flight)
+        return flight
+
+    def close(self, flight: Flight) -> None:
+        """Forget a flight and abort what the engine still does for it. Harmless when it is complete or closed already."""
+        if flight not in self._open:
+            return
+        self._open.discard(flight)
+        self.sequences -= flight.unfinished
+        if flight.deadline is not None:
+            flight.deadline.cancel()
+        for leg in flight.legs.values():
+            self._by_request.pop(leg.request.id, None)
+            if not leg.begun:
+                self.waiting_tokens -= len(leg.request.prompt_ids)
+            left = leg.request.params.n - len(leg.done)
+            if left:
+                self._abort(leg.request.id, None)
+                self._telemetry.dropped(left, failed=flight.error is not None)
+
+    def fail_all(self, error: RayNeuronError) -> None:
+        """The engine is gone: end every flight with `error`, and refuse new ones with it."""
+        self.closed = error
+        for flight in tuple(self._open):
+            flight.fail(error)
+
+    def _abort(self, request_id: str, index: int | None) -> None:
+        if self._engine is not None and self._engine.alive:
+            self._engine.abort(request_id, index)
+
+    def _watch_deadline(self, flight: Flight) -> None:
+        deadlines = [leg.request.deadline_s for leg in flight.legs.values() if leg.request.deadline_s is not None]
+        if deadlines:
+            error = RequestTimeout("the request did not finish within its time limit")
+            flight.deadline = self._event_loop.call_later(max(0.0, min(deadlines) - time.monotonic()), flight.fail, error)

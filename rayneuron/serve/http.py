@@ -1,0 +1,130 @@
+"""One HTTP exchange over ASGI: read the body within a limit, answer once, notice that the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+from uuid import uuid4
+
+from rayneuron.api import errors, openai
+from rayneuron.errors import BodyTooLarge, RequestError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = "application/json"
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class Exchange:
+    """One request and its one reply. `status` is 0 until the reply's headers are out."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, echo_request_id: bool = True) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.params: Mapping[str, str] = scope.get("path_params") or {}
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.client_id = openai.clean_id(self.header("x-request-id"))
+        self.request_id = self.client_id or uuid4().hex
+        self.status = 0
+        self.gone = False
+        self._echo = [(b"x-request-id", self.request_id.encode())] if echo_request_id else []
+        self._receive = receive
+        self._send = send
+        self._watcher: asyncio.Task[None] | None = None
+
+    def header(self, name: str) -> str | None:
+        """A request header by its lower-case name."""
+        value = self.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    async def body(self, limit_bytes: int) -> bytes:
+        """The request body. Raises BodyTooLarge before reading more than the limit, ClientGone if the client leaves while sending."""
+        declared = self.header("content-length")
+        if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
+            raise _too_large(limit_bytes)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit_bytes:
+                raise _too_large(limit_bytes)
+            parts.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def json_body(self, limit_bytes: int) -> bytes:
+        """The body of a request that must be JSON by its content type."""
+        kind = (self.header("content-type") or JSON).partition(";")[0].strip().lower()
+        if kind != JSON and not kind.endswith("+json"):
+            raise RequestError(f"content type {kind!r} is not read here; send application/json", param="content-type")
+        return await self.body(limit_bytes)
+
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """From here on, cancel `task` when the client goes. The body must have been read."""
+        self._watcher = asyncio.create_task(self._watch(task))
+
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        task.cancel()
+
+    def unwatch(self) -> None:
+        """The exchange is over."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def begin(self, status: int, content_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Send the status and headers of a reply whose length is not known."""
+        self.status = status
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type.encode()), *self._echo, *headers]}
+        )
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Send a part of the body; `more` False ends it."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def reply(self, status: int, data: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> None:
+        """Send a whole reply."""
+        pairs = [(b"content-length", str(len(data)).encode())]
+        pairs += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in (headers or {}).items()]
+        await self.begin(status, content_type, pairs)
+        await self.write(data, more=False)
+
+    async def refuse(self, triple: errors.Triple) -> None:
+        """Send an error body."""
+        status, body, headers = triple
+        await self.reply(status, errors.encode(body), headers=headers)
+
+    def time_limit_s(self, default_s: float | None) -> float | None:
+        """The request's own time limit: header x-request-timeout-seconds (0 or less: none), else the default.
+
+        Ray Serve reads the same header and would answer in plain text, so ours ends a tenth of a second (at most half) earlier.
+        """
+        named = self.header("x-request-timeout-seconds")
+        if named is None:
+            return default_s
+        try:
+            limit_s = float(named)
+        except ValueError:
+            limit_s = math.nan
+        if math.isnan(limit_s):
+            raise RequestError(f"x-request-timeout-seconds must be a number of seconds, got {named!r}", param="x-request-timeout-seconds")
+        return None if limit_s <= 0 or math.isinf(limit_s) else max(limit_s / 2, limit_s - 0.1)
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is over the limit of {limit_bytes} bytes", param="body")

@@ -1,0 +1,226 @@
+"""HTTP routes of one model's replica: OpenAI, the neuron_server note, health and metrics; a thin ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from rayneuron import metrics
+from rayneuron.api import call as api
+from rayneuron.api import errors, neuron_server, openai
+from rayneuron.errors import NotReady, RayNeuronError
+from rayneuron.serve.flight import Flight
+from rayneuron.serve.http import ClientGone, Exchange, Receive, Scope, Send
+from rayneuron.serve.page_files import page_routes
+from rayneuron.serve.replica import EngineServer, Parse, new_id
+
+log = logging.getLogger(__name__)
+
+Endpoint = Callable[[EngineServer, Exchange], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/"})  # answered without the API key: they reveal and cost nothing
+METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+def application(server: EngineServer, echo_request_id: bool = True) -> Starlette:
+    """The ASGI application of one replica. `echo_request_id`: False behind Ray Serve, whose own middleware echoes X-Request-Id already."""
+    routes: list[BaseRoute] = [
+        Route(path, _Answer(server, path, endpoint, echo_request_id), methods=list(methods)) for path, endpoint, methods in ROUTES
+    ]
+    if server.config.serving.page:
+        routes += page_routes()
+    app = Starlette(routes=routes, exception_handlers={HTTPException: partial(_no_route, server)})
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Answer:
+    """One route: runs its endpoint and turns whatever it raises into the one reply there is."""
+
+    def __init__(self, server: EngineServer, path: str, endpoint: Endpoint, echo_request_id: bool) -> None:
+        self._server = server
+        self._path = path
+        self._endpoint = endpoint
+        self._echo = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, exchange = self._server, Exchange(scope, receive, send, self._echo)
+        try:
+            _check_key(server, exchange, self._path)
+            await self._endpoint(server, exchange)
+        except ClientGone:
+            _left(server, exchange)
+        except asyncio.CancelledError:
+            _left(server, exchange)
+            if not exchange.gone:
+                raise  # Ray Serve cancels the task itself when the client goes
+        except Exception as wrong:
+            await self._refuse(exchange, wrong)
+        finally:
+            exchange.unwatch()
+            if server.ready:
+                server.telemetry.series[metrics.HTTP_REPLIES].add(1, self._path, str(exchange.status or 499))
+
+    async def _refuse(self, exchange: Exchange, wrong: Exception) -> None:
+        if not isinstance(wrong, RayNeuronError):
+            log.exception("%s %s failed [%s]", exchange.method, exchange.path, exchange.request_id)
+        if exchange.status == 0:
+            await exchange.refuse(errors.error_body(wrong))
+
+
+def _left(server: EngineServer, exchange: Exchange) -> None:
+    log.info("%s %s: the client has gone [%s]", exchange.method, exchange.path, exchange.request_id)
+    if server.ready:
+        server.telemetry.series[metrics.DISCONNECTS].add()
+
+
+def _check_key(server: EngineServer, exchange: Exchange, path: str) -> None:
+    key = server.config.serving.api_key
+    if key is None or path in OPEN_PATHS:
+        return
+    given = (exchange.header("authorization") or "").removeprefix("Bearer ").strip()
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
+
+
+class _WrongKey(RayNeuronError):
+    status = 401
+
+
+async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> None:
+    """Any endpoint that generates: admit, read, parse, run, answer whole or piece by piece."""
+    arrival_s = time.monotonic()
+    server.admit()
+    limit_s = exchange.time_limit_s(server.limits.request_timeout_s)
+    body = await exchange.json_body(server.limits.max_body_bytes)
+    task = asyncio.current_task()
+    assert task is not None
+    exchange.watch(task)
+    call = await server.parse(parse, body, new_id(), exchange.client_id)
+    with server.flight(call, arrival_s, limit_s) as flight:
+        if call.stream:
+            await _stream(call, flight, exchange)
+        else:
+            reply = call.reply(await flight.finish())
+            await exchange.reply(200, errors.encode(reply))
+
+
+async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
+    """Headers once the first step has come back; then whatever is there at every write."""
+    await flight.started()
+    stream = call.open()
+    await exchange.begin(200, stream.content_type, STREAM_HEADERS)
+    try:
+        out = stream.first() + b"".join([stream.chunk(delta) for delta in flight.ready()])
+        while not stream.done:
+            if out:
+                await exchange.write(out)
+            deltas = await flight.take()
+            if not deltas:
+                break
+            out = b"".join([stream.chunk(delta) for delta in deltas])
+        out += b"" if stream.failed else stream.last()
+    except Exception as wrong:
+        if not isinstance(wrong, RayNeuronError):
+            log.exception("stream %s failed [%s]", call.id, exchange.request_id)
+        out = stream.error(wrong)
+    await exchange.write(out, more=False)
+
+
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+async def _models(server: EngineServer, exchange: Exchange) -> None:
+    _require_ready(server)
+    await exchange.reply(200, errors.encode(openai.models_list(server.cards())))
+
+
+async def _model(server: EngineServer, exchange: Exchange) -> None:
+    _require_ready(server)
+    await exchange.reply(200, errors.encode(openai.find_model(exchange.params["model"], server.cards())))
+
+
+async def _tokens(convert: Callable[[Any, api.Context], Any], server: EngineServer, exchange: Exchange) -> None:
+    _require_ready(server)
+    body = await exchange.json_body(server.limits.max_body_bytes)
+    work = partial(_convert, convert, body, server.context)
+    reply = await server.on_text_thread(len(body), work)
+    await exchange.reply(200, reply)
+
+
+def _convert(convert: Callable[[Any, api.Context], Any], body: bytes, context: api.Context) -> bytes:
+    return errors.encode(convert(openai.decode(body), context))
+
+
+async def _tokenizer_info(server: EngineServer, exchange: Exchange) -> None:
+    _require_ready(server)
+    await exchange.reply(200, errors.encode(openai.tokenizer_info(server.context)))
+
+
+async def _health(server: EngineServer, exchange: Exchange) -> None:
+    """Empty 200 where a first token is possible; 503 while loading, draining, stalled or dead."""
+    _require_ready(server)
+    try:
+        server.check_health()
+    except RayNeuronError as wrong:
+        raise NotReady(wrong.message, retry_after_s=server.limits.retry_after_s) from wrong
+    await exchange.reply(200, b"")
+
+
+async def _metrics(server: EngineServer, exchange: Exchange) -> None:
+    _require_ready(server, draining_too=True)
+    await exchange.reply(200, server.telemetry.text(), METRICS_TYPE)
+
+
+async def _version(server: EngineServer, exchange: Exchange) -> None:
+    await exchange.reply(200, errors.encode(openai.version(version("rayneuron"))))
+
+
+async def _load(server: EngineServer, exchange: Exchange) -> None:
+    """vLLM's {server_load}, and the engine's snapshot beside it."""
+    _require_ready(server, draining_too=True)
+    await exchange.reply(200, errors.encode({"server_load": len(server.flights), **await server.stats()}))
+
+
+def _require_ready(server: EngineServer, draining_too: bool = False) -> None:
+    if not server.ready or (server.draining and not draining_too):
+        why = "the server is shutting down" if server.draining else "the engine is still loading"
+        raise NotReady(why, retry_after_s=server.limits.retry_after_s)
+
+
+async def _no_route(server: EngineServer, http: HttpRequest, wrong: Exception) -> Response:
+    """404 and 405 in OpenAI's error body."""
+    assert isinstance(wrong, HTTPException)
+    path = http.url.path
+    say = f"no such path: {path}" if wrong.status_code == 404 else f"{http.method} is not allowed on {path}"
+    status, body, headers = errors.error_reply(wrong.status_code, say)
+    return Response(errors.encode(body), status, {**headers, **(wrong.headers or {})}, "application/json")
+
+
+ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
+    ("/v1/chat/completions", partial(_generate, openai.parse_chat), ("POST",)),
+    ("/v1/completions", partial(_generate, openai.parse_completions), ("POST",)),
+    ("/generate", partial(_generate, neuron_server.parse), ("POST",)),
+    ("/v1/models", _models, ("GET",)),
+    ("/v1/models/{model:path}", _model, ("GET",)),
+    ("/tokenize", partial(_tokens, openai.tokenize), ("POST",)),
+    ("/detokenize", partial(_tokens, openai.detokenize), ("POST",)),
+    ("/tokenizer_info", _tokenizer_info, ("GET",)),
+    ("/health", _health, ("GET",)),
+    ("/ping", _health, ("GET", "POST")),
+    ("/metrics", _metrics, ("GET",)),
+    ("/load", _load, ("GET",)),
+    ("/version", _version, ("GET",)),
+)

