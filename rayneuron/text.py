@@ -24,7 +24,7 @@ class Text:
         if chat_template is not None:
             self.tokenizer.chat_template = _template(chat_template)
         self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        self._special = frozenset(self._special_ids())
+        self.special_ids: frozenset[int] = frozenset(self._special())
         self._spell, self._strip = (None, "") if self._backend is None else speller(self._backend.decoder)
         self._spelled: dict[int, bytes] = {}
         if self._backend is not None:  # a saved tokenizer may carry the truncation of its training
@@ -107,7 +107,7 @@ class Text:
         """A fresh detokenizer for what follows `prompt_ids`."""
         if self._spell is None:
             return Window(lambda ids: self.decode(ids, skip_special_tokens), prompt_ids)
-        return Bytes(self.token_bytes, self._special if skip_special_tokens else frozenset(), self._strip, prompt_ids)
+        return Bytes(self.token_bytes, self.special_ids if skip_special_tokens else frozenset(), self._strip, prompt_ids)
 
     def _bytes(self, token_id: int) -> bytes:
         if self._spell is None:
@@ -115,7 +115,7 @@ class Text:
         token = self._backend.id_to_token(token_id) if self._backend is not None else None
         return b"" if token is None else self._spell(token)
 
-    def _special_ids(self) -> list[int]:
+    def _special(self) -> list[int]:
         return [token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special]
 
     def _config(self) -> dict[str, Any]:
@@ -197,10 +197,10 @@ class _Choice:
 class Assembler:
     """Turns the token deltas of one request into text deltas, for all its choices.
 
-    A `push` gives None while all it has is withheld; ids and logprobs then travel with the next delta, so every token and logprob is sent
-    exactly once. After a stop string the delta says finish_reason "stop" and the caller must abort the choice in the engine; its later token
-    deltas give None. Tokens up to and including the one that completes the stop string are counted. The text of an EOS or stop token is never
-    part of the output, unless `include_stop_str_in_output` asks for it.
+    A `push` gives None while all it has is withheld; ids and logprobs then travel with the next delta, so every token and logprob is
+    sent exactly once. After a stop string the delta says finish_reason "stop" and the caller must abort the choice in the engine; its later
+    token deltas give None. Tokens up to and including the one that completes the stop string are counted. The text of an EOS or stop token
+    is never part of the output, unless `include_stop_str_in_output` asks for it. Prompt logprobs are never withheld.
     """
 
     def __init__(self, request: Request, text: Text) -> None:
@@ -223,7 +223,7 @@ class Assembler:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs[:taken]
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = delta.prompt_logprobs
-        if not text and finish is None:
+        if not text and finish is None and choice.prompt_logprobs is None:
             return None
         return self._send(choice, delta, text, finish, stop)
 

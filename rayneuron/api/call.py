@@ -17,6 +17,9 @@ class Encoder(Protocol):
     @property
     def config(self) -> Mapping[str, Any]: ...
 
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -33,6 +36,7 @@ class Context:
     """What a server knows before any call. `models`: served names, the first answers a body without `model`.
 
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
+    `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
     """
 
     models: tuple[str, ...]
@@ -41,6 +45,7 @@ class Context:
     vocab_size: int
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_prompts: int = 1024
+    trust_chat_template: bool = True
 
 
 class Stream(Protocol):
@@ -67,27 +72,50 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply."""
+class Head:
+    """What a body says about the reply rather than about the text."""
 
-    id: str
-    created: int
     model: str
-    requests: list[Request]
-    text: Encoder
-    answer: Answer
-    n: int = 1
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     stream_interval: int = 1
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    priority: int = 0
+    tenant: str = ""
+    client_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply.
+
+    `logprobs`, `prompt_logprobs`: alternatives to show a token, None for no probabilities. `echo`: the prompts as text, where the reply
+    repeats them. `unknown`: field names nobody here knows.
+    """
+
+    id: str
+    created: int
+    head: Head
+    requests: list[Request]
+    text: Encoder
+    answer: Answer
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
     role: str = "assistant"
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
     unknown: tuple[str, ...] = ()
+
+    @property
+    def stream(self) -> bool:
+        """True where the client asked for a stream."""
+        return self.head.stream
+
+    @property
+    def n(self) -> int:
+        """Choices a prompt."""
+        return self.requests[0].params.n
 
     @property
     def choices(self) -> int:

@@ -1,0 +1,185 @@
+"""`/v1/completions`: prompts in four forms, echo, and the text_completion object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rayneuron.api.call import Answer, Call, Context, Json
+from rayneuron.api.choices import Choice, Gathered, gather
+from rayneuron.api.fields import Fields, token_ids, wrong
+from rayneuron.api.head import read_head, refuse_formats, reply_id
+from rayneuron.api.logprobs import Offsets, completion_logprobs, prompt_table
+from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
+from rayneuron.api.stream import Events, Progress, Shape
+from rayneuron.errors import RequestError
+from rayneuron.types import Delta, Request, TokenLogprobs
+
+MAX_TOKENS = 16  # OpenAI's default of this endpoint
+FORMS = "a string, an array of strings, token ids, or an array of arrays of token ids"
+
+Prompts = list[tuple[str | None, list[int]]]
+
+
+def parse(
+    body: Mapping[str, Any], context: Context, *, request_id: str, created: int, client_id: str | None = None, max_tokens: int = MAX_TOKENS
+) -> Call:
+    """A completion body as a call; RequestError names the wrong field. `max_tokens`: the endpoint's default where the model has none."""
+    fields = Fields(body)
+    head = read_head(fields, context)
+    for name in ("prompt_embeds", "use_beam_search"):
+        fields.refuse(name)
+    for ignored in ("suffix", "user"):
+        fields.string(ignored)
+    refuse_formats(fields)
+    words = read_sampling(fields, context)
+    echo, logprobs, shown = fields.flag("echo"), read_logprobs(fields, "logprobs"), words.get("prompt_logprobs")
+    if shown is not None and head.stream:
+        raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+    if logprobs is not None:
+        words["logprobs"] = logprobs
+        if echo:
+            words["prompt_logprobs"] = max(logprobs, shown or 0)
+    asked = fields.integer("max_tokens", low=0)
+    if asked == 0 and not echo:
+        raise RequestError("max_tokens must be at least 1, or 0 together with echo: true to score the prompt only", param="max_tokens")
+    default = context.defaults.get("max_tokens", max_tokens)
+    prompts = _prompts(fields, context, default if asked is None else asked)
+    requests = [
+        Request(
+            id=f"{request_id}-{place}",
+            prompt_ids=ids,
+            params=fit(words, len(ids), asked, default, context.max_model_len),
+            priority=head.priority,
+            tenant=head.tenant,
+        )
+        for place, (_, ids) in enumerate(prompts)
+    ]
+    return Call(
+        id=reply_id("cmpl", head, client_id, request_id),
+        created=created,
+        head=head,
+        requests=requests,
+        text=context.text,
+        answer=ANSWER,
+        logprobs=logprobs,
+        prompt_logprobs=shown,
+        echo=_echo(prompts, context, words["skip_special_tokens"]) if echo else (),
+        unknown=fields.unknown,
+    )
+
+
+def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
+    """Every prompt as (its text, where it came as text; its ids)."""
+    given, special = fields.take("prompt"), fields.flag("add_special_tokens", True)
+    keep, side = truncate(fields, context, output)
+    items = _items(given)
+    if len(items) > context.max_prompts:
+        raise RequestError(f"prompt may hold at most {context.max_prompts} prompts, got {len(items)}", param="prompt")
+    read: Prompts = []
+    for place, item in enumerate(items):
+        name = "prompt" if items is not given else f"prompt[{place}]"
+        if isinstance(item, str):
+            text, ids = item, context.text.encode(item, add_special_tokens=special)
+        else:
+            text, ids = None, token_ids(name, item, context.vocab_size)
+        if not ids:
+            raise RequestError(f"{name} is empty; send at least one token", param="prompt")
+        read.append((text, cut(ids, keep, side)))
+    return read
+
+
+def _items(given: object) -> list[Any]:
+    """The prompts of the four forms: text, texts, ids, arrays of ids."""
+    if given is None or given == []:
+        raise RequestError(f"prompt is required: {FORMS}", param="prompt")
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list):
+        if type(given[0]) is int:
+            return [given]
+        if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+            return given
+    wrong("prompt", FORMS, given)
+
+
+def _echo(prompts: Prompts, context: Context, skip: bool) -> tuple[str, ...]:
+    """The prompts as text: as they came, or decoded where they came as ids (U+FFFD where one ends inside a character)."""
+    return tuple(context.text.decode(ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts)
+
+
+def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
+    gathered = gather(call, deltas)
+    return {
+        "id": call.id,
+        "object": "text_completion",
+        "created": call.created,
+        "model": call.head.model,
+        "choices": [_finished(call, gathered, choice) for choice in gathered.choices],
+        "usage": gathered.usage,
+        "system_fingerprint": None,
+    }
+
+
+def _finished(call: Call, gathered: Gathered, choice: Choice) -> Json:
+    prompt = gathered.prompt_logprobs.get(choice.prompt)
+    written: Json = {
+        "index": choice.index,
+        "text": (call.echo[choice.prompt] if call.echo else "") + choice.text,
+        "logprobs": None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if call.logprobs is not None:
+        echoed = prompt if call.echo else None
+        written["logprobs"] = _logprobs(call, choice.prompt, echoed, choice.token_ids, choice.logprobs, Offsets(call), written["text"])
+    if call.prompt_logprobs is not None:
+        written["prompt_logprobs"] = None if prompt is None else prompt_table(call, prompt)
+    if call.head.return_token_ids:
+        written["token_ids"] = choice.token_ids
+        written["prompt_token_ids"] = call.requests[choice.prompt].prompt_ids
+    return written
+
+
+def _logprobs(
+    call: Call,
+    prompt: int,
+    echoed: list[TokenLogprobs | None] | None,
+    ids: list[int],
+    entries: list[TokenLogprobs],
+    offsets: Offsets,
+    text: str,
+) -> Json:
+    """Probabilities of the output, after those of the echoed prompt where there is one."""
+    before = call.requests[prompt].prompt_ids if echoed is not None else []
+    return completion_logprobs(call, before + ids, [*(echoed or ()), *entries], offsets, text)
+
+
+def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
+    text = delta.text if progress.begun or not call.echo else call.echo[progress.prompt] + delta.text
+    written: Json = {
+        "index": progress.index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+    if call.logprobs is not None:
+        written["logprobs"] = _logprobs(call, progress.prompt, echoed, delta.token_ids, delta.logprobs or [], progress.offsets, text)
+    if call.head.return_token_ids:
+        written["token_ids"] = delta.token_ids
+        if not progress.begun:
+            written["prompt_token_ids"] = call.requests[progress.prompt].prompt_ids
+    return written
+
+
+def _wrap(call: Call, choices: list[Json]) -> Json:
+    return {"id": call.id, "object": "text_completion", "created": call.created, "model": call.head.model, "choices": choices}
+
+
+def _open(call: Call) -> Events:
+    return Events(call, SHAPE)
+
+
+SHAPE = Shape(wrap=_wrap, opening=lambda call: [], choice=_chunk)
+ANSWER = Answer(reply=_reply, open=_open)

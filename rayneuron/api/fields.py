@@ -1,0 +1,153 @@
+"""Fields of a JSON body: taken one by one with their type checked, so that an error names the field and says what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgspec
+
+from rayneuron.errors import RequestError
+
+_decoder = msgspec.json.Decoder()
+
+
+def decode(raw: bytes | str) -> dict[str, Any]:
+    """The JSON object of a request body. RequestError for anything else."""
+    try:
+        body = _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
+        raise RequestError(f"the body is not valid JSON: {wrong}") from wrong
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {kind(body)}")
+    return body
+
+
+def kind(value: object) -> str:
+    """JSON's own word for the type of a value."""
+    if isinstance(value, bool):
+        return "a boolean"
+    names = {int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def wrong(name: str, expected: str, value: object) -> NoReturn:
+    """Raise the error of a field of the wrong type or range."""
+    shown = repr(value) if isinstance(value, (int, float, str)) and len(repr(value)) <= 60 else kind(value)
+    raise RequestError(f"{name} must be {expected}, got {shown}", param=name)
+
+
+class Fields:
+    """A body being read; null equals absent. Each verb takes its field off, or gives `default`; `unknown` is what nobody took."""
+
+    __slots__ = ("_body", "_prefix")
+
+    def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
+        self._body = {name: value for name, value in body.items() if value is not None}
+        self._prefix = prefix
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._body
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names nobody has taken so far."""
+        return tuple(self._body)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value unchecked."""
+        return self._body.pop(name, default)
+
+    def integer(self, name: str, default: Any = None, low: int | None = None, high: int | None = None) -> Any:
+        """A whole number within [low, high]; 5.0 counts as 5, true does not count as 1."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return default
+        return whole(self._prefix + name, value, low, high)
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """A finite number, as float."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return default
+        if type(value) not in (int, float):
+            wrong(self._prefix + name, "a number", value)
+        try:
+            return float(value)
+        except OverflowError:
+            wrong(self._prefix + name, "a finite number", value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            wrong(self._prefix + name, "true or false", value)
+        return value
+
+    def string(self, name: str, default: Any = None, among: tuple[str, ...] = ()) -> Any:
+        """A string, one of `among` if given."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            wrong(self._prefix + name, "a string", value)
+        if among and value not in among:
+            wrong(self._prefix + name, "one of " + ", ".join(among), value)
+        return value
+
+    def table(self, name: str, default: Any = None) -> Any:
+        """An object."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, dict):
+            wrong(self._prefix + name, "an object", value)
+        return value
+
+    def strings(self, name: str, most: int | None = None) -> tuple[str, ...]:
+        """A string or an array of at most `most` strings, none of them empty."""
+        value = self._body.pop(name, None)
+        if value is None:
+            return ()
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            wrong(self._prefix + name, "a string or an array of strings", value)
+        if not all(items):
+            raise RequestError(f"{name} must not hold an empty string", param=self._prefix + name)
+        if most is not None and len(items) > most:
+            raise RequestError(f"{name} may hold at most {most} strings, got {len(items)}", param=self._prefix + name)
+        return tuple(items)
+
+    def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """An array of token ids within the vocabulary."""
+        value = self._body.pop(name, None)
+        return () if value is None else tuple(token_ids(self._prefix + name, value, vocab_size))
+
+    def refuse(self, name: str, instead: str = "leave it out") -> None:
+        """400 by name when a field is set that this server cannot honour yet."""
+        if self._body.pop(name, None) not in (None, False):
+            raise RequestError(f"{name} is not supported by this server yet; {instead}", param=self._prefix + name)
+
+
+def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an integer within [low, high]."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        wrong(name, "an integer", value)
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"at most {high}" if low is None else f"between {low} and {high}"
+        wrong(name, bounds, value)
+    return value
+
+
+def token_ids(name: str, value: object, vocab_size: int) -> list[int]:
+    """`value` as token ids; RequestError names the first id outside the vocabulary."""
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        wrong(name, "an array of token ids (integers)", value)
+    if value and (min(value) < 0 or max(value) >= vocab_size):
+        outside = next(item for item in value if not 0 <= item < vocab_size)
+        raise RequestError(f"{name}: token id {outside} is out of the vocabulary (0 to {vocab_size - 1})", param=name)
+    return value

@@ -1,0 +1,30 @@
+"""The OpenAI dialect as one page: what the server calls, from the files that hold it."""
+
+from __future__ import annotations
+
+from rayneuron.api.chat import parse as parse_chat
+from rayneuron.api.completions import parse as parse_completions
+from rayneuron.api.errors import encode, error_body, error_reply, failed
+from rayneuron.api.fields import decode
+from rayneuron.api.head import clean_id
+from rayneuron.api.sampling import sampling_defaults
+from rayneuron.api.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version
+
+__all__ = [
+    "clean_id",
+    "decode",
+    "detokenize",
+    "encode",
+    "error_body",
+    "error_reply",
+    "failed",
+    "find_model",
+    "model_card",
+    "models_list",
+    "parse_chat",
+    "parse_completions",
+    "sampling_defaults",
+    "tokenize",
+    "tokenizer_info",
+    "version",
+]

@@ -1,0 +1,164 @@
+"""Sampling parameters of a body: the fields both endpoints share, the model's defaults, and the length rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayneuron.api.call import Context, Encoder
+from rayneuron.api.fields import Fields, token_ids, whole, wrong
+from rayneuron.errors import ConfigError, RequestError
+from rayneuron.types import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+DEFAULTS = (*NUMBERS, "top_k", "no_repeat_ngram_size", "max_tokens")
+MAX_BIAS = 100.0  # OpenAI's range; larger values are clamped
+
+
+def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Sampling defaults of a model: what its generation_config.json says, then what the deployment says.
+
+    `max_new_tokens` means `max_tokens`. What the file says beside sampling (ids, cache switches) is passed over; ConfigError for an unknown
+    name in `overrides` or a wrong value in either.
+    """
+    merged: dict[str, Any] = {}
+    for source, strict in ((generation_config, False), (overrides or {}, True)):
+        for name, value in source.items():
+            known = "max_tokens" if name == "max_new_tokens" else name
+            if known in DEFAULTS:
+                if value is not None:
+                    merged[known] = value
+            elif strict:
+                raise ConfigError(f"{name} is not a sampling default; known: {', '.join((*DEFAULTS, 'max_tokens'))}", param=name)
+    try:
+        read = Fields(merged)
+        checked = _numbers(read, {}) | _optional(max_tokens=read.integer("max_tokens", low=1))
+        SamplingParams(**checked)
+    except RequestError as bad:
+        raise ConfigError(f"sampling defaults: {bad.message}", param=bad.param) from bad
+    return checked
+
+
+def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
+    """Words of SamplingParams from the fields both endpoints share; lengths and logprobs are the endpoint's own."""
+    words: dict[str, Any] = _numbers(fields, context.defaults)
+    if 0.0 < words.get("temperature", 1.0) < MIN_TEMPERATURE:
+        words["temperature"] = MIN_TEMPERATURE
+    bad_words = fields.strings("bad_words")
+    return words | _optional(
+        n=fields.integer("n", 1, low=1, high=128),
+        seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
+        min_tokens=fields.integer("min_tokens", 0, low=0),
+        stop=fields.strings("stop", most=4),
+        stop_token_ids=fields.ids("stop_token_ids", context.vocab_size),
+        allowed_token_ids=_allowed(fields, context.vocab_size),
+        banned_token_ids=fields.ids("banned_token_ids", context.vocab_size),
+        logit_bias=_bias(fields.table("logit_bias"), context.vocab_size),
+        bad_words=bad_words,
+        bad_words_ids=_bad_words_ids(bad_words, context.text),
+        ignore_eos=fields.flag("ignore_eos"),
+        include_stop_str_in_output=fields.flag("include_stop_str_in_output"),
+        skip_special_tokens=fields.flag("skip_special_tokens", True),
+        spaces_between_special_tokens=fields.flag("spaces_between_special_tokens", True),
+        prompt_logprobs=read_logprobs(fields, "prompt_logprobs"),
+    )
+
+
+def read_logprobs(fields: Fields, name: str) -> int | None:
+    """A count of alternatives a token; -1 (the whole vocabulary) exceeds the cap and is refused like any larger count."""
+    count: int | None = fields.integer(name)
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        wrong(name, f"between 0 and {MAX_LOGPROBS} (-1, the whole vocabulary, is more than this server returns)", count)
+    return count
+
+
+def fit(
+    words: Mapping[str, Any], prompt: int, asked: int | None, default: int | None, limit: int, name: str = "max_tokens"
+) -> SamplingParams:
+    """Parameters for a prompt of that many tokens. An `asked` that does not fit is refused, a default is cut to what fits.
+
+    `default` None: as many as fit. `limit`: prompt and output together. `name`: the field that asked.
+    """
+    room = limit - prompt
+    if room < 0 or (room == 0 and asked != 0):
+        raise RequestError(
+            f"the prompt has {prompt} tokens, but this model takes at most {limit} tokens, prompt and output together"
+            + (", which leaves none for the output" if room == 0 else ""),
+            param="input_tokens",
+        )
+    if asked is not None and asked > room:
+        raise RequestError(
+            f"{name} is {asked} and the prompt has {prompt} tokens, {prompt + asked} together, but this model takes at most {limit};"
+            f" ask for at most {room} or leave {name} out",
+            param=name,
+        )
+    tokens = asked if asked is not None else room if default is None else min(default, room)
+    if words.get("min_tokens", 0) > tokens:
+        raise RequestError(f"min_tokens {words['min_tokens']} is greater than {name} {tokens}", param="min_tokens")
+    return SamplingParams(**words, max_tokens=tokens)
+
+
+def truncate(fields: Fields, context: Context, output: int) -> tuple[int | None, str]:
+    """How many prompt tokens to keep (None: all) and from which side to cut; -1 keeps what leaves room for `output` tokens."""
+    side = fields.string("truncation_side", "left", among=("left", "right"))
+    keep: int | None = fields.integer("truncate_prompt_tokens")
+    if keep is None:
+        return None, side
+    if keep == -1:
+        return max(1, context.max_model_len - output), side
+    return whole("truncate_prompt_tokens", keep, 1, context.max_model_len), side
+
+
+def cut(ids: list[int], keep: int | None, side: str) -> list[int]:
+    """The ids that stay when the prompt is cut to `keep` tokens."""
+    if keep is None or len(ids) <= keep:
+        return ids
+    return ids[:keep] if side == "right" else ids[len(ids) - keep :]
+
+
+def _numbers(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return _optional(
+        **{name: fields.number(name, defaults.get(name)) for name in NUMBERS},
+        top_k=fields.integer("top_k", defaults.get("top_k"), low=-1),
+        no_repeat_ngram_size=fields.integer("no_repeat_ngram_size", defaults.get("no_repeat_ngram_size"), low=0),
+    )
+
+
+def _optional(**words: Any) -> dict[str, Any]:
+    return {name: value for name, value in words.items() if value is not None}
+
+
+def _allowed(fields: Fields, vocab_size: int) -> tuple[int, ...] | None:
+    return fields.ids("allowed_token_ids", vocab_size) if "allowed_token_ids" in fields else None
+
+
+def _bias(given: dict[str, Any] | None, vocab_size: int) -> dict[int, float] | None:
+    if not given:
+        return None
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        try:
+            token_id = int(key)
+        except ValueError:
+            wrong("logit_bias", "an object from token ids to numbers", key)
+        if type(value) not in (int, float):
+            wrong("logit_bias", "an object from token ids to numbers", value)
+        token_ids("logit_bias", [token_id], vocab_size)
+        bias[token_id] = max(-MAX_BIAS, min(MAX_BIAS, float(value) if abs(value) < 1e308 else MAX_BIAS * (1 if value > 0 else -1)))
+    return bias
+
+
+def _bad_words_ids(words: tuple[str, ...], text: Encoder) -> tuple[tuple[int, ...], ...]:
+    """Ids of each word as it begins a text and as it follows a space; the second only where as many other tokens spell it (vLLM's rule)."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        first = tuple(text.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(text.encode(" " + word.lstrip(), add_special_tokens=False))
+        if not first:
+            raise RequestError(f"bad_words: {word!r} has no tokens", param="bad_words")
+        found.append(first)
+        if len(spaced) == len(first) and spaced[0] != first[0]:
+            found.append(spaced)
+    return tuple(found)
+
+

@@ -1,0 +1,81 @@
+"""A conversation to token ids: the body's fields that reach the chat template, tools included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayneuron.api.call import Context
+from rayneuron.api.fields import Fields, wrong
+from rayneuron.api.messages import read_messages
+from rayneuron.errors import RequestError
+
+# What has its own field, or is not for a client to say at all.
+OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents", "messages", "conversation")
+RENDERING = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "add_special_tokens", "tokenizer_kwargs")
+
+
+def render(fields: Fields, context: Context) -> tuple[list[int], str]:
+    """Token ids of the body's conversation, and the role that speaks next."""
+    messages = read_messages(fields.take("messages"))
+    prompt, final = fields.flag("add_generation_prompt", True), fields.flag("continue_final_message")
+    if prompt and final:
+        raise RequestError("continue_final_message needs add_generation_prompt: false", param="continue_final_message")
+    template = fields.string("chat_template")
+    if template is not None and not context.trust_chat_template:
+        raise RequestError("chat_template is not accepted from clients by this server; leave it out", param="chat_template")
+    options = _options(fields)
+    ids = context.text.chat(
+        messages,
+        add_generation_prompt=prompt,
+        continue_final_message=final,
+        tools=_tools(fields),
+        chat_template=template,
+        add_special_tokens=fields.flag("add_special_tokens"),
+        **options,
+    )
+    if not ids:
+        raise RequestError("the chat template made an empty prompt of these messages", param="messages")
+    return ids, "assistant" if prompt else messages[-1]["role"]
+
+
+def _options(fields: Fields) -> dict[str, Any]:
+    """Words for the template itself."""
+    options: dict[str, Any] = dict(fields.table("chat_template_kwargs", {}))
+    for name in (*OWN_FIELDS, *RENDERING):
+        if name in options:
+            said = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
+            raise RequestError(f"chat_template_kwargs.{name} is not for the template; {said}", param=f"chat_template_kwargs.{name}")
+    effort = fields.string("reasoning_effort")
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+    documents = fields.take("documents")
+    if documents is not None:
+        if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+            wrong("documents", "an array of objects", documents)
+        options["documents"] = documents
+    return options
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+    """Tools to show the model: only with tool_choice none, until this server can read the calls it writes."""
+    tools, choice = fields.take("tools"), fields.take("tool_choice")
+    fields.flag("parallel_tool_calls", True)
+    if choice is not None and not (isinstance(choice, str) and choice in ("none", "auto", "required")):
+        named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(named, dict) or not isinstance(named.get("name"), str):
+            wrong("tool_choice", "none, auto, required, or {type: function, function: {name}}", choice)
+    if tools is None:
+        if choice not in (None, "none"):
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        return None
+    if not isinstance(tools, list) or not tools:
+        wrong("tools", "a non-empty array of tools, or absent", tools)
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wrong(f"tools[{place}]", "{type: function, function: {name, description, parameters}}", tool)
+    if isinstance(choice, dict) and all(tool["function"]["name"] != choice["function"]["name"] for tool in tools):
+        raise RequestError(f"tool_choice names {choice['function']['name']!r}, which is not among tools", param="tool_choice")
+    if choice != "none":
+        raise RequestError("tools is not supported by this server yet; leave it out, or set tool_choice to none", param="tools")
+    return tools
