@@ -76,14 +76,20 @@ class Cpu:
 
 
 def representatives(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes that between them touch every kernel: each (rows, tokens) at its shortest length for every output, and once at its longest."""
+    """The shapes that between them touch every kernel: oneDNN knows products by rows x tokens, samplers by rows, lengths by nothing.
+
+    So: every (rows, tokens) once at its shortest length, every (rows, output) once, and decode at its longest length.
+    """
     chosen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
-        short, long = (shape.rows, shape.tokens, shape.output), (shape.rows, shape.tokens)
-        if short not in chosen or shape.length < chosen[short].length:
-            chosen[short] = shape
-        if shape.output == "greedy" and (long not in chosen or shape.length > chosen[long].length):
-            chosen[long] = shape
+        keys: list[tuple[object, ...]] = [(shape.rows, shape.tokens), (shape.rows, shape.output, shape.tag, shape.output == "scores" and shape.tokens)]
+        for key in keys:
+            if key not in chosen or (shape.length, shape.tokens) < (chosen[key].length, chosen[key].tokens):
+                chosen[key] = shape
+        if shape.tag == "decode" and shape.output == "greedy":
+            longest = chosen.setdefault((shape.rows, "longest"), shape)
+            if shape.length > longest.length:
+                chosen[shape.rows, "longest"] = shape
     return list(dict.fromkeys(chosen.values()))
 
 

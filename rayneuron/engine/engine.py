@@ -174,10 +174,10 @@ class Engine:
         deltas = []
         for work, delta in zip(plan.works, commit.advance(plan, output, now), strict=True):
             sequence = work.sequence
-            if sequence.leader is None and work.last and sequence.generated <= 1:
-                self._start_siblings(sequence)
             if delta is None:
                 continue
+            if sequence.leader is None and sequence.generated <= 1:
+                self._start_siblings(sequence)
             deltas.append(delta)
             if delta.finish_reason is not None:
                 self._forget(sequence, now)

@@ -1,0 +1,180 @@
+"""HuggingFace's generate() over our engine: batches, sampling keywords, streamers, stopping criteria.
+
+Shapes: B prompts, N sequences a prompt, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayneuron.errors import RequestError
+from rayneuron.llm import LLM
+from rayneuron.types import Request, SamplingParams
+
+# transformers' name -> ours; the value is taken as it is.
+_SAME = {
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "min_p": "min_p",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "temperature": "temperature",
+    "min_new_tokens": "min_tokens",
+}
+_LENGTHS = ("max_length", "max_new_tokens", "min_length")
+_OTHER = ("do_sample", "num_return_sequences", "eos_token_id", "pad_token_id", "bos_token_id", "bad_words_ids", "suppress_tokens", "seed")
+# What a GenerationConfig may hold that changes nothing here when it has this value.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+    "typical_p": (None, 1.0),
+    "return_dict_in_generate": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "use_cache": (None, True),
+}
+
+
+class HuggingFaceGenerationAdapter:
+    """`generate()` of a transformers model, run by an `LLM`. Greedy and multinomial sampling; beams are refused.
+
+    >>> model = HuggingFaceGenerationAdapter(LLM("demo:smollm2"))
+    >>> model.generate(tokenizer("Hello", return_tensors="pt").input_ids, max_new_tokens=8)
+    """
+
+    def __init__(self, llm: LLM, generation_config: Any = None) -> None:
+        self.llm = llm
+        self.generation_config = generation_config
+        self.device = torch.device("cpu")
+
+    def reset_generation(self) -> None:
+        """Nothing to reset: every call has its own KV. Kept for programs written for transformers-neuronx."""
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        stopping_criteria: Iterable[Callable[..., Any]] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """input_ids [B, L] (padded on either side, or not) -> [B*N, L'] int64: prompt and output, right-padded with pad_token_id.
+
+        Settings come from the model's generation_config, then `generation_config`, then keywords. `streamer` (put, end) needs one sequence.
+        `stopping_criteria` are called after every token with ([1, tokens so far], None). Raises RequestError for what cannot be honoured.
+        """
+        settings = _merge(self.llm.generation, self.generation_config, generation_config, kwargs)
+        prompts = _unpadded(input_ids, attention_mask)
+        requests = [self.llm.request(p, _params(settings, len(p), input_ids.shape[1], self.llm.max_model_len)) for p in prompts]
+        for request in requests:
+            self.llm.engine.validate(request)
+        copies = settings.get("num_return_sequences") or 1
+        if streamer is not None and len(prompts) * copies > 1:
+            raise RequestError(f"a streamer needs one sequence, got {len(prompts)} prompts x {copies}", param="streamer")
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        made = self._run(requests, streamer, list(stopping_criteria or ()))
+        if streamer is not None:
+            streamer.end()
+        rows = [made[r.id, i] for r in requests for i in range(copies)]
+        return _padded(input_ids, rows, copies, _pad_id(settings, self.llm))
+
+    def _run(self, requests: list[Request], streamer: Any, criteria: list[Callable[..., Any]]) -> dict[tuple[str, int], list[int]]:
+        prompts = {r.id: r.prompt_ids for r in requests}
+        made: dict[tuple[str, int], list[int]] = {(r.id, i): [] for r in requests for i in range(r.params.n)}
+        stopped = set()
+        for delta in self.llm.tokens(requests):
+            choice = (delta.request_id, delta.index)
+            if choice in stopped:  # a token that was on its way when a criterion ended the sequence
+                continue
+            made[choice] += delta.token_ids
+            if streamer is not None and delta.token_ids:
+                streamer.put(torch.tensor(delta.token_ids))
+            if delta.finish_reason is None and _stop(criteria, [*prompts[delta.request_id], *made[choice]]):
+                stopped.add(choice)
+                self.llm.abort(*choice)
+        return made
+
+
+def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
+    """Later sources win; None means not set. Raises RequestError for a name or value that would be ignored."""
+    settings = {k: v for k, v in model.items() if k in _SAME or k in _OTHER or k in _LENGTHS}
+    for source in given:
+        if source is None:
+            continue
+        strict = isinstance(source, dict)
+        values = source if strict else source.to_diff_dict()
+        for name, value in values.items():
+            if name in _SAME or name in _OTHER or name in _LENGTHS:
+                if value is not None:
+                    settings[name] = value
+            elif name in _NEUTRAL:
+                if value not in _NEUTRAL[name]:
+                    raise RequestError(f"generate({name}={value!r}) is not supported; leave it out", param=name)
+            elif strict:
+                raise RequestError(f"generate() does not know {name!r}; known are {', '.join(sorted({*_SAME, *_OTHER, *_LENGTHS}))}", param=name)
+    return settings
+
+
+def _params(settings: dict[str, Any], prompt: int, width: int, most: int) -> SamplingParams:
+    sampling = bool(settings.get("do_sample"))
+    if settings.get("max_new_tokens") is not None:
+        new = settings["max_new_tokens"]
+    else:
+        new = settings.get("max_length", width + 20) - width  # transformers' default is 20 tokens beyond the prompt
+    if new < 1:
+        raise RequestError(f"max_length {settings['max_length']} leaves no room after {width} prompt tokens; set max_new_tokens", param="max_length")
+    values = {ours: settings[theirs] for theirs, ours in _SAME.items() if theirs in settings}
+    if not sampling:
+        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    elif "top_k" not in settings:
+        values["top_k"] = 50  # transformers' default
+    eos = settings.get("eos_token_id")
+    shortest = max(settings.get("min_length", 0) - prompt, values.pop("min_tokens", 0))
+    return SamplingParams(
+        **values,
+        n=settings.get("num_return_sequences") or 1,
+        max_tokens=min(new, most - prompt),
+        min_tokens=max(shortest, 0),
+        seed=settings.get("seed"),
+        stop_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+        ignore_eos=eos is not None,
+        bad_words_ids=tuple(tuple(w) for w in settings.get("bad_words_ids") or ()),
+        banned_token_ids=tuple(settings.get("suppress_tokens") or ()),
+    )
+
+
+def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    if input_ids.dim() != 2:
+        raise RequestError(f"input_ids must be [batch, length], got {list(input_ids.shape)}", param="input_ids")
+    if attention_mask is None:
+        return input_ids.tolist()
+    return [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+
+
+def _stop(criteria: list[Callable[..., Any]], ids: list[int]) -> bool:
+    if not criteria:
+        return False
+    so_far = torch.tensor([ids])
+    return any(bool(torch.as_tensor(criterion(so_far, None)).all()) for criterion in criteria)
+
+
+def _pad_id(settings: dict[str, Any], llm: LLM) -> int:
+    if settings.get("pad_token_id") is not None:
+        return int(settings["pad_token_id"])
+    return min(llm.text.eos_ids, default=0)
+
+
+def _padded(input_ids: Tensor, made: list[list[int]], copies: int, pad: int) -> Tensor:
+    longest = max(map(len, made), default=0)
+    out = torch.full((len(made), input_ids.shape[1] + longest), pad, dtype=torch.int64)
+    out[:, : input_ids.shape[1]] = input_ids.repeat_interleave(copies, 0)
+    for row, tokens in zip(out, made, strict=True):
+        row[input_ids.shape[1] : input_ids.shape[1] + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return out

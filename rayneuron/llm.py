@@ -1,0 +1,227 @@
+"""LLM: the offline engine in this process."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from rayneuron.config import Deployment, parse
+from rayneuron.engine.loop import EngineLoop
+from rayneuron.errors import RayNeuronError, RequestError
+from rayneuron.loading import Progress, open_engine
+from rayneuron.outputs import RequestOutput, collect
+from rayneuron.text import Assembler
+from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}
+Params = SamplingParams | Mapping[str, Any]
+Inbox = queue.SimpleQueue[TokenDelta]
+
+
+class LLM:
+    """A model loaded in this process. Thread-safe; prompts of one call, and of concurrent calls, share batches.
+
+    `path`: a model directory, or demo:NAME. Further keywords are those of a deployment file: dtype, max_model_len, max_num_seqs,
+    tensor_parallel, device, threads, kv_cache_tokens, seed, ... Raises ConfigError or CheckpointError.
+
+    >>> llm = LLM("demo:smollm2", dtype="fp32", max_model_len=512)
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text
+    ' Paris.\\n'
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        tensor_parallel: int = 1,
+        device: str = "cpu",
+        tokenizer: str | None = None,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        model = {"path": str(path), "tokenizer": tokenizer, "allow_pickle": allow_pickle}
+        self.config: Deployment = parse(
+            {"model": model, "dtype": dtype, "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "device": device, **options}
+        )
+        opened = open_engine(self.config, progress)
+        self.text = opened.text
+        self.arch = opened.arch
+        self.generation = opened.generation
+        self.seconds = opened.seconds
+        self.engine = opened.engine
+        self.max_model_len = opened.engine.capacity.length
+        # Nobody else competes for this queue: a list of prompts of any length may wait.
+        self.engine.limits = type(self.engine.limits)(max_waiting=2**31)
+        self._inboxes: dict[str, Inbox] = {}
+        self._numbers = itertools.count()
+        self._loop = EngineLoop(self.engine, self._deliver)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False) -> list[RequestOutput]:
+        """Complete every prompt; results in the order of the prompts. `params`: one for all or one a prompt.
+
+        Default params are SamplingParams() (16 tokens at temperature 1). Raises RequestError for a wrong prompt or parameter before anything runs.
+        """
+        many = _listed(prompts)
+        each = _matched(params, len(many))
+        return self._all([self._request(p, s) for p, s in zip(many, each, strict=True)], use_tqdm)
+
+    def chat(self, messages: Sequence[Any], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False, **template: Any) -> list[RequestOutput]:
+        """Answer one conversation (a list of {role, content}) or several. `template` keywords reach the chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        ids = [{"prompt_token_ids": self.text.chat(c, **template)} for c in conversations]
+        return self.generate(ids, params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
+        """Deltas of one prompt as they are made. Closing the iterator ends the work."""
+        request, _ = self._request(prompt, _matched(params, 1)[0])
+        return self._run(request)
+
+    def tokens(self, requests: Sequence[Request]) -> Iterator[TokenDelta]:
+        """Token deltas of several requests as they are made, without text. Closing the iterator ends the work."""
+        inbox: Inbox = queue.SimpleQueue()
+        left = sum(r.params.n for r in requests)
+        for request in requests:
+            self._inboxes[request.id] = inbox
+        try:
+            for request in requests:
+                self._loop.submit(request)
+            while left:
+                delta = inbox.get()
+                if delta.error is not None:
+                    raise RayNeuronError(delta.error)
+                left -= delta.finish_reason is not None
+                yield delta
+        finally:
+            for request in requests:
+                self._inboxes.pop(request.id, None)
+                if left:
+                    self._loop.abort(request.id)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request of `tokens` early; its last delta says finish_reason "abort"."""
+        self._loop.abort(request_id, index)
+
+    def request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+        """A request with a fresh id."""
+        return Request(id=f"llm-{next(self._numbers)}", prompt_ids=list(prompt_ids), params=params)
+
+    def close(self) -> None:
+        """Stop the engine; running calls fail."""
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            inbox = self._inboxes.get(delta.request_id)
+            if inbox is not None:
+                inbox.put(delta)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, str | None]:
+        text, ids = self._ids(prompt)
+        request = self.request(ids, self._with_phrases(params))
+        self.engine.validate(request)
+        return request, text
+
+    def _ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.text.encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if isinstance(prompt.get("prompt"), str):
+                return prompt["prompt"], self.text.encode(prompt["prompt"])
+            raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}", param="prompt")
+        return None, list(prompt)
+
+    def _with_phrases(self, params: SamplingParams) -> SamplingParams:
+        if not params.bad_words or params.bad_words_ids:
+            return params
+        from msgspec.structs import replace
+
+        spellings = [self.text.encode(lead + word, add_special_tokens=False) for word in params.bad_words for lead in ("", " ")]
+        return replace(params, bad_words_ids=tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids)))
+
+    def _run(self, request: Request) -> Iterator[Delta]:
+        assembler = Assembler(request, self.text)
+        for token_delta in self.tokens([request]):
+            delta = assembler.push(token_delta)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None and token_delta.finish_reason is None:
+                self._loop.abort(request.id, delta.index)  # a stop string: no more of this choice is needed
+            yield delta
+
+    def _all(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
+        assemblers = {request.id: Assembler(request, self.text) for request, _ in requests}
+        deltas: dict[str, list[Delta]] = {request.id: [] for request, _ in requests}
+        with _bar(len(requests), use_tqdm) as bar:
+            for token_delta in self.tokens([request for request, _ in requests]):
+                delta = assemblers[token_delta.request_id].push(token_delta)
+                if delta is None:
+                    continue
+                deltas[delta.request_id].append(delta)
+                if delta.finish_reason is not None:
+                    bar.update(1)
+                    if token_delta.finish_reason is None:
+                        self._loop.abort(delta.request_id, delta.index)
+        return [collect(request, prompt, deltas[request.id], self.text.token) for request, prompt in requests]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one: text, a mapping, or a flat list of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(p, int) for p in many):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def _matched(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, (SamplingParams, Mapping)):
+        return [_params(params or SamplingParams())] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts need one params or {count}, got {len(params)}", param="params")
+    return [_params(p) for p in params]
+
+
+def _params(params: Params) -> SamplingParams:
+    if isinstance(params, SamplingParams):
+        return params
+    import msgspec
+
+    unknown = set(params) - set(SamplingParams.__struct_fields__)
+    if unknown:
+        known = ", ".join(SamplingParams.__struct_fields__)
+        raise RequestError(f"{sorted(unknown)[0]!r} is no sampling parameter; known are {known}", param=sorted(unknown)[0])
+    try:
+        return msgspec.convert({**params, **_tuples(params)}, SamplingParams, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error), param="params") from None
+
+
+def _tuples(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A single stop string or token id stands for a list of one."""
+    return {k: [params[k]] for k in ("stop", "stop_token_ids") if isinstance(params.get(k), (str, int))}
+
+
+def _bar(total: int, shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="generate", disable=not shown)
+
+
+def join(deltas: Iterable[Delta]) -> str:
+    """The text of a stream's choice 0."""
+    return "".join(d.text for d in deltas if d.index == 0)

@@ -1,0 +1,240 @@
+"""The offline engine against transformers: greedy text and logprobs, sampling shapes, streaming, the HF adapter."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from rayneuron import LLM, SamplingParams
+from rayneuron.errors import ConfigError, RequestError
+from rayneuron.hf import HuggingFaceGenerationAdapter
+
+WORDS = "The quick brown fox jumps over the lazy dog while seven wizards quietly boil a large copper kettle of tea . ".split()
+
+
+def words(count: int) -> str:
+    return " ".join(WORDS[i % len(WORDS)] for i in range(count))
+
+
+PROMPTS = [
+    "The capital of France is",
+    "1, 2, 3,",
+    "Hello",
+    "a",
+    "def add(a, b):",
+    "Once upon a time",
+    "東京は日本の首都です。",
+    "你好,世界!今天天气",
+    "안녕하세요, 저는",
+    "สวัสดีครับ",
+    "नमस्ते दुनिया",
+    "Привет, как дела?",
+    "مرحبا بالعالم",
+    "👩‍👩‍👧‍👦 family 🎉🎉",
+    "🙂",
+    "ďáblův žluťoučký kůň",
+    "\n\n\t  indented",
+    "    return x",
+    "<html><body>",
+    '{"key": [1, 2,',
+    "SELECT * FROM users WHERE",
+    "x = 3.14159; y =",
+    "Q: What is 2+2?\nA:",
+    "The mitochondria is the",
+    "To be, or not to be,",
+    "import numpy as np\n\n",
+    "The opposite of hot is",
+    "My favourite colour is",
+    "In 1969, humans first",
+    "Water boils at",
+    "Roses are red,",
+    "Dear Sir or Madam,",
+    "E = mc",
+    "The quick brown fox",
+    "Breaking news:",
+    "Step 1:",
+    *(words(n) for n in (20, 24, 25, 26, 40, 55, 56, 57, 90, 110, 111, 112, 113, 114, 230, 245)),
+]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    from rayneuron.demo import ensure
+
+    return ensure("smollm2")
+
+
+@pytest.fixture(scope="module")
+def llm(demo):
+    with LLM(demo, dtype="fp32", max_model_len=2048, max_num_seqs=4, threads=2) as made:
+        yield made
+        made.engine.check_ledger()
+        snapshot = made.engine.snapshot()
+        assert (snapshot.running, snapshot.waiting, snapshot.kv_tokens_used) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def reference(demo):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(demo)
+
+
+def expected(reference, ids: list[int], new: int) -> tuple[list[int], list[float]]:
+    """transformers' greedy ids and their logprobs."""
+    model, _ = reference
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_scores=True)
+    made = out.sequences[0, len(ids) :].tolist()
+    return made, [scores[0].log_softmax(-1)[token].item() for scores, token in zip(out.scores, made, strict=True)]
+
+
+def test_greedy_text_and_logprobs_equal_transformers_on_many_prompts(llm, reference):
+    assert len(PROMPTS) >= 50
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, logprobs=1))
+    worst = 0.0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids, logprobs = expected(reference, output.prompt_token_ids, 8)
+        choice = output.outputs[0]
+        assert choice.token_ids == ids, prompt
+        worst = max([worst, *(abs(entry[t].logprob - p) for entry, t, p in zip(choice.logprobs, ids, logprobs, strict=True))])
+    assert worst < 1e-3, worst
+
+
+def test_a_long_prompt_in_chunks_equals_transformers(llm, reference):
+    ids = llm.text.encode(words(1600))[:1500]
+    choice = llm.generate({"prompt_token_ids": ids}, {"temperature": 0, "max_tokens": 6, "logprobs": 0})[0].outputs[0]
+    wanted, logprobs = expected(reference, ids, 6)
+    assert choice.token_ids == wanted
+    assert max(abs(entry[t].logprob - p) for entry, t, p in zip(choice.logprobs, wanted, logprobs, strict=True)) < 1e-3
+
+
+def test_chat_template_is_transformers(llm, reference):
+    model, tokenizer = reference
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=20))[0]
+    assert output.prompt_token_ids == ids
+    wanted, _ = expected(reference, ids, 20)
+    assert output.outputs[0].token_ids == wanted
+    assert output.outputs[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason is None
+
+
+def test_prompt_logprobs_equal_transformers(llm, reference):
+    ids = llm.text.encode(words(200))
+    output = llm.generate({"prompt_token_ids": ids}, {"temperature": 0, "max_tokens": 0, "prompt_logprobs": 2})[0]
+    with torch.inference_mode():
+        logp = reference[0](torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(ids)
+    for i, entry in enumerate(output.prompt_logprobs[1:]):
+        assert abs(entry[ids[i + 1]].logprob - logp[i, ids[i + 1]].item()) < 1e-3
+        assert list(entry)[0] == logp[i].argmax().item()
+    assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "length"
+
+
+def test_choices_share_one_prefill_and_repeat_by_seed(llm):
+    ids = llm.text.encode(words(60))
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=6, seed=5)
+    before = llm.engine.steps
+    first = llm.generate({"prompt_token_ids": ids}, params)[0]
+    assert llm.engine.steps - before <= 1 + 6 + 1, "the prompt was computed more than once"
+    again = llm.generate({"prompt_token_ids": ids}, params)[0]
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in again.outputs]
+    assert len({tuple(c.token_ids) for c in first.outputs}) > 1
+    alone = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=1.0, max_tokens=6, seed=6))[0]
+    assert alone.outputs[0].token_ids == first.outputs[1].token_ids  # choice i draws with seed + i
+
+
+def test_stream_joins_to_the_same_text_and_closing_ends_the_work(llm):
+    params = {"temperature": 0, "max_tokens": 24, "stop": ["lazy"]}
+    whole = llm.generate(words(5), params)[0].outputs[0]
+    parts = list(llm.stream(words(5), params))
+    assert "".join(d.text for d in parts) == whole.text and parts[-1].finish_reason == whole.finish_reason
+    stream = llm.stream(words(30), {"temperature": 0, "max_tokens": 1000, "ignore_eos": True})
+    next(stream)
+    stream.close()
+    deadline = time.monotonic() + 20
+    while llm.engine.has_work and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert not llm.engine.has_work
+
+
+def test_calls_from_many_threads_share_the_engine(llm):
+    solo = [llm.generate(p, {"temperature": 0, "max_tokens": 6})[0].outputs[0].text for p in PROMPTS[:6]]
+    got: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        got[i] = llm.generate(PROMPTS[i], {"temperature": 0, "max_tokens": 6})[0].outputs[0].text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert [got[i] for i in range(6)] == solo
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field", "says"),
+    [
+        ("", {}, "prompt", "empty"),
+        ([5, 60000], {}, "prompt", "60000"),
+        (words(3000), {}, "prompt", "2048"),
+        ("hi", {"max_tokens": 3000}, "max_tokens", "2048"),
+        ("hi", {"temperature": 3}, "temperature", "between 0 and 2"),
+        ("hi", {"temprature": 1}, "temprature", "known are"),
+        ("hi", {"logit_bias": {99999: 1.0}}, "logit_bias", "99999"),
+        ("hi", {"n": 2, "temperature": 0}, "n", "greedy"),
+    ],
+)
+def test_wrong_requests_name_the_field(llm, prompt, params, field, says):
+    with pytest.raises(RequestError, match=says) as error:
+        llm.generate(prompt, params)
+    assert error.value.param == field
+
+
+def test_wrong_options_name_the_right_one(demo):
+    with pytest.raises(ConfigError, match="did you mean tensor_parallel"):
+        LLM(demo, tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match="device"):
+        LLM(demo, device="cuda")
+
+
+class TestAdapter:
+    def test_greedy_batch_with_left_padding(self, llm, reference):
+        model, tokenizer = reference
+        tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+        inputs = tokenizer(["The capital of France is", "1, 2, 3,"], return_tensors="pt", padding=True)
+        got = HuggingFaceGenerationAdapter(llm).generate(**inputs, max_new_tokens=6)
+        wanted = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        assert torch.equal(got, wanted)
+
+    def test_streamer_and_stopping_criteria(self, llm):
+        from transformers import StoppingCriteriaList
+
+        class Kept:
+            def __init__(self):
+                self.seen, self.ended = [], False
+
+            def put(self, value):
+                self.seen.append(value.flatten().tolist())
+
+            def end(self):
+                self.ended = True
+
+        streamer, ids = Kept(), torch.tensor([llm.text.encode("Once upon a time")])
+        five = StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= 9])
+        out = HuggingFaceGenerationAdapter(llm).generate(ids, max_new_tokens=50, streamer=streamer, stopping_criteria=five)
+        assert out.shape[1] == 9 and streamer.ended
+        assert [t for part in streamer.seen for t in part] == out[0].tolist()
+
+    def test_sampling_repeats_and_beams_are_refused(self, llm):
+        adapter, ids = HuggingFaceGenerationAdapter(llm), torch.tensor([llm.text.encode("Once")])
+        draw = lambda: adapter.generate(ids, do_sample=True, temperature=0.9, max_new_tokens=5, num_return_sequences=2, seed=3)  # noqa: E731
+        assert torch.equal(draw(), draw()) and draw().shape[0] == 2
+        with pytest.raises(RequestError, match="num_beams"):
+            adapter.generate(ids, num_beams=4)
+        with pytest.raises(RequestError, match="nonsense"):
+            adapter.generate(ids, nonsense=1)
