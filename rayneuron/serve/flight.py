@@ -8,6 +8,7 @@ joined, so a slow reader gets fewer and longer chunks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,6 +16,10 @@ from typing import Protocol
 from rayneuron.errors import NotReady, RayNeuronError, RequestTimeout
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.types import Delta, Request, Snapshot, Stamps, TokenDelta
+
+log = logging.getLogger(__name__)
+
+TIMED_OUT = "the request did not finish within its time limit"
 
 
 class Engine(Protocol):
@@ -146,7 +151,12 @@ class Flight:
         if piece.index in leg.done or self.error is not None:
             return False  # ended a moment ago; the engine had not heard of it yet
         if piece.finish_reason == "error":
-            self.fail(RayNeuronError(piece.error or "the engine failed while this request ran"))
+            # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
+            log.error("request %s failed: %s", piece.request_id, piece.error)
+            self.fail(RayNeuronError("the engine failed while this request ran; the server log has the details under its id"))
+            return False
+        if piece.finish_reason == "abort":  # nobody here asked for it: the engine saw the deadline pass
+            self.fail(RequestTimeout(TIMED_OUT))
             return False
         leg.measure(piece, now_s, telemetry)
         leg.begun = self._begun = True
@@ -280,5 +290,5 @@ class Flights:
     def _watch_deadline(self, flight: Flight) -> None:
         deadlines = [leg.request.deadline_s for leg in flight.legs.values() if leg.request.deadline_s is not None]
         if deadlines:
-            error = RequestTimeout("the request did not finish within its time limit")
+            error = RequestTimeout(TIMED_OUT)
             flight.deadline = self._event_loop.call_later(max(0.0, min(deadlines) - time.monotonic()), flight.fail, error)

@@ -90,7 +90,8 @@ def _check_key(server: EngineServer, exchange: Exchange, path: str) -> None:
     key = server.config.serving.api_key
     if key is None or path in OPEN_PATHS:
         return
-    given = (exchange.header("authorization") or "").removeprefix("Bearer ").strip()
+    scheme, _, given = (exchange.header("authorization") or "").partition(" ")
+    given = given.strip() if scheme.lower() == "bearer" else ""
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
 

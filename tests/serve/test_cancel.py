@@ -64,7 +64,7 @@ def test_leaving_while_queued(held: Site, stream: bool) -> None:
 def test_leaving_in_prefill_and_before_the_first_token(held: Site, stream: bool) -> None:
     """The prompt needs six chunks; the client leaves in the first. No more than two further steps may carry the request."""
     wire = Wire(held)
-    wire.post("/v1/completions", LONG | {"prompt": [9] * 96, "stream": stream})
+    wire.post("/v1/completions", LONG | {"prompt": [9] * 96, "max_tokens": 99, "stream": stream})
     eventually(lambda: held.server.engine.snapshot().running == 1, 5, held.idle)  # the first chunk is at the gate
     wire.drop()
     eventually(lambda: not held.server.flights.sequences, 2, held.idle)

@@ -77,7 +77,7 @@ def test_the_body_limit(tiny: Path) -> None:
         assert http.post("/v1/completions", json=GO | {"prompt": "x" * 100}).status_code == 200
         wire = Wire(running)  # a declared length alone is enough; nothing has been sent yet
         wire.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n")
-        assert wire.read_until(b"\r\n") == b"HTTP/1.1 413 Request Entity Too Large\r\n" or True
+        assert wire.read_until(b"\r\n").startswith(b"HTTP/1.1 413 ")
         wire.close()
         running.settle()
 
@@ -114,8 +114,10 @@ def test_a_step_that_fails_later_is_an_error_event(tiny: Path) -> None:
         reply = http.post("/v1/completions", json=GO | {"prompt": "boom:3:", "stream": True})
         assert reply.status_code == 200
         events = sse(reply.text.split("\n"))
-        assert len(events) == 5 and events[-1] == "[DONE]"  # three tokens, the error, the end
+        assert events[-1] == "[DONE]"
+        assert len("".join(json.loads(event)["choices"][0]["text"] for event in events[:-2])) == 3  # what was generated before is not lost
         wrong = json.loads(events[-2])["error"]
+        assert "scripted" not in wrong["message"]
         assert wrong["code"] == 500 and wrong["type"] == "InternalServerError"
         unary = http.post("/v1/completions", json=GO)
         error(unary, 503, "ServiceUnavailableError")
@@ -134,7 +136,7 @@ def test_the_time_limit(tiny: Path) -> None:
             reply = http.post("/v1/completions", json=GO | {"stream": stream}, headers=limited)
             error(reply, 408, "RequestTimeoutError")
             assert reply.elapsed.total_seconds() < 2
-        running.runner.allow(1)  # the first token comes, the limit ends the rest
+        running.runner.allow(2)  # the step that waits, and one that brings the first token; the limit ends the rest
         with http.stream("POST", "/v1/completions", json=GO | {"stream": True}, headers=limited) as reply:
             events = sse(list(reply.iter_lines()))
         assert reply.status_code == 200 and events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == 408
@@ -147,7 +149,7 @@ def test_the_time_limit(tiny: Path) -> None:
 
 def test_the_key(tiny: Path) -> None:
     with site(tiny, {"serving": {"api_key": "s3cret"}}) as running, httpx.Client(base_url=running.url, timeout=20) as http:
-        for headers in ({}, {"authorization": "Bearer nope"}, {"authorization": "Bearer "}):
+        for headers in ({}, {"authorization": "Bearer nope"}, {"authorization": "Basic s3cret"}):
             error(http.post("/v1/completions", json=GO, headers=headers), 401, "AuthenticationError")
             error(http.get("/v1/models", headers=headers), 401, "AuthenticationError")
             error(http.post("/generate", json=GO, headers=headers), 401, "AuthenticationError")
@@ -156,8 +158,12 @@ def test_the_key(tiny: Path) -> None:
         assert http.post("/v1/completions", json=GO, headers={"authorization": "Bearer s3cret"}).status_code == 200
 
 
-def test_an_empty_key_is_fine_where_none_is_wanted(client: httpx.Client) -> None:
-    assert client.post("/v1/completions", json=GO, headers={"authorization": "Bearer "}).status_code == 200
+def test_an_empty_key_is_fine_where_none_is_wanted(scripted_site: Site) -> None:
+    """lm-eval sends the header without a key; httpx refuses to."""
+    wire = Wire(scripted_site)
+    wire.post("/v1/completions", GO, authorization="Bearer ")
+    assert wire.read_until(b"\r\n").startswith(b"HTTP/1.1 200")
+    wire.close()
 
 
 def test_request_ids(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
