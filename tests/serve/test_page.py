@@ -1,0 +1,343 @@
+"""The chat page in headless Chromium against a scripted OpenAI server: streaming, stopping, figures, errors, hostile answers."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parent.parent.parent / "rayneuron" / "serve" / "page"
+WAIT_S = 20
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> [a](javascript:alert(1))"
+MARKDOWN = (
+    "# Title\n\nSome **bold**, *soft* and `x<y`.\n\n1. one\n2. two\n   - inner\n\n```python\nif a < b:\n    print('&amp;')\n```\nafter 🙂"
+)
+
+pytestmark = [
+    pytest.mark.chromium,
+    pytest.mark.skipif(
+        not (shutil.which("chromium") and shutil.which("chromedriver")),
+        reason="no Chromium here: apt-get install chromium chromium-driver",
+    ),
+]
+
+
+class Script:
+    """What the server was asked, and the moments a test waits for."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.not_ready = 0
+        self.refusals = 0
+        self.release = threading.Event()
+        self.gone = threading.Event()
+
+
+class Server(BaseHTTPRequestHandler):
+    """The page's files and a chat endpoint whose answer depends on the last message."""
+
+    protocol_version = "HTTP/1.1"
+    script: Script
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def reply(self, status: int, content: bytes, kind: str = "application/json", **more: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **more}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        path = self.path.removeprefix("/m/demo")
+        if path == "/v1/models":
+            self.script.keys.append(self.headers.get("Authorization"))
+            if self.script.not_ready:
+                self.script.not_ready -= 1
+                return self.reply(503, b'{"error": {"message": "loading weights", "code": 503}}')
+            return self.reply(200, json.dumps({"object": "list", "data": [{"id": "scripted", "object": "model"}]}).encode())
+        file = PAGE / ("index.html" if path == "/" else path.removeprefix("/page/"))
+        if file.is_file():
+            return self.reply(200, file.read_bytes(), mimetypes.guess_type(file.name)[0] or "text/plain")
+        self.reply(404, b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.script.bodies.append(body)
+        self.script.keys.append(self.headers.get("Authorization"))
+        asked = body["messages"][-1]["content"]
+        if asked == "busy" and self.script.refusals:
+            self.script.refusals -= 1
+            return self.reply(429, b'{"error": {"message": "the queue is full", "type": "rate_limit", "code": 429}}', Retry_After="7")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        getattr(self, f"say_{asked}", self.say_text)()
+
+    def event(self, data: dict[str, Any] | str, pieces: int = 1) -> None:
+        line = f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n".encode()
+        for part in range(pieces):
+            self.wfile.write(line[part * len(line) // pieces : (part + 1) * len(line) // pieces])
+            self.wfile.flush()
+
+    def delta(self, text: str, finish: str | None = None, pieces: int = 1) -> None:
+        choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
+        self.event({"object": "chat.completion.chunk", "choices": [choice]}, pieces)
+
+    def end(self, tokens: int, reason: str = "stop") -> None:
+        self.delta("", reason)
+        self.event({"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}})
+        self.event("[DONE]")
+
+    def say_text(self, text: str = "Hello, you.", reason: str = "stop") -> None:
+        words = re.findall(r"\s*\S+", text)
+        for word in words:
+            self.delta(word, pieces=len(word))  # a character may be cut in two
+        self.end(len(words), reason)
+
+    def say_markdown(self) -> None:
+        self.say_text(MARKDOWN, "length")
+
+    def say_hostile(self) -> None:
+        self.say_text(HOSTILE)
+
+    def say_waiting(self) -> None:
+        self.delta("half")
+        self.script.release.wait(WAIT_S)
+        self.delta(" whole")
+        self.end(2)
+
+    def say_endless(self) -> None:
+        try:
+            while True:
+                self.delta("on and on ")
+                self.script.release.wait(0.02)
+        except OSError:
+            self.script.gone.set()
+
+    def say_broken(self) -> None:
+        self.delta("so far")
+        self.event({"error": {"message": "a rank is gone", "code": 503}})
+
+    def say_cut(self) -> None:
+        self.delta("so f")
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Server,), {"script": script}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    script.release.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for word in ("--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run").split():
+        options.add_argument(word)
+    for word in ("--disable-background-networking --disable-component-update --disable-sync --window-size=900,800").split():
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page as a person sees it."""
+
+    def __init__(self, driver: Any, address: str) -> None:
+        self.driver = driver
+        driver.get(address)
+        driver.execute_script("localStorage.clear(); sessionStorage.clear()")
+        driver.get_log("browser")
+        driver.get(address)
+
+    def until(self, what: Any) -> Any:
+        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        waiting = WebDriverWait(self.driver, WAIT_S, 0.05, ignored_exceptions=[StaleElementReferenceException])
+        return waiting.until(lambda _: what())
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements("css selector", selector)
+
+    def texts(self, selector: str) -> list[str]:
+        return [node.text for node in self.all(selector)]
+
+    def ready(self) -> Page:
+        self.until(lambda: self.find("#state").get_attribute("data-state") == "ready")
+        return self
+
+    def say(self, text: str) -> None:
+        self.find("#prompt").send_keys(text + "\n")
+
+    def answer(self, index: int = -1) -> str:
+        """The text of an answer when it is complete."""
+        self.until(lambda: self.all("article.assistant") and not self.all("article.busy"))
+        return self.texts("article.assistant .body")[index]
+
+    def figures(self) -> str:
+        return self.texts("article.assistant footer")[-1]
+
+    def complaints(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Page:
+    return Page(browser, address + "/").ready()
+
+
+def test_conversation_streams_and_shows_its_figures(page: Page, script: Script) -> None:
+    assert page.find("#model").text == "scripted"
+    page.say("hi")
+    assert page.answer() == "Hello, you."
+    assert "first token" in page.figures() and "tokens/s" in page.figures() and "12 + 2 tokens" in page.figures()
+    page.say("again")
+    page.until(lambda: len(page.all("article.assistant")) == 2)
+    assert page.answer() == "Hello, you."
+    said = [(message["role"], message["content"].strip()) for message in script.bodies[1]["messages"]]
+    assert said == [("user", "hi"), ("assistant", "Hello, you."), ("user", "again")]
+    assert {key: script.bodies[0][key] for key in ("model", "temperature", "max_tokens", "stream", "stream_options")} == {
+        "model": "scripted",
+        "temperature": 0.7,
+        "max_tokens": 512,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert page.complaints() == []
+
+
+def test_text_is_shown_while_it_comes(page: Page, script: Script) -> None:
+    page.say("waiting")
+    page.until(lambda: page.texts("article.busy .body") == ["half"])
+    assert page.find("#stop").is_displayed() and not page.find("#send").is_displayed()
+    script.release.set()
+    assert page.answer() == "half whole"
+    assert page.find("#send").is_displayed()
+
+
+@pytest.mark.parametrize("how", ["button", "escape", "new chat"])
+def test_stopping_closes_the_connection(how: str, page: Page, script: Script) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.say("endless")
+    page.until(lambda: "on and on" in page.find("article.busy .body").text)
+    match how:
+        case "button":
+            page.find("#stop").click()
+        case "escape":
+            page.find("#prompt").send_keys(Keys.ESCAPE)
+        case "new chat":
+            page.find("#clear").click()
+    assert script.gone.wait(WAIT_S), "the server must see the client go"
+    if how == "new chat":
+        assert page.find("#hello").is_displayed() and not page.all("article")
+    else:
+        assert page.answer().startswith("on and on") and "stopped" in page.figures()
+    page.say("next")
+    page.until(lambda: page.texts("article.assistant .body")[-1:] == ["Hello, you."])
+    roles = [message["role"] for message in script.bodies[-1]["messages"]]
+    assert roles == (["user"] if how == "new chat" else ["user", "assistant", "user"])
+
+
+def test_markdown_becomes_elements(page: Page) -> None:
+    page.say("markdown")
+    page.answer()
+    body = "article.assistant .body "
+    assert page.texts(body + "h1") == ["Title"] and page.texts(body + "strong") == ["bold"] and page.texts(body + "em") == ["soft"]
+    assert page.texts(body + "p code") == ["x<y"] and page.texts(body + "ol > li > ul > li") == ["inner"]
+    assert page.find(body + "pre code").get_property("textContent") == "if a < b:\n    print('&amp;')"
+    assert page.find(body + "figcaption").text.startswith("python") and page.texts(body + "p")[-1] == "after 🙂"
+    assert "token limit reached" in page.figures()
+
+
+def test_hostile_answer_stays_text(page: Page) -> None:
+    page.say("hostile")
+    assert page.answer() == HOSTILE
+    assert not page.all("article img, article script, article a, article [onerror]")
+    assert page.driver.title == "rayneuron" and page.complaints() == []
+
+
+def test_refusal_is_shown_and_can_be_tried_again(page: Page, script: Script) -> None:
+    script.refusals = 1
+    page.say("busy")
+    page.until(lambda: page.texts(".error") == ["Error 429: the queue is full (try again in 7 s)"])
+    page.find("article.assistant > .quiet").click()
+    assert page.answer() == "Hello, you."
+    assert not page.all(".error") and [message["content"] for message in script.bodies[-1]["messages"]] == ["busy"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept", "error"),
+    [("broken", "so far", "Error 503: a rank is gone"), ("cut", "so f", "the connection ended before the answer did")],
+)
+def test_late_error_keeps_what_came(asked: str, kept: str, error: str, page: Page) -> None:
+    page.say(asked)
+    assert page.answer() == kept
+    assert page.texts(".error") == [error]
+
+
+def test_settings_are_sent_and_survive_a_reload(page: Page, script: Script) -> None:
+    page.find("#toggle").click()
+    page.find("#system").send_keys("Be brief.")
+    page.find("#key").send_keys("s3cret")
+    page.find("#max-tokens").clear()
+    page.find("#max-tokens").send_keys("33")
+    page.driver.execute_script(
+        "const t = document.getElementById('temperature'); t.value = 0; t.dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+    page.driver.refresh()
+    page.ready()
+    assert not page.find("#settings").is_displayed()
+    page.say("hi")
+    page.answer()
+    assert script.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (script.bodies[0]["temperature"], script.bodies[0]["max_tokens"], script.keys[-1]) == (0, 33, "Bearer s3cret")
+
+
+def test_waits_for_a_server_that_is_starting(browser: Any, address: str, script: Script) -> None:
+    script.not_ready = 2
+    page = Page(browser, address + "/")
+    page.until(lambda: page.find("#model").text == "loading weights")
+    page.find("#prompt").send_keys("early\n")
+    page.ready()
+    assert not script.bodies and page.find("#prompt").get_property("value") == "early"
+
+
+def test_works_under_a_route_prefix(browser: Any, address: str, script: Script) -> None:
+    page = Page(browser, address + "/m/demo/").ready()
+    page.say("hi")
+    assert page.answer() == "Hello, you."
+    assert page.complaints() == []
