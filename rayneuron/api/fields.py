@@ -54,6 +54,10 @@ class Fields:
         """Names nobody has taken so far."""
         return tuple(self._body)
 
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Take `defaults` where the body says nothing."""
+        self._body = {**defaults, **self._body}
+
     def take(self, name: str, default: Any = None) -> Any:
         """The value unchecked."""
         return self._body.pop(name, default)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from rayneuron.api.call import Context, Encoder
 from rayneuron.api.fields import Fields, token_ids, whole, wrong
 from rayneuron.errors import ConfigError, RequestError
 from rayneuron.types import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-DEFAULTS = (*NUMBERS, "top_k", "no_repeat_ngram_size", "max_tokens")
+FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
+NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids")  # they shape the reply, or are derived
 MAX_BIAS = 100.0  # OpenAI's range; larger values are clamped
 
 
@@ -22,31 +25,31 @@ def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[s
     name in `overrides` or a wrong value in either.
     """
     merged: dict[str, Any] = {}
-    for source, strict in ((generation_config, False), (overrides or {}, True)):
+    for source, ours in ((generation_config, False), (overrides or {}, True)):
         for name, value in source.items():
             known = "max_tokens" if name == "max_new_tokens" else name
-            if known in DEFAULTS:
-                if value is not None:
-                    merged[known] = value
-            elif strict:
-                raise ConfigError(f"{name} is not a sampling default; known: {', '.join((*DEFAULTS, 'max_tokens'))}", param=name)
+            if ours and (known not in SamplingParams.__struct_fields__ or known in NO_DEFAULT):
+                raise ConfigError(f"{name} is not a sampling default", param=name)
+            if value is not None and (ours or known in FROM_FILE):
+                merged[known] = value
     try:
-        read = Fields(merged)
-        checked = _numbers(read, {}) | _optional(max_tokens=read.integer("max_tokens", low=1))
-        SamplingParams(**checked)
-    except RequestError as bad:
-        raise ConfigError(f"sampling defaults: {bad.message}", param=bad.param) from bad
-    return checked
+        msgspec.convert(merged, SamplingParams, str_keys=True)
+    except (msgspec.ValidationError, RequestError) as bad:
+        raise ConfigError(f"sampling defaults: {bad}", param=getattr(bad, "param", None)) from bad
+    return merged
 
 
 def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
     """Words of SamplingParams from the fields both endpoints share; lengths and logprobs are the endpoint's own."""
-    words: dict[str, Any] = _numbers(fields, context.defaults)
+    fields.fill({name: value for name, value in context.defaults.items() if name != "max_tokens"})
+    words = _optional(**{name: fields.number(name) for name in NUMBERS})
     if 0.0 < words.get("temperature", 1.0) < MIN_TEMPERATURE:
         words["temperature"] = MIN_TEMPERATURE
     bad_words = fields.strings("bad_words")
     return words | _optional(
         n=fields.integer("n", 1, low=1, high=128),
+        top_k=fields.integer("top_k", low=-1),
+        no_repeat_ngram_size=fields.integer("no_repeat_ngram_size", low=0),
         seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
         min_tokens=fields.integer("min_tokens", 0, low=0),
         stop=fields.strings("stop", most=4),
@@ -114,14 +117,6 @@ def cut(ids: list[int], keep: int | None, side: str) -> list[int]:
     if keep is None or len(ids) <= keep:
         return ids
     return ids[:keep] if side == "right" else ids[len(ids) - keep :]
-
-
-def _numbers(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return _optional(
-        **{name: fields.number(name, defaults.get(name)) for name in NUMBERS},
-        top_k=fields.integer("top_k", defaults.get("top_k"), low=-1),
-        no_repeat_ngram_size=fields.integer("no_repeat_ngram_size", defaults.get("no_repeat_ngram_size"), low=0),
-    )
 
 
 def _optional(**words: Any) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Tokenizer, chat template, special tokens: equal to transformers, never the network, EOS from every source."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rayneuron.errors import CheckpointError, ConfigError, RequestError
+from rayneuron.text import Text
+from tests.api import spelling
+from tests.api.conftest import byte_fallback, byte_level, text, word_pieces  # noqa: F401
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "สวัสดี 👩‍👩‍👧 <|im_end|> 你好"}]
+
+
+@pytest.mark.parametrize("kind", [spelling.byte_level, spelling.byte_fallback, spelling.word_pieces])
+def test_equals_transformers(kind: Any, tmp_path: Path) -> None:
+    """Ids of texts and chats, and whole decodes, are what transformers gives."""
+    ours, theirs = Text(kind(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    for sample in spelling.CORPUS:
+        for special in (True, False):
+            ids = theirs.encode(sample, add_special_tokens=special)
+            assert ours.encode(sample, add_special_tokens=special) == ids
+            assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
+    for generate in (True, False):
+        told = theirs.apply_chat_template(CHAT, add_generation_prompt=generate, return_dict=False)
+        assert ours.chat(CHAT, add_generation_prompt=generate) == told
+
+
+def test_the_demo_model_equals_transformers(smollm2: Path) -> None:
+    ours, theirs = Text(smollm2), AutoTokenizer.from_pretrained(smollm2)
+    for sample in spelling.CORPUS:
+        ids = theirs.encode(sample)
+        assert ours.encode(sample) == ids
+        words = ours.detokenizer([], True)
+        assert "".join(map(words.push, ids)) + words.flush() == theirs.decode(ids, skip_special_tokens=True) == sample
+    assert ours.chat(CHAT) == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ours.eos_ids == {theirs.convert_tokens_to_ids("<|im_end|>")}
+    assert ours.vocab_size == json.loads((smollm2 / "config.json").read_text())["vocab_size"]
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelling.byte_level(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert Text(tmp_path).encode("hello")
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        Text("meta-llama/Llama-3-8B")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match="no tokenizer could be read"):
+        Text(empty)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "words", "expected"),
+    [
+        ({"eos_token_id": 1}, None, {}, {1, 2}),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 7}, {}, {2, 3, 4, 7}),
+        ({}, {"eos_token_id": [4, 2]}, {"eos_token": None}, {2, 4}),
+        ({"text_config": {"eos_token_id": 9}}, None, {"eos_token": None}, {9}),
+        ({"eos_token_id": None}, {}, {"eos_token": None}, set()),
+        ({}, {"eos_token_id": True}, {}, {2}),
+    ],
+)
+def test_eos_is_the_union_of_all_sources(tmp_path: Path, config: Any, generation: Any, words: Any, expected: set[int]) -> None:
+    assert Text(spelling.byte_level(tmp_path, config=config, generation=generation, words=words)).eos_ids == expected
+
+
+def test_an_architecture_transformers_does_not_know(tmp_path: Path) -> None:
+    """Our own families may be older or newer than the installed transformers; the tokenizer opens all the same."""
+    assert Text(spelling.byte_level(tmp_path, config={"model_type": "gpt_nova", "architectures": ["GPTNovaForCausalLM"]})).encode("hello")
+
+
+def test_one_bos(text: Text) -> None:  # noqa: F811
+    """A text that already begins with BOS, a chat template with BOS, and a plain text each give exactly one."""
+    bos = text.tokenizer.bos_token_id
+    plain, marked = text.encode("hello"), text.encode("<s>hello")
+    assert plain.count(bos) == marked.count(bos) == 1
+    assert marked[0] == bos
+    assert text.encode("<s>hello", add_special_tokens=False).count(bos) == 1
+    assert bos not in text.encode("hello", add_special_tokens=False)
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert text.chat(CHAT[:1], chat_template=template).count(bos) == 1
+    assert text.chat(CHAT[:1], chat_template=template, add_special_tokens=True).count(bos) == 1
+    assert text.chat(CHAT[:1]).count(bos) == 0
+    assert text.encode("<s><s>hello", add_special_tokens=False).count(bos) == 2, "what the caller wrote himself stays"
+
+
+def test_a_saved_truncation_is_not_applied(tmp_path: Path) -> None:
+    spelling.byte_level(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    saved["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    text = Text(tmp_path)  # noqa: F811
+    assert text.decode(text.encode("a" * 100)) == "a" * 100
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    path = spelling.byte_level(tmp_path, words={"chat_template": None})
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        Text(path).chat(CHAT)
+    assert caught.value.param == "messages"
+    given = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ tail }}"
+    (tmp_path / "own.jinja").write_text(given)
+    for source in (given, tmp_path / "own.jinja", str(tmp_path / "own.jinja")):
+        text = Text(path, chat_template=source)  # noqa: F811
+        assert text.decode(text.chat(CHAT[:1], tail="!")) == "[system]Be brief.!"
+        assert text.config["chat_template"] == given
+    with pytest.raises(ConfigError, match=r"neither a template nor a readable file"):
+        Text(path, chat_template="missing.jinja")
+
+
+def test_a_refusing_template_is_the_callers_error(byte_level: Text) -> None:  # noqa: F811
+    with pytest.raises(RequestError, match="unknown role wizard") as caught:
+        byte_level.chat([{"role": "wizard", "content": "x"}])
+    assert caught.value.param == "messages"
+    for bad in ("{% for %}", "{{ messages[0].x.y.z }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"):
+        with pytest.raises(RequestError) as caught:
+            byte_level.chat(CHAT, chat_template=bad)
+        assert caught.value.param == "chat_template"
+
+
+def test_continue_final_message(byte_level: Text) -> None:  # noqa: F811
+    told = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one, two"}]
+    rendered = byte_level.decode(byte_level.chat(told, add_generation_prompt=False, continue_final_message=True), skip_special_tokens=False)
+    assert rendered.endswith("assistant\none, two")
+
+
+def test_lone_surrogates_are_refused(text: Text) -> None:  # noqa: F811
+    with pytest.raises(RequestError, match="lone surrogates"):
+        text.encode("a\ud800b")
+
+
+def test_bytes_of_every_token(text: Text) -> None:  # noqa: F811
+    """The table of bytes, token by token, against the tokenizer's own decoder: every token between two letters."""
+    letter = text.encode("x", add_special_tokens=False)[-1]
+    for token_id in range(text.tokenizer.backend_tokenizer.get_vocab_size()):
+        spelled = text.token_bytes(token_id)
+        whole = text.decode([letter, token_id, letter], skip_special_tokens=False)
+        assert (b"x" + spelled + b"x").decode("utf-8", "replace") == whole.lstrip(" "), token_id
+        assert text.token(token_id) == spelled.decode("utf-8", "replace")
+    assert text.token_bytes(10**6) == b""
+
+
+def test_tokenizer_config_is_plain(tmp_path: Path) -> None:
+    """Named tokens written as objects come out as strings, as lm-eval wants them."""
+    as_object = {"content": "</s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "__type": "AddedToken"}
+    config = Text(spelling.byte_level(tmp_path, words={"eos_token": as_object})).config
+    assert (config["eos_token"], config["bos_token"], config["pad_token"]) == ("</s>", "<s>", None)
+    assert config["chat_template"] == spelling.CHATML
+    json.dumps(config)
