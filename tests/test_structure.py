@@ -43,8 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel"},
     "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading"},
     "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
-    "llm": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading"},
-    "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading", "llm"},
+    "outputs": {"errors", "types"},
+    "llm": LEAVES | WORDS | {"outputs", "demo", "models", "devices", "engine", "parallel", "loading"},
+    "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
 
