@@ -1,0 +1,99 @@
+"""Does a model fit the cores it asks for, and if not, the smallest change of one setting that makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayneuron.config import Deployment
+from rayneuron.engine.buckets import Capacity, capacity
+from rayneuron.errors import ConfigError
+from rayneuron.parallel.instances import Instance
+from rayneuron.parallel.layout import Layout, Style, partition
+from rayneuron.parallel.memory import Memory, memory, sizes
+
+DEFAULT_MODEL_LEN = 4096  # loading.py's, for a deployment that names none
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One application: its checked configuration, the model's config.json, and how many ranks its device drives from one process."""
+
+    config: Deployment
+    raw: Mapping[str, Any]
+    ranks_per_process: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """The most replicas it may ever have: what an autoscaler may take is reserved."""
+        scaling = self.config.serving.autoscaling
+        return int(scaling.get("max_replicas", 1)) if scaling else self.config.serving.num_replicas
+
+
+def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
+    """Rows, lengths and bucket lists the engine will have."""
+    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
+    return capacity(
+        rows=config.max_num_seqs,
+        length=config.max_model_len or min(int(own), DEFAULT_MODEL_LEN),
+        chunk=config.prefill_chunk_tokens,
+        kv_tokens=config.kv_cache_tokens,
+        batch=config.buckets.batch,
+        context=config.buckets.context_encoding,
+        lengths=config.buckets.token_generation,
+        smallest=config.buckets.smallest,
+    )
+
+
+def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int, style: Style = "own") -> list[Memory]:
+    """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
+    parts = partition(sizes(want.raw).layers, pipeline_parallel, style)
+    return [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+
+
+def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> list[Memory]:
+    """`stage_memory`, refused with what would fit where a core has less. Raises ConfigError."""
+    held = stage_memory(want, c, made.tensor_parallel, made.pipeline_parallel, made.style)
+    worst = max(held, key=lambda m: m.total)
+    if worst.total <= instance.core_memory_bytes:
+        return held
+    raise ConfigError(
+        f"needs {gib(worst.total)} GiB a core ({parts(worst)}), {instance.name} has {gib(instance.core_memory_bytes)}; "
+        + _what_fits(want, made, c, instance)
+    )
+
+
+def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> str:
+    def fits(c: Capacity, tensor_parallel: int = made.tensor_parallel, **settings: Any) -> bool:
+        changed = replace(want, config=want.config.model_copy(update=settings))
+        try:
+            held = stage_memory(changed, c, tensor_parallel, made.pipeline_parallel, made.style)
+        except ConfigError:
+            return False
+        return max(m.total for m in held) <= instance.core_memory_bytes
+
+    found: list[str] = []
+    if made.nodes_per_stage == 1:
+        found += [f"tensor_parallel: {d}" for d in instance.degrees if d > made.tensor_parallel and fits(c, d)][:1]
+    fewer = (replace(c, rows=rows, batch=tuple(b for b in c.batch if b <= rows)) for rows in range(c.rows - 1, 0, -1))
+    found += [f"max_num_seqs: {less.rows}" for less in fewer if fits(less)][:1]
+    shorter = (replace(c, length=n, context=tuple(t for t in c.context if t <= n) or (n,)) for n in reversed(c.lengths) if n < c.length)
+    found += [f"max_model_len: {less.length}" for less in shorter if fits(less)][:1]
+    if want.config.quantization is None and fits(c, quantization="int8"):
+        found.append("quantization: int8")
+    return (
+        "write " + ", or ".join(found)
+        if found
+        else f"no one setting makes it fit {instance.name}; write nodes: N with pipeline_parallel: N"
+    )
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, two places."""
+    return f"{size / 2**30:.2f}"
+
+
+def parts(m: Memory) -> str:
+    """The summands of a core's memory, for people."""
+    return f"weights {gib(m.weights)} + KV {gib(m.kv)} + buckets {gib(m.scratch)} + runtime {gib(m.runtime)}"
