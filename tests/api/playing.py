@@ -58,7 +58,8 @@ def play(
     if not deltas:
         deltas.append(TokenDelta(request.id, index, [], logprobs=None if params.logprobs is None else []))
     last = deltas[-1]
-    last.finish_reason, last.eos, last.stop_token, last.cached_tokens = finish, eos, stop_token, 3  # type: ignore[assignment]
+    last.finish_reason, last.eos, last.stop_token = finish, eos, stop_token  # type: ignore[assignment]
+    deltas[0].cached_tokens = 3
     if params.prompt_logprobs is not None and index == 0:
         rest = [probability(token_id, params.prompt_logprobs, vocab_size) for token_id in request.prompt_ids[1:]]
         deltas[0].prompt_logprobs = [None, *rest]
