@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Offline engine speed beside its peers: decode tokens/s at several batch sizes and prefill, in interleaved rounds of one run.
+
+Every engine is a child process that stays loaded; one runs at a time, the others are frozen. The rate of a case is the median over rounds,
+a ratio the median of each round's ratio to the first peer. transformers runs in this environment; other peers need one of their own
+(README.md) and are left out with a message where it is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import machine
+import report
+from child import Child
+from rates import decode_rate, prefill_rate
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[1]
+VENVS = Path(os.environ.get("RAYNEURON_BENCH_VENVS", "/work/venvs"))
+BARS = {"prefill 512": 0.95, "decode 1": 1.5, "decode 8": 2.0, "decode 16": 1.8}  # times transformers in bf16 (issue 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How to start one engine. `venv` None: this environment."""
+
+    script: str
+    venv: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def python(self) -> Path:
+        """The interpreter, whether or not it exists."""
+        return Path(sys.executable) if self.venv is None else VENVS / self.venv / "bin" / "python"
+
+
+def peers(threads: int) -> dict[str, Peer]:
+    """Everybody who can take part, by name."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    vllm = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    return {
+        "rayneuron": Peer("peer_rayneuron.py", env={"PYTHONPATH": str(CHECKOUT)}),
+        "transformers": Peer("peer_transformers.py"),
+        "vllm": Peer("peer_vllm.py", "vllm", vllm),
+        "openvino": Peer("peer_openvino.py", "openvino"),
+        "llamacpp": Peer("peer_llamacpp.py", "llamacpp"),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure: `rows` prompts of `prompt` tokens, `new` tokens each; new 1 measures prefill."""
+
+    name: str
+    rows: int
+    prompt: int
+    new: int
+
+    def rate(self, steps: Sequence[Any]) -> float:
+        """Tokens a second of this case."""
+        return prefill_rate(self.prompt, steps) if self.new == 1 else decode_rate(steps)
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """Prefill first, then decode by batch size."""
+    made = [Case(f"prefill {n}", 1, n, 1) for n in args.prefill]
+    return made + [Case(f"decode {n}", n, args.prompt, args.new) for n in args.batch]
+
+
+def prompts(case: Case, seed: str) -> list[list[int]]:
+    """Random token ids nobody has seen before, so that no cache helps. 100 to 40,000 are ordinary tokens of the demo model."""
+    draw = random.Random(seed)
+    return [[draw.randrange(100, 40_000) for _ in range(case.prompt)] for _ in range(case.rows)]
+
+
+def start(name: str, peer: Peer, settings: dict[str, Any], threads: int, urgent: bool) -> Child:
+    """Start one engine and wait until it is loaded."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **peer.env}
+    return Child(name, [str(peer.python()), str(HERE / "peers" / peer.script), json.dumps(settings)], env, urgent)
+
+
+@dataclass(slots=True)
+class Measured:
+    """The rates of every round, and the cores others kept busy meanwhile, by case and engine."""
+
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    others: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, case: str, engine: str, rate: float, others: float) -> None:
+        """One measurement."""
+        self.rates.setdefault(case, {}).setdefault(engine, []).append(rate)
+        self.others.setdefault(case, {}).setdefault(engine, []).append(others)
+
+
+def measure(children: dict[str, Child], wanted: list[Case], rounds: int) -> Measured:
+    """`rounds` interleaved rounds after one that is not counted; the order of engines rotates, so that none is always first."""
+    measured = Measured()
+    names = list(children)
+    for turn in range(-1, rounds):
+        for case in wanted:
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            for name in order:
+                child = children[name]
+                watch = machine.Watch([child.session])
+                steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}"), "new": case.new})["steps"]
+                child.freeze()
+                if turn >= 0:
+                    measured.add(case.name, name, case.rate(steps), watch.others())
+        print(f"round {turn + 1} of {rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
+    return measured
+
+
+def show(measured: Measured, names: list[str], loads: dict[str, float], dtype: str) -> str:
+    """The Markdown report."""
+    base = names[1] if len(names) > 1 else names[0]
+    head = ["tok/s", *names, *(f"{names[0]} / {n}" for n in names[1:]), "bar", "cores used by others"]
+    rows = []
+    for case, rates in measured.rates.items():
+        ratios = [report.median_ratio(rates[names[0]], rates[n]) for n in names[1:]]
+        bar = "-"
+        if case in BARS and base == "transformers" and dtype == "bf16":
+            bar = f">= {BARS[case]} x {base}: {'met' if ratios[0] >= BARS[case] else 'MISSED'}"
+        others = statistics.fmean(x for values in measured.others[case].values() for x in values)
+        rows.append([case, *(statistics.median(rates[n]) for n in names), *ratios, bar, others])
+    load = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in loads.items())
+    return f"{report.table(head, rows)}\n\nLoaded and warm after: {load}"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo:smollm2", help="model directory or demo:NAME (default %(default)s)")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each engine (default: all cores)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 16], help="decode batch sizes (default 1 8 16)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="prompt lengths for prefill (default 512)")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the decode cases (default %(default)s)")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of the decode cases (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", nargs="?", const="vllm", default="", help="more peers by name, comma-separated (bare: vllm)")
+    parser.add_argument("--alone", action="store_true", help="without transformers")
+    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
+    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/engine.json)")
+    args = parser.parse_args(argv)
+    args.names = ["rayneuron", *([] if args.alone else ["transformers"]), *filter(None, args.peers.split(","))]
+    unknown = set(args.names) - set(peers(args.threads))
+    if unknown:
+        parser.error(f"unknown peer {', '.join(sorted(unknown))}; known: {', '.join(peers(args.threads))}")
+    return args
+
+
+def present(names: Sequence[str], known: dict[str, Peer]) -> list[str]:
+    """Those whose environment exists; a message about the others."""
+    kept = []
+    for name in names:
+        if known[name].python().exists():
+            kept.append(name)
+        else:
+            print(f"{name} is left out: there is no {known[name].python()} (README.md says how to make it)", file=sys.stderr)
+    return kept
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    args = parse_args(argv)
+    machine.leave_cleanly_when_told()
+    from rayneuron import demo
+
+    wanted, known = cases(args), peers(args.threads)
+    settings = {"model": str(demo.resolve(args.model)), "dtype": args.dtype, "threads": args.threads}
+    settings |= {"rows": max(args.batch, default=1), "length": max([*args.prefill, args.prompt + args.new]) + 16}
+    loads: dict[str, float] = {}
+    with ExitStack() as stack:
+        children: dict[str, Child] = {}
+        for name in present(args.names, known):
+            child = children[name] = start(name, known[name], settings, args.threads, args.urgent)
+            stack.callback(child.close)
+            loads[name] = child.ask({})["load_s"]
+            child.freeze()
+            print(f"{name} is loaded", file=sys.stderr, flush=True)
+        measured = measure(children, wanted, args.rounds)
+    facts = machine.facts()
+    print(f"{report.show_facts(facts)}; model {args.model} {args.dtype}, {args.threads} threads, medians of {args.rounds} rounds\n")
+    print(show(measured, list(children), loads, args.dtype))
+    document = {"machine": facts, "settings": settings, "load_s": loads, "rates": measured.rates, "others": measured.others}
+    print(f"\n{report.save('engine', document, args.json)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""This project's engine, offline, without any server around it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from answer import Run, Steps, answer
+
+from rayneuron.config import parse
+from rayneuron.loading import open_engine
+from rayneuron.types import Request, SamplingParams
+
+
+def open_peer(settings: dict[str, Any]) -> Run:
+    """settings: model, dtype, threads, rows, length."""
+    opened = open_engine(
+        parse(
+            {
+                "model": {"path": settings["model"]},
+                "dtype": settings["dtype"],
+                "threads": settings["threads"],
+                "max_num_seqs": settings["rows"],
+                "max_model_len": settings["length"],
+            }
+        )
+    )
+    engine = opened.engine
+
+    def run(prompts: list[list[int]], new: int) -> Steps:
+        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            engine.add(Request(id=str(i), prompt_ids=prompt, params=params))
+        counts = [0] * len(prompts)
+        steps: Steps = []
+        while engine.has_work:
+            deltas = engine.step()
+            for delta in deltas:
+                if delta.error:
+                    raise RuntimeError(delta.error)
+                counts[int(delta.request_id)] += len(delta.token_ids)
+            if deltas:
+                steps.append((time.perf_counter(), counts.copy()))
+        return steps
+
+    return run
+
+
+if __name__ == "__main__":
+    answer(open_peer)
