@@ -1,7 +1,7 @@
 """Every metric and trace-point name, once: kinds, labels and buckets as data.
 
-`vllm:*` names carry vLLM's meaning, so that its dashboards, the inference gateway and Ray's LLM dashboard work unedited; `rayneuron:*` is our own
-ledger. Names are written with a colon here; `ray.util.metrics` takes the same with an underscore (`ray_name`). Counters get `_total` when exposed.
+`vllm:*` names carry vLLM's meaning, so that its dashboards, the inference gateway and Ray's LLM dashboard work unedited; `rayneuron:*` is
+our ledger. Names have a colon here; `ray.util.metrics` takes the same with an underscore (`ray_name`). Counters get `_total` when exposed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHOICES = (1, 2, 5, 10, 20)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One time series family. `per_token`: observed once a token, so it goes to /metrics only (Ray's histogram costs microseconds an observation)."""
+    """One time series family. `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds)."""
 
     name: str
     kind: Kind

@@ -31,7 +31,7 @@ SWITCH_INTERVAL_S = 0.001  # the engine thread and the event loop share one inte
 class ServedEngine(EngineServer):
     """EngineServer as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes)."""
 
-    async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:
+    async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
         _log_through_serve()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         EngineServer.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))

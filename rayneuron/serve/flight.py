@@ -1,8 +1,8 @@
 """Calls in flight: what the engine has produced for each, and the task that waits for it.
 
-The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); everything else here runs on the event loop. Text is put together
-at once, so that a stop string ends the choice in the step it appears in, however slowly the client reads; deltas nobody has taken yet are
-joined, so a slow reader gets fewer and longer chunks.
+The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); everything else here runs on the event loop. Text is put
+together at once, so that a stop string ends the choice in the step it appears in, however slowly the client reads; deltas nobody has taken
+yet are joined, so a slow reader gets fewer and longer chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestTimeout
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.types import Delta, Request, Snapshot, Stamps, TokenDelta
+from rayneuron.types import Delta, FinishReason, Request, Snapshot, Stamps, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class Leg:
 class Flight:
     """One call in flight, with a leg for each of its prompts.
 
-    `started()` returns once the first step has come back, `take()` whatever there is, `finish()` everything at the end. Each raises the error
-    that ended the flight. One task waits at a time.
+    `started()` returns once the first step has come back, `take()` whatever there is, `finish()` everything at the end. Each raises the
+    error that ended the flight. One task waits at a time.
     """
 
     def __init__(self, legs: Sequence[Leg]) -> None:
@@ -161,7 +161,7 @@ class Flight:
         leg.measure(piece, now_s, telemetry)
         leg.begun = self._begun = True
         delta = leg.assembler.push(piece)
-        finished = piece.finish_reason
+        finished: FinishReason | None = piece.finish_reason
         if delta is not None:
             self._pending.setdefault((piece.request_id, piece.index), []).append(delta)
             finished = delta.finish_reason or finished
@@ -189,8 +189,8 @@ class Flight:
 class Flights:
     """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop.
 
-    `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides on
-    these, because unlike the engine's snapshot they are never a step late.
+    `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides
+    on these, because unlike the engine's snapshot they are never a step late.
     """
 
     def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop) -> None:

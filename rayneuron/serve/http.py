@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 from uuid import uuid4
 
-from rayneuron.api import errors, openai
+from rayneuron.api import errors
+from rayneuron.api.head import clean_id
 from rayneuron.errors import BodyTooLarge, RequestError
 
 Scope = MutableMapping[str, Any]
@@ -31,7 +32,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.params: Mapping[str, str] = scope.get("path_params") or {}
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.client_id = openai.clean_id(self.header("x-request-id"))
+        self.client_id = clean_id(self.header("x-request-id"))
         self.request_id = self.client_id or uuid4().hex
         self.status = 0
         self.gone = False

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from rayneuron import metrics
+from rayneuron import __version__, metrics
 from rayneuron.api import call as api
 from rayneuron.api import errors, neuron_server, openai
 from rayneuron.errors import NotReady, RayNeuronError
@@ -186,7 +185,7 @@ async def _metrics(server: EngineServer, exchange: Exchange) -> None:
 
 
 async def _version(server: EngineServer, exchange: Exchange) -> None:
-    await exchange.reply(200, errors.encode(openai.version(version("rayneuron"))))
+    await exchange.reply(200, errors.encode(openai.version(__version__)))
 
 
 async def _load(server: EngineServer, exchange: Exchange) -> None:

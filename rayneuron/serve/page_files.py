@@ -14,7 +14,8 @@ PAGE_DIR = Path(__file__).parent / "page"
 
 def page_routes() -> list[BaseRoute]:
     """`/` for index.html and `/page/<name>` for every other file of the directory."""
-    return [_route("/" if path.name == "index.html" else f"/page/{path.name}", path) for path in sorted(PAGE_DIR.iterdir()) if path.is_file()]
+    files = [path for path in sorted(PAGE_DIR.iterdir()) if path.is_file()]
+    return [_route("/" if path.name == "index.html" else f"/page/{path.name}", path) for path in files]
 
 
 def _route(url: str, path: Path) -> Route:

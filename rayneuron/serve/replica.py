@@ -96,6 +96,7 @@ class EngineServer:
             )
         waiting = self.flights.sequences - self.opened.engine.snapshot().slots_total
         if waiting >= self.limits.max_waiting and self.flights.sequences:
+            self.telemetry.refused("capacity")
             raise Busy(f"{waiting} sequences wait already; the limit is {self.limits.max_waiting}", retry_after_s=self.limits.retry_after_s)
 
     async def parse(self, parse: Parse, body: bytes | Json, request_id: str, client_id: str | None = None) -> api.Call:
@@ -148,7 +149,8 @@ class EngineServer:
     async def generate(self, prompt: str | list[int] | Json, params: SamplingParams | Json | None = None) -> AsyncIterator[Json]:
         """Stream one prompt by handle: `handle.generate.options(stream=True).remote("Hello", {"max_tokens": 8})`.
 
-        `prompt` is text, token ids, or a whole body with `prompt` or `messages`. Yields {index, text, token_ids, finish_reason, stop_reason, ...}.
+        `prompt` is text, token ids, or a whole body with `prompt` or `messages`. Yields {index, text, token_ids, finish_reason,
+        stop_reason}, and logprobs and usage where there are any.
         """
         body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         body |= msgspec.to_builtins(params) if isinstance(params, SamplingParams) else (params or {})

@@ -95,7 +95,7 @@ class Telemetry:
         self.series = {m: Series(m) for m in metrics.METRICS if m.kind != "histogram"}
         self.histograms = {m: Histogram(m) for m in metrics.METRICS if m.kind == "histogram"}
         self._registry = CollectorRegistry()
-        self._registry.register(self)  # type: ignore[arg-type]  # any object with collect() is a collector
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]

@@ -1,7 +1,7 @@
 """A model that says what the test wants: the real engine, scheduler, slots and loop over a runner with chosen token ids.
 
-A prompt that begins with `say:` is answered by the rest of the prompt, token for token, then EOS. `boom:K:` makes the step fail in which the
-K-th token would be sampled. Any other prompt is answered by an endless run of letters that depends on the prompt alone.
+A prompt that begins with `say:` is answered by the rest of the prompt, token for token, then EOS. `boom:K:` makes the step fail in which
+the K-th token would be sampled. Any other prompt is answered by an endless run of letters that depends on the prompt alone.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class ScriptedRunner:
             targets = [*following, *ids][: work.count]
             return StepOutput(ids=None, logits=torch.stack([self._scores(t) for t in targets])[None])
         if kind == "logits":
-            return StepOutput(ids=chosen, complete=torch.ones(len(ids), dtype=torch.bool), logits=torch.stack([self._scores(t) for t in ids]))
+            return StepOutput(
+                ids=chosen, complete=torch.ones(len(ids), dtype=torch.bool), logits=torch.stack([self._scores(t) for t in ids])
+            )
         return StepOutput(ids=chosen, complete=torch.ones(len(ids), dtype=torch.bool))
 
     def token(self, request: Request, index: int, place: int) -> int:

@@ -126,7 +126,8 @@ def test_a_slow_reader_holds_no_step(tiny: Path) -> None:
 def test_five_hundred_connect_and_drop(tiny: Path) -> None:
     with site(tiny, rows=4, pace_s=0.002) as running:
         requests = [
-            post("/v1/completions", LONG | {"stream": bool(i % 2)}) if i % 3 else post("/v1/chat/completions", _chat(bool(i % 2))) for i in range(500)
+            post("/v1/completions", LONG | {"stream": bool(i % 2)}) if i % 3 else post("/v1/chat/completions", _chat(bool(i % 2)))
+            for i in range(500)
         ]
 
         def drop(number: int) -> None:
@@ -141,7 +142,9 @@ def test_five_hundred_connect_and_drop(tiny: Path) -> None:
             list(pool.map(drop, range(500)))
         running.settle(within_s=2.0)
         steps = running.server.engine.snapshot().steps
-        after = httpx.post(f"{running.url}/v1/completions", json={"model": "scripted", "prompt": "say:still here", "max_tokens": 20}, timeout=10)
+        after = httpx.post(
+            f"{running.url}/v1/completions", json={"model": "scripted", "prompt": "say:still here", "max_tokens": 20}, timeout=10
+        )
         assert after.json()["choices"][0]["text"] == "still here"
         assert running.server.engine.snapshot().steps < steps + 30  # nobody else's work was left in the engine
         gauges = httpx.get(f"{running.url}/metrics").text
@@ -150,7 +153,13 @@ def test_five_hundred_connect_and_drop(tiny: Path) -> None:
 
 
 def _chat(stream: bool) -> dict[str, object]:
-    return {"model": "scripted", "messages": [{"role": "user", "content": "go on"}], "max_tokens": 100, "stream": stream, "ignore_eos": True}
+    return {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "go on"}],
+        "max_tokens": 100,
+        "stream": stream,
+        "ignore_eos": True,
+    }
 
 
 def test_a_storm_of_refusals_leaves_nothing(tiny: Path) -> None:

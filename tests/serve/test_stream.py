@@ -90,7 +90,14 @@ def test_a_stop_string_across_tokens(client: httpx.Client, text: Text, stop: Any
 
 def test_logprobs_and_ids_are_sent_exactly_once(client: httpx.Client, text: Text) -> None:
     ids = bytewise(text, "é 🙂 stone")
-    body = {"model": "scripted", "prompt": text.encode("say:") + ids, "max_tokens": 64, "logprobs": 2, "return_token_ids": True, "stop": "ston"}
+    body = {
+        "model": "scripted",
+        "prompt": text.encode("say:") + ids,
+        "max_tokens": 64,
+        "logprobs": 2,
+        "return_token_ids": True,
+        "stop": "ston",
+    }
     whole = client.post("/v1/completions", json=body).json()["choices"][0]
     chunks = [choice for chunk in stream(client, "/v1/completions", body) for choice in chunk["choices"]]
     assert whole["text"] == "é 🙂 "

@@ -1,0 +1,105 @@
+"""Who is turned away at the door, in what words, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.scripted import Site, eventually, site
+from tests.serve.wire import Wire
+
+LONG = {"model": "scripted", "prompt": "go on", "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture
+def full(tiny: Path) -> Iterator[tuple[Site, list[Wire]]]:
+    """One slot taken, two places in the queue taken, nothing moves."""
+    with site(tiny, {"limits": {"max_waiting": 2, "retry_after_s": 2.5}}, rows=1) as running:
+        running.runner.hold()
+        wires = []
+        for count in (1, 2, 3):
+            wires.append(Wire(running))
+            wires[-1].post("/v1/completions", LONG)
+            eventually(lambda count=count: running.server.flights.sequences == count, 5, running.idle)  # type: ignore[misc]
+            eventually(lambda: running.server.engine.snapshot().running == 1, 5, running.idle)
+        yield running, wires
+        running.runner.free()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", LONG),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/generate", {"prompt": "hi", "max_tokens": 4}),
+        ("/v1/completions", LONG | {"prompt": "word " * 40}),
+    ],
+)
+def test_a_full_queue(full: tuple[Site, list[Wire]], path: str, body: dict[str, object], stream: bool) -> None:
+    running, wires = full
+    with httpx.Client(base_url=running.url, timeout=10) as http:
+        http.get("/version")  # the connection is up
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            reply = http.post(path, json=body | {"stream": stream})
+            times.append(time.perf_counter() - start)
+            assert reply.status_code == 429
+            assert reply.headers["retry-after"] == "3"  # whole seconds, rounded up
+            error = reply.json()["error"]
+            assert error["type"] == "RateLimitError" and error["code"] == 429 and "limit is 2" in error["message"]
+        assert sorted(times)[5] < 0.05, times
+        text = http.get("/metrics").text
+        assert 'vllm:admission_rejections_total{engine="0",model_name="scripted",reason="capacity"} 10.0' in text
+    running.runner.free()
+    for wire in wires:  # those who were in get their answer
+        assert wire.read_until(b'"finish_reason":"length"').startswith(b"HTTP/1.1 200")
+        wire.close()
+    running.settle()
+    assert httpx.post(f"{running.url}{path}", json=body | {"stream": False, "max_tokens": 4}, timeout=10).status_code == 200
+
+
+def test_prompt_tokens_in_the_queue_are_limited_too(tiny: Path) -> None:
+    with site(tiny, {"limits": {"max_waiting": 50, "max_waiting_tokens": 60}}, rows=1) as running:
+        running.runner.hold()
+        first = Wire(running)
+        first.post("/v1/completions", LONG)
+        eventually(lambda: running.server.engine.snapshot().running == 1, 5, running.idle)
+        second = Wire(running)
+        second.post("/v1/completions", LONG | {"prompt": [9] * 100})
+        eventually(lambda: running.server.flights.sequences == 2, 5, running.idle)
+        reply = httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=10)
+        assert reply.status_code == 429 and "prompt tokens" in reply.json()["error"]["message"]
+        for wire in (first, second):
+            wire.drop()
+        running.runner.free()
+        running.settle()
+
+
+def test_a_call_that_could_never_be_admitted_is_a_400(tiny: Path) -> None:
+    """Trying again would not help, so it is not a 429."""
+    with site(tiny, {"limits": {"max_waiting": 2}}, rows=1) as running:
+        reply = httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 9}, timeout=10)
+        assert reply.status_code == 400 and "9 prompts" in reply.json()["error"]["message"]
+        assert httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 3}, timeout=10).status_code == 200
+        running.settle()
+
+
+def test_new_limits_without_a_restart(full: tuple[Site, list[Wire]]) -> None:
+    running, wires = full
+    assert httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=10).status_code == 429
+    running.call(lambda: running.server.reconfigure({"limits": {"max_waiting": 9}}))
+    more = Wire(running)
+    more.post("/v1/completions", LONG)
+    eventually(lambda: running.server.flights.sequences == 4, 5, running.idle)
+    with pytest.raises(Exception, match="did you mean max_waiting"):
+        running.call(lambda: running.server.reconfigure({"limits": {"max_wait": 1}}))
+    for wire in (*wires, more):
+        wire.drop()
+    running.runner.free()
+    running.settle()

@@ -1,0 +1,224 @@
+"""The whole of it once: Ray, Serve's proxy, the replica, a real engine with random weights, and a caller by handle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayneuron.errors import ConfigError
+from tests.serve.scripted import eventually, sse
+
+pytestmark = pytest.mark.slow
+
+GO = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "temperature": 0}
+
+
+def arguments(path: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": str(path), "name": "tiny"}, "dtype": "fp32", "max_model_len": 256, "max_num_seqs": 4, "threads": 1,
+        "limits": {"max_waiting": 8}, "serving": {"drain_timeout_s": 20, "num_cpus": 0.5}, **more,
+    }  # fmt: skip
+
+
+def deploy(path: Path, port: int, user_config: dict[str, Any] | None = None) -> None:
+    """What `serve deploy` does with a deployment file; returns when everything runs."""
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    model: dict[str, Any] = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": arguments(path)}
+    if user_config is not None:
+        model["deployments"] = [{"name": "EngineServer", "user_config": user_config}]
+    caller = {"name": "caller", "route_prefix": "/caller", "import_path": "examples.handle_call:build", "args": {"application": "model"}}
+    http = {"host": "127.0.0.1", "port": port}
+    file = ServeDeploySchema.model_validate({"http_options": http, "applications": [model, caller]})
+    serve.context._get_global_client().deploy_apps(file, _blocking=False)
+    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 2, 90, lambda: serve.status().applications)
+
+
+def states() -> dict[str, str]:
+    from ray import serve
+
+    return {name: str(app.status.value) for name, app in serve.status().applications.items()}
+
+
+@pytest.fixture(scope="module")
+def url(tiny: Path) -> Iterator[str]:
+    """One application at / and a caller at /caller, in a Ray of their own."""
+    import ray
+    from ray import serve
+
+    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
+        (Path(folder) / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", folder)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        try:
+            port = free_port()
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            deploy(tiny, port)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> str:
+    """What transformers says to the same prompt, greedily."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    prompt = tokenizer(GO["prompt"], return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=GO["max_tokens"], do_sample=False)[0, prompt.input_ids.shape[1] :]
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+def test_completion_and_stream(client: httpx.Client, expected: str) -> None:
+    reply = client.post("/v1/completions", json=GO, headers={"x-request-id": "through-serve"})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["text"] == expected
+    assert reply.headers.get_list("x-request-id") == ["through-serve"]
+    with client.stream("POST", "/v1/completions", json=GO | {"stream": True}) as stream:
+        events = sse(list(stream.iter_lines()))
+        assert len(stream.headers.get_list("x-request-id")) == 1
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected and events[-1] == "[DONE]"
+
+
+def test_the_other_routes(client: httpx.Client) -> None:
+    assert client.get("/health").status_code == client.head("/health").status_code == 200
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == 256
+    assert client.get("/version").json()["version"]
+    ids = client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello"}
+    assert client.post("/generate", json={"prompt": "hi", "max_tokens": 4}).json()["usage"]["completion_tokens"] == 4
+    assert "vllm:generation_tokens_total" in client.get("/metrics").text
+    assert client.head("/metrics").status_code == 200
+    assert "<html" in client.get("/").text.lower()
+
+
+def test_errors_keep_their_body_through_the_proxy(client: httpx.Client) -> None:
+    for path, body, status in (
+        ("/v1/completions", {"model": "other", "prompt": "x"}, 404),
+        ("/v1/completions", GO | {"temperature": 9}, 400),
+        ("/v1/completions", GO | {"prompt": [9] * 400}, 400),
+        ("/v1/nowhere", {}, 404),
+    ):
+        reply = client.post(path, json=body)
+        assert reply.status_code == status and reply.json()["error"]["code"] == status
+    limited = client.post(
+        "/v1/completions", json=GO | {"max_tokens": 240, "ignore_eos": True}, headers={"x-request-timeout-seconds": "0.101"}
+    )
+    assert limited.status_code == 408 and limited.json()["error"]["type"] == "RequestTimeoutError"
+
+
+def test_leaving_through_the_proxy_stops_the_work(client: httpx.Client) -> None:
+    long = GO | {"max_tokens": 240, "ignore_eos": True, "stream": True}
+    for _ in range(5):
+        with client.stream("POST", "/v1/completions", json=long) as stream:
+            next(stream.iter_lines())
+    eventually(lambda: client.get("/load").json()["open_calls"] == 0, 5, lambda: client.get("/load").json())
+    load = client.get("/load").json()
+    assert load["running"] == load["waiting"] == load["kv_tokens_used"] == load["open_sequences"] == 0
+
+
+def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
+    """4 slots and 8 places: of 40 long calls at once some are refused, in OpenAI's words and at once; the others finish."""
+    import concurrent.futures
+
+    def ask(number: int) -> httpx.Response:
+        return httpx.post(
+            f"{url}/v1/completions", json=GO | {"max_tokens": 200, "ignore_eos": True, "stream": bool(number % 2)}, timeout=60
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+        replies = list(pool.map(ask, range(40)))
+    refused = [reply for reply in replies if reply.status_code == 429]
+    assert refused and len(refused) < 40 and {reply.status_code for reply in replies} == {200, 429}
+    assert all(reply.json()["error"]["type"] == "RateLimitError" and reply.headers["retry-after"] == "1" for reply in refused)
+
+
+def test_handles(client: httpx.Client, expected: str) -> None:
+    """From another application: chat whole, generate as a stream; an error arrives as what it is."""
+    reply = client.post("/caller", json={"prompt": GO["prompt"], "max_tokens": 12})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["streamed"] == expected
+    assert reply.json()["chat"]["object"] == "chat.completion"
+
+    from ray import serve
+
+    from rayneuron.errors import RequestError
+
+    handle = serve.get_app_handle("model")
+    assert handle.completions.remote(dict(GO)).result()["choices"][0]["text"] == expected
+    assert handle.tokenize.remote({"prompt": "hello"}).result()["count"] > 0
+    assert handle.models.remote().result()["data"][0]["id"] == "tiny"
+    assert handle.stats.remote().result()["slots_total"] == 4
+    with pytest.raises(RequestError, match="temperature"):
+        handle.completions.remote(GO | {"temperature": 9}).result()
+    pieces = list(handle.generate.options(stream=True).remote(dict(GO)))
+    assert "".join(piece["text"] for piece in pieces) == expected and pieces[-1]["finish_reason"] in ("stop", "length")
+
+
+def test_user_config_is_hot(client: httpx.Client, url: str, tiny: Path) -> None:
+    """New defaults without a restart: the engine is the one that was started first."""
+    started = client.get("/v1/models").json()["data"][0]["created"]
+    deploy(tiny, int(url.rpartition(":")[2]), {"sampling_defaults": {"max_tokens": 3}})
+    eventually(lambda: tokens(client) == 3, 20)
+    assert client.get("/v1/models").json()["data"][0]["created"] == started
+
+
+def tokens(client: httpx.Client) -> int:
+    return int(client.post("/v1/completions", json={"prompt": "hi", "ignore_eos": True}).json()["usage"]["completion_tokens"])
+
+
+def test_unknown_keys_are_refused_at_build(tiny: Path) -> None:
+    from rayneuron.serve.app import build
+
+    with pytest.raises(ConfigError, match=r"max_num_seq.*did you mean max_num_seqs"):
+        build(arguments(tiny) | {"max_num_seq": 3})
+    with pytest.raises(ConfigError, match=r"serving\.num_replica.*did you mean num_replicas"):
+        build({"model": {"path": str(tiny)}, "serving": {"num_replica": 2}})
+
+
+def test_the_builder_is_one_ray_takes(tiny: Path) -> None:
+    """`import_path: rayneuron.serve.app:build` with args, as `serve run` resolves it, in a process where no Ray runs."""
+    script = """
+        import json, sys
+        from ray._common.utils import import_attr
+        from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call
+        app = call(import_attr("rayneuron.serve.app:build"), json.loads(sys.argv[1]))
+        deployment = app._bound_deployment
+        print(deployment.name, deployment.max_ongoing_requests, deployment.ray_actor_options["num_cpus"])
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), json.dumps(arguments(tiny))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.stdout.split() == ["EngineServer", "100000", "0.5"], ran.stderr
