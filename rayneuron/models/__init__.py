@@ -83,15 +83,19 @@ def check(
     if dtype not in DTYPES:
         near = difflib.get_close_matches(dtype, DTYPES, 1)
         raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
-    if quantization is not None:
-        quantize.parse(quantization)
+    how = None if quantization is None else quantize.parse(quantization)
     if kv_dtype is not None:
         quantize.kv_dtype(kv_dtype)
-    quantize.check_stored(config)
+    quantize.check_stored(config, how)
     if capacity_factor is not None and (capacity_factor <= 0 or not arch.experts):
-        raise ConfigError(f"capacity_factor {capacity_factor} needs a mixture of experts and a positive number; leave it out to drop no token")
+        raise ConfigError(
+            f"capacity_factor {capacity_factor} needs a mixture of experts and a positive number; leave it out to drop no token"
+        )
     arch = replace(arch, gqa=group_query_attention, capacity_factor=capacity_factor)
     if shard_over_sequence:
+        if arch.position == "alibi" or tp == 1:
+            why = "alibi positions" if arch.position == "alibi" else "tensor parallel degree 1"
+            raise ConfigError(f"shard_over_sequence does not go with {why}; leave it out")
         arch = replace(arch, sequence_shards=shard.sequence_shards(arch.heads, arch.kv_heads, tp))
     shard.head_plan(arch.heads, arch.kv_heads, tp, arch.gqa, arch.sequence_shards)
     return arch

@@ -5,7 +5,7 @@ B rows, T new tokens, L attended, H query heads and K KV heads of a rank, D head
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one step shares: positions int32 [B,T], rows int32 [B], biases by window, cos/sin or None."""
+    """What every layer of one step shares: positions int32 [B,T], rows int32 [B], biases by window, cos/sin or None.
+
+    `split`: how to attend where KV is split over ranks by position (flash decoding), None where it is not.
+    """
 
     positions: Tensor
     rows: Tensor
@@ -30,6 +33,7 @@ class Step:
     sin: Tensor | None
     q_heads: int
     kv_heads: int
+    split: Callable[..., Tensor] | None = None
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -59,12 +63,13 @@ def bias(positions: Tensor, length: int, window: int, slopes: Tensor | None, dty
 
 def attention(arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Tensor, x: Tensor, step: Step, window: int) -> Tensor:
     """This rank's summand of the layer [B,T,E]; k and v of the new tokens go into `kv` in place."""
-    b, t, _ = x.shape
     q, k, v = project(arch, ops, w, x, step)
     if arch.qk_norm:
         q, k = ops.norm(w, "q_norm", q, arch.norm, arch.eps), ops.norm(w, "k_norm", k, arch.norm, arch.eps)
     if step.cos is not None:
         q, k = ops.rotate(q, step.cos, step.sin, arch.rope.pairs), ops.rotate(k, step.cos, step.sin, arch.rope.pairs)
+    if step.split is not None:
+        return ops.linear(w, "o", step.split(kv, (q, k, v), step, window))
     ops.write_kv(kv, step.rows, step.positions, k, v)
     return ops.linear(w, "o", ops.attend(q, kv, step.rows, step.length, step.biases[window], arch.scale))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import either, refuse
-from rayneuron.models.weights import Rules, both, interleaved
+from rayneuron.models.rules import Rules, both, interleaved
 
 BASE = "transformer."
 PREFIX = "transformer.h.{}."
@@ -15,7 +15,11 @@ PREFIX = "transformer.h.{}."
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json, old names (n_embed, num_attention_heads) included."""
     refuse(c, apply_residual_connection_post_layernorm=True)
-    hidden, layers, heads = either(c, "hidden_size", "n_embed"), either(c, "n_layer", "num_hidden_layers"), either(c, "n_head", "num_attention_heads")
+    hidden, layers, heads = (
+        either(c, "hidden_size", "n_embed"),
+        either(c, "n_layer", "num_hidden_layers"),
+        either(c, "n_head", "num_attention_heads"),
+    )
     return Arch(
         c["model_type"], c["vocab_size"], hidden, layers, heads, heads, hidden // heads, 4 * hidden, act="gelu_new", gated=False,
         norm="layer", eps=c.get("layer_norm_epsilon", 1e-5), position="alibi", tied=c.get("tie_word_embeddings", True),

@@ -9,7 +9,7 @@ from torch import Tensor
 from rayneuron.models import rotary
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import Config
-from rayneuron.models.weights import Convert, Rules, stacked
+from rayneuron.models.rules import Convert, Rules, stacked
 
 BASE = "transformer."
 PREFIX = "transformer.blocks.{}."

@@ -6,13 +6,14 @@ B rows, T new tokens, L attended, E hidden, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayneuron.models import rotary, shard
+from rayneuron.models import flash_decoding, rotary, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import Step, attention, bias
 from rayneuron.models.feedforward import feed_forward
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 def kv_shapes(arch: Arch, rows: int, length: int, ranks: int = 1, layers: int | None = None) -> list[tuple[int, ...]]:
     """The KV tensor of every layer of one rank: [2, rows, KV heads of the rank, length, D]. The last row and column are scratch."""
     plan = shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
+    if arch.sequence_shards > 1:
+        length = flash_decoding.columns(length, arch.sequence_shards) + 1
     return [(2, rows, plan.kv_heads, length, arch.head_dim)] * (arch.layers if layers is None else layers)
 
 
@@ -46,7 +49,7 @@ def forward(
     """
     top = weights["top"]
     x = embed(arch, ops, comm, top, tokens, positions) if hidden is None else hidden
-    step = prepare(arch, comm.ranks, top, positions, rows, length, x.dtype)
+    step = prepare(arch, ops, comm, top, positions, rows, length, x.dtype)
     first = weights.get("first", 0)
     for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
         x = layer(arch, ops, comm, w, cache, x, step, arch.window(first + i))
@@ -55,12 +58,19 @@ def forward(
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
 
 
-def prepare(arch: Arch, ranks: int, top: Mapping[str, Tensor], positions: Tensor, rows: Tensor, length: int, dtype: torch.dtype) -> Step:
+def prepare(
+    arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], positions: Tensor, rows: Tensor, length: int, dtype: torch.dtype
+) -> Step:
     """Masks and rotary tables, once a step."""
-    plan = shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
-    biases = {w: bias(positions, length, w, top.get("slopes"), dtype) for w in sorted(set(arch.windows or (0,)))}
+    plan = shard.head_plan(arch.heads, arch.kv_heads, comm.ranks, arch.gqa, arch.sequence_shards)
     cos, sin = rotary.tables(arch, top["rope.freq"], positions, dtype) if arch.position == "rope" else (None, None)
-    return Step(positions, rows, length, biases, cos, sin, plan.q_heads, plan.kv_heads)
+    shards, windows, split = arch.sequence_shards, sorted(set(arch.windows or (0,))), None
+    if shards > 1:
+        biases = {w: flash_decoding.bias(top, positions, length, w, shards, dtype) for w in windows}
+        split = partial(flash_decoding.attend, arch, ops, comm, top)
+    else:
+        biases = {w: bias(positions, length, w, top.get("slopes"), dtype) for w in windows}
+    return Step(positions, rows, length, biases, cos, sin, plan.q_heads, plan.kv_heads, split)
 
 
 def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import refuse
-from rayneuron.models.weights import Convert, Rules, both, stacked
+from rayneuron.models.rules import Convert, Rules, both, stacked
 
 BASE = "transformer."
 PREFIX = "transformer.h.{}."

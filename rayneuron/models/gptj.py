@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayneuron.models.arch import Arch, Rope
-from rayneuron.models.weights import Rules, both
+from rayneuron.models.rules import Rules, both
 
 BASE = "transformer."
 PREFIX = "transformer.h.{}."
@@ -15,9 +15,10 @@ IGNORE = ("attn.bias", "attn.masked_bias")
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
     head_dim = c["n_embd"] // c["n_head"]
+    inner, positions = c.get("n_inner") or 4 * c["n_embd"], c["n_positions"]
     return Arch(
-        c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], head_dim, c.get("n_inner") or 4 * c["n_embd"],
-        c["n_positions"], c.get("activation_function", "gelu_new"), gated=False, norm="layer", eps=c.get("layer_norm_epsilon", 1e-5),
+        c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], head_dim, inner, positions,
+        c.get("activation_function", "gelu_new"), gated=False, norm="layer", eps=c.get("layer_norm_epsilon", 1e-5),
         rope=Rope(dim=c.get("rotary_dim") or head_dim, pairs=True), parallel=True, tied=c.get("tie_word_embeddings", False),
     )  # fmt: skip
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayneuron.errors import CheckpointError
+from rayneuron.errors import CheckpointError, ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -21,6 +24,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
+NAMES = {d: n for n, d in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -106,10 +110,7 @@ class SafeFile:
             dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{self.path}: tensor {name!r} has a header this reader does not know: {e}") from None
-        count = 1
-        for n in shape:
-            count *= n
-        if stop - start != count * dtype.itemsize or start < 0:
+        if stop - start != prod(shape) * dtype.itemsize or start < 0:
             raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} does not fit its {stop - start} bytes")
         if stop > room:
             raise CheckpointError(f"{self.path} is truncated: tensor {name!r} ends at byte {stop} of {room}; download it again")
@@ -168,7 +169,9 @@ class Checkpoint(Mapping[str, Tensor]):
         for file, held in files.items():
             for name in held.entries:
                 if names.get(name) != file:
-                    raise CheckpointError(f"{self.path / file} holds tensor {name!r}, which the index does not put there: the index is stale")
+                    raise CheckpointError(
+                        f"{self.path / file} holds tensor {name!r}, which the index does not put there: the index is stale"
+                    )
 
     def _take(self, file: SafeFile) -> None:
         for name in file.entries:
@@ -182,7 +185,8 @@ class Checkpoint(Mapping[str, Tensor]):
             raise CheckpointError(f"{self.path} holds no *.safetensors file")
         if not allow:
             raise CheckpointError(
-                f"{self.path} holds only pickled weights ({found[0].name}), which can run code when read; convert them to safetensors, or set allow_pickle: true"
+                f"{self.path} holds only pickled weights ({found[0].name}), which can run code when read; "
+                "convert them to safetensors, or set allow_pickle: true"
             )
         files = [self.path / PICKLE]
         if (self.path / PICKLE_INDEX).exists():
@@ -220,3 +224,53 @@ class Checkpoint(Mapping[str, Tensor]):
         shapes = {n: (f.entries[n].shape, f.entries[n].dtype) for n, f in self._where.items()}
         shapes |= {n: (tuple(t.shape), t.dtype) for n, t in self._loaded.items()}
         return {n: torch.empty(s, dtype=d, device="meta") for n, (s, d) in shapes.items()}
+
+
+def new_directory(path: str | Path) -> Path:
+    """A directory to write into; it may exist, but empty. Raises ConfigError otherwise."""
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty; name a new directory")
+    target.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, readable."""
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+
+
+def copy_side_files(source: str | Path, target: Path) -> None:
+    """Copy what lies beside the weights: configs, tokenizer, chat template."""
+    for file in sorted(Path(source).iterdir()):
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+
+
+@contextmanager
+def writer(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Callable[[str, Tensor], None]]:
+    """Write one safetensors file tensor by tensor, in any order, holding none. The file appears under its name once it is whole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in entries.items():
+        stop = at + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 64)
+    left, partial = set(entries), path.with_name(path.name + ".partial")
+
+    def write(name: str, t: Tensor) -> None:
+        dtype, shape = entries[name]
+        if t.dtype != dtype or tuple(t.shape) != shape:
+            raise ValueError(f"{name} was announced as {dtype} {shape}, but is {t.dtype} {tuple(t.shape)}")
+        left.remove(name)
+        file.seek(8 + len(head) + header[name]["data_offsets"][0])
+        file.write(memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()))
+
+    with partial.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        yield write
+        if left:
+            raise ValueError(f"never written: {sorted(left)[:3]}")
+    partial.replace(path)

@@ -1,6 +1,6 @@
 """The product with a weight, plain or quantised.
 
-A layer's weights are a mapping: `name.w` [out, in], optional `name.b` [out], optional `name.scale` ([1], or [out, 1]) of a quantised weight.
+A layer's weights are a mapping: `name.w` [out, in], optional `name.b` [out], and for a quantised weight `name.scale` ([1], or [out, 1]).
 """
 
 from __future__ import annotations

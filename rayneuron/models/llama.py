@@ -6,7 +6,7 @@ from typing import Any
 
 from rayneuron.models import rotary
 from rayneuron.models.arch import Arch
-from rayneuron.models.weights import Rules, both
+from rayneuron.models.rules import Rules, both
 
 PREFIX = "model.layers.{}."
 IGNORE = ("rotary_emb.inv_freq",)

@@ -8,7 +8,7 @@ from typing import Any
 from rayneuron.models import llama
 from rayneuron.models.arch import Arch
 from rayneuron.models.llama import IGNORE, PREFIX, top
-from rayneuron.models.weights import Rules
+from rayneuron.models.rules import Rules
 
 __all__ = ["IGNORE", "PREFIX", "arch", "layer", "top"]
 
@@ -21,4 +21,9 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
     e = "block_sparse_moe.experts.{e}."
-    return llama.attention(a) | {"router.w": "block_sparse_moe.gate.weight", "gate.w": e + "w1.weight", "up.w": e + "w3.weight", "down.w": e + "w2.weight"}
+    return llama.attention(a) | {
+        "router.w": "block_sparse_moe.gate.weight",
+        "gate.w": e + "w1.weight",
+        "up.w": e + "w3.weight",
+        "down.w": e + "w2.weight",
+    }

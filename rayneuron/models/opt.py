@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayneuron.models.arch import Arch
-from rayneuron.models.weights import Rules, both
+from rayneuron.models.rules import Rules, both
 
 BASE = "model."
 PREFIX = "model.decoder.layers.{}."

@@ -5,19 +5,26 @@ W [out, in] or [experts, out, in]; scale float32 [1], or [out, 1] / [experts, ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import hub
+from rayneuron.models.arch import Arch
+from rayneuron.models.rules import same
 
 Scheme = Literal["per_tensor", "per_channel"]
 DTYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
 METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
+QUANTISED = frozenset({"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w"})
 FLOOR = 1e-5  # NxD: a scale is never smaller
 
 
@@ -55,7 +62,7 @@ def scale_of(w: Tensor, how: Quantization) -> Tensor:
 def quantise(w: Tensor, scale: Tensor, how: Quantization) -> Tensor:
     """w / scale in the small dtype, clamped to its range."""
     limit = LIMITS[how.dtype]
-    q = w.float() / scale
+    q = w.float() / scale.clamp(min=FLOOR / limit)  # a padded head's scale is zero
     return (q.round() if how.dtype == torch.int8 else q).clamp(-limit, limit).to(how.dtype)
 
 
@@ -67,8 +74,17 @@ def kv_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def check_stored(config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint quantised in a way nothing here reads. Raises CheckpointError."""
+def stored(config: Mapping[str, Any]) -> Quantization | None:
+    """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
+    found = config.get("quantization_config") or {}
+    return parse(found["dtype"], found["scheme"]) if found.get("quant_method") == METHOD else None
+
+
+def check_stored(config: Mapping[str, Any], wanted: Quantization | None = None) -> None:
+    """Refuse a checkpoint quantised in a way nothing here reads, or otherwise than `wanted`. Raises CheckpointError, ConfigError."""
+    has = stored(config)
+    if has is not None and wanted is not None and has.dtype != wanted.dtype:
+        raise ConfigError(f"the checkpoint is quantised to {has.dtype} already; leave quantization out, or take the unquantised checkpoint")
     found = config.get("quantization_config") or {}
     method = found.get("quant_method")
     if found and method != METHOD:
@@ -76,3 +92,118 @@ def check_stored(config: Mapping[str, Any]) -> None:
             f"the checkpoint is quantised by {method!r}, which is not readable here; take the unquantised checkpoint and "
             "run `rayneuron quantize MODEL --dtype int8 --out DIR`, or set quantization: int8"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did: tensors quantised, bytes before and after, seconds."""
+
+    quantised: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+
+
+def quantize(
+    path: str | Path,
+    dtype: str,
+    scheme: str,
+    out: str | Path,
+    *,
+    allow_pickle: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Write a quantised copy of a model directory that loads as it is: `<layer>.weight` small, `<layer>.scale` float32 beside it.
+
+    The products of the layers are quantised; router, embedding, head and norms stay. progress(tensors done, tensors in all).
+    """
+    from rayneuron import models  # the registry imports this file
+
+    how, started = parse(dtype, scheme), time.perf_counter()
+    config = hub.read_config(path)
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{path} is quantised already; quantise the original checkpoint")
+    arch, family = models.architecture(config), models.family(config)
+    source, target = hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
+    ways = scale_shapes(arch, family)
+    prefix = getattr(family, "BASE", "") if not any(n.startswith(getattr(family, "BASE", "")) for n in source) else ""
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, t in source.meta().items():
+        way = ways.get(prefix + name)
+        entries[name] = (how.dtype if way else t.dtype, tuple(t.shape))
+        if way:
+            entries[scale_name(name)] = (torch.float32, (1,) if how.scheme == "per_tensor" else way)
+    with hub.writer(target / hub.SINGLE, entries) as write:
+        for done, name in enumerate(source):
+            way, t = ways.get(prefix + name), source[name]
+            if way:
+                scale = stored_scale(t, way, how)
+                write(scale_name(name), scale)
+                t = quantise(t, spread(scale, t.shape), how)
+            write(name, t)
+            source.release(name)
+            if progress is not None:
+                progress(done + 1, len(source))
+    hub.copy_side_files(path, target)
+    said = {"quant_method": METHOD, "dtype": dtype_name(how.dtype), "scheme": how.scheme}
+    hub.write_json(target / "config.json", {**config, "quantization_config": said})
+    written, count = (target / hub.SINGLE).stat().st_size, sum(d == how.dtype for d, _ in entries.values())
+    return Report(count, sum(t.nbytes for t in source.meta().values()), written, time.perf_counter() - started)
+
+
+def scale_name(weight: str) -> str:
+    """Where the scale of a weight is stored (NxD's name)."""
+    return weight.removesuffix(".weight") + ".scale"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our word for a quantised dtype."""
+    return next(n for n, d in DTYPES.items() if d == dtype)
+
+
+def scale_shapes(arch: Arch, family: ModuleType) -> dict[str, tuple[int, ...]]:
+    """Every stored tensor that is quantised, with the shape of its scale per channel, as stored: one number an output channel.
+
+    Output channels lie along rows, along columns (GPT-2), or along columns for every expert (DBRX); the family's own converter tells.
+    """
+    from rayneuron.models.memory import stored_shape
+
+    found: dict[str, tuple[int, ...]] = {}
+    for i in range(arch.layers):
+        ffn = arch.dense_ffn if i in arch.dense_layers else arch.ffn
+        for ours, rule in family.layer(arch, i).items():
+            names = ours.split()
+            if not set(names) <= QUANTISED:
+                continue
+            theirs, convert = rule if isinstance(rule, tuple) else (rule, same)
+            shape = stored_shape(arch, names, ffn, convert)
+            way = next(s for s in ((shape[0], 1), (1, shape[1]), (arch.experts, shape[1])) if _is_scale(s, shape, convert))
+            for e in range(arch.experts if "{e}" in theirs else 1):
+                found[family.PREFIX.format(i) + theirs.replace("{e}", str(e))] = way
+    return found
+
+
+def _is_scale(scale: tuple[int, ...], shape: tuple[int, ...], convert: Any) -> bool:
+    """Whether `convert` brings a stored scale to [..., out, 1] where it brings the weight to [..., out, in]."""
+    try:
+        made, whole = (convert(torch.empty(s, device="meta")) for s in (scale, shape))
+    except RuntimeError:
+        return False
+    pairs = zip(made, whole, strict=True) if isinstance(made, tuple) else ((made, whole),)
+    return all(tuple(m.shape) == (*w.shape[:-1], 1) for m, w in pairs)
+
+
+def stored_scale(t: Tensor, shape: tuple[int, ...], how: Quantization) -> Tensor:
+    """The scale of a tensor as stored: float32 of `shape`, or [1] per tensor."""
+    if how.scheme == "per_tensor":
+        return scale_of(t, how)
+    grouped = t.unflatten(0, (shape[0], -1)).abs().amax(1) if shape[0] not in (1, t.shape[0]) else t.abs().amax(0 if shape[0] == 1 else 1)
+    limit = LIMITS[how.dtype]
+    return (grouped.float() / limit).clamp(min=FLOOR / limit).reshape(shape)
+
+
+def spread(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """A stored scale, repeated so that it divides a stored tensor [rows, columns]."""
+    if scale.dim() < 2 or scale.shape[0] in (1, shape[0]):
+        return scale
+    return scale.repeat_interleave(shape[0] // scale.shape[0], 0)

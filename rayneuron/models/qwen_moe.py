@@ -9,7 +9,7 @@ from rayneuron.models import llama
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import either
 from rayneuron.models.llama import IGNORE, PREFIX, top
-from rayneuron.models.weights import Rules
+from rayneuron.models.rules import Rules
 
 __all__ = ["IGNORE", "PREFIX", "arch", "layer", "top"]
 
@@ -19,9 +19,10 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     base, step, only = llama.arch(c, max_model_len), c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
     dense = tuple(i for i in range(base.layers) if i in only or (i + 1) % step)
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    experts, chosen = either(c, "num_experts", "num_local_experts"), c["num_experts_per_tok"]
     return replace(
-        base, ffn=c["moe_intermediate_size"], dense_ffn=c["intermediate_size"], dense_layers=dense, experts=either(c, "num_experts", "num_local_experts"),
-        top_k=c["num_experts_per_tok"], renormalise=c.get("norm_topk_prob", False), windows=(window,) * base.layers if window else (),
+        base, ffn=c["moe_intermediate_size"], dense_ffn=c["intermediate_size"], dense_layers=dense, experts=experts, top_k=chosen,
+        renormalise=c.get("norm_topk_prob", False), windows=(window,) * base.layers if window else (),
     )  # fmt: skip
 
 
@@ -29,4 +30,8 @@ def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
     if i in a.dense_layers:
         return llama.layer(a, i)
-    return llama.attention(a) | {"router.w": "mlp.gate.weight"} | {f"{n}.w": "mlp.experts.{e}." + n + "_proj.weight" for n in ("gate", "up", "down")}
+    return (
+        llama.attention(a)
+        | {"router.w": "mlp.gate.weight"}
+        | {f"{n}.w": "mlp.experts.{e}." + n + "_proj.weight" for n in ("gate", "up", "down")}
+    )

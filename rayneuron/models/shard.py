@@ -58,7 +58,9 @@ def head_plan(heads: int, kv_heads: int, ranks: int, strategy: str | None = None
     if heads % kv_heads:
         raise ConfigError(f"{heads} attention heads are not a multiple of {kv_heads} key/value heads")
     if ranks > heads:
-        raise ConfigError(f"tensor parallel degree {ranks} is more than the model's {heads} attention heads; use {nearest_degree(heads, ranks)}")
+        raise ConfigError(
+            f"tensor parallel degree {ranks} is more than the model's {heads} attention heads; use {nearest_degree(heads, ranks)}"
+        )
     chosen = _strategy(kv_heads, ranks, strategy)
     group = heads // kv_heads
     if shards > 1:
@@ -76,7 +78,9 @@ def head_plan(heads: int, kv_heads: int, ranks: int, strategy: str | None = None
 
 def _strategy(kv_heads: int, ranks: int, wanted: str | None) -> str:
     if wanted in _REFUSED:
-        raise ConfigError(f"group_query_attention {wanted!r} is not available here: {_REFUSED[wanted]}; write 'replicated-heads' or leave it out")
+        raise ConfigError(
+            f"group_query_attention {wanted!r} is not available here: {_REFUSED[wanted]}; write 'replicated-heads' or leave it out"
+        )
     if wanted is None:
         return SHARD if kv_heads % ranks == 0 else REPLICATE if ranks % kv_heads == 0 else CONVERT
     chosen = _SPELLINGS.get(wanted.lower())

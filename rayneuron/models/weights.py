@@ -1,13 +1,12 @@
 """Checkpoint names to canonical ones, and whole tensors to a rank's share: read, cut, convert, fuse, in that order.
 
-A rule maps our names to theirs: `"q.w": "attn.q_proj.weight"`, or `(name, function)` where one of theirs becomes several of ours (`"q.w k.w v.w"`).
-`{e}` in theirs stands for every expert. Functions return views, so nothing is copied before a rank's part is cut out.
+The canonical names and the rules that lead to them are in `rules`; what of a tensor a rank holds is in `shard`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -16,19 +15,17 @@ import torch
 from torch import Tensor
 
 from rayneuron.errors import CheckpointError
-from rayneuron.models import shard
+from rayneuron.models import flash_decoding, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import alibi_slopes
-from rayneuron.models.quantize import Quantization, is_quantised, quantise, scale_of
+from rayneuron.models.quantize import QUANTISED, Quantization, is_quantised, parse, quantise, scale_of
 from rayneuron.models.rotary import frequencies
+from rayneuron.models.rules import Convert, Rules, same, shape_of
 
 log = logging.getLogger(__name__)
 
-Convert = Callable[[Tensor], Any]
-Rules = dict[str, "str | tuple[str, Convert]"]
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
-QUANTISED = ("q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w")
 SCALES = (".scale", ".weight_scale")  # NxD's name and the hub's
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _SUMMED = {"o.b": "o.bias", "down.b": "down.bias"}  # added once, after the sum over ranks
@@ -46,8 +43,8 @@ class Cut:
     def __call__(self, name: str, t: Tensor) -> Tensor:
         """The rank's share of one tensor (a weight, bias or scale); a view where no padding is needed."""
         layer, _, kind = name.rpartition(".")
-        if kind == "scale" and (t.numel() == 1 or layer in ("o", "down")):
-            return t  # one scale for all, or one an output channel that is not split
+        if kind == "scale" and (t.numel() == 1 or t.shape[-2] == 1 or layer in ("o", "down")):
+            return t  # one scale for all rows, or one an output channel that is not split
         if layer == "q" or (layer == "o" and kind == "w"):
             return shard.take_heads(t, self.plan.q_of(self.rank), self.arch.head_dim, 0 if layer == "q" else 1)
         if layer in ("k", "v"):
@@ -76,10 +73,9 @@ class Reader:
         return name in self.names
 
     def take(self, name: str) -> Tensor:
-        """The tensor, marked as read. Raises CheckpointError naming it when it is missing."""
+        """The tensor, marked as read. Raises CheckpointError naming a missing one."""
         if name not in self.names:
-            near = [n for n in self.names if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:2]
-            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint" + (f"; it holds {', '.join(near)}" if near else ""))
+            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint, which holds {len(self.names)} others")
         self.used.add(name)
         return self.checkpoint[self.names[name]]
 
@@ -89,9 +85,9 @@ class Reader:
         if give is not None and name in self.names:
             give(self.names[name])
 
-    def unread(self, ignore: Iterable[str]) -> Iterator[str]:
+    def unread(self, ignore: tuple[str, ...]) -> list[str]:
         """Names nothing has read and no suffix in `ignore` excuses."""
-        return (n for n in self.names if n not in self.used and not n.endswith(tuple(ignore)))
+        return [n for n in self.names if n not in self.used and not n.endswith(ignore)]
 
 
 def load(
@@ -104,7 +100,7 @@ def load(
     ranks: int = 1,
     fused: bool = True,
     progress: Progress | None = None,
-    quantization: Quantization | None = None,
+    quantization: Quantization | str | None = None,
     stage: int = 0,
     stages: int = 1,
 ) -> dict[str, Any]:
@@ -116,7 +112,7 @@ def load(
     cut = Cut(arch, shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards), rank, ranks)
     reader = Reader(checkpoint, getattr(family, "BASE", ""))
     mine = shard.stage_layers(arch.layers, stage, stages)
-    build = Build(reader, cut, dtype, quantization)
+    build = Build(reader, cut, dtype, parse(quantization) if isinstance(quantization, str) else quantization)
     top = build_top(build, family, first=stage == 0, last=stage == stages - 1)
     layers = []
     for i in range(arch.layers):
@@ -126,12 +122,10 @@ def load(
             build.skip(family.layer(arch, i), prefix)
             continue
         layers.append(fuse(build.collect(family.layer(arch, i), prefix), fused))
-        if progress is not None:
-            progress(len(layers), len(mine))
-    ignored = tuple(getattr(family, "IGNORE", ()))
-    left = list(reader.unread(ignored))
+        progress and progress(len(layers), len(mine))
+    left = reader.unread(getattr(family, "IGNORE", ()))
     if left:
-        raise CheckpointError(f"nothing in a {arch.model_type} model reads {', '.join(left[:3])} ({len(left)} tensors of the checkpoint in all)")
+        raise CheckpointError(f"nothing in a {arch.model_type} model reads {', '.join(left[:3])} ({len(left)} tensors in all)")
     return {"top": top, "layers": layers, "first": mine.start}
 
 
@@ -158,6 +152,8 @@ def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> d
         top["embed.first"] = torch.tensor([cut.rank * top["embed.w"].shape[0]], dtype=torch.int32)
     if arch.position == "rope":
         top["rope.freq"] = frequencies(arch.rope)
+    if arch.sequence_shards > 1:
+        top |= flash_decoding.constants(arch, cut.rank, cut.ranks)
     if arch.position == "alibi":
         slopes = alibi_slopes(arch.heads)
         top["slopes"] = torch.tensor([slopes[i] if i >= 0 else 0.0 for i in cut.plan.q_of(cut.rank)])
@@ -165,7 +161,7 @@ def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> d
 
 
 def check_tied(reader: Reader, embed: str, head: str | tuple[str, Convert] | None) -> None:
-    """A tied model's own head tensor is read and not used; where it differs from the embedding, that is said."""
+    """A tied model's own head tensor is not used; where it differs from the embedding, that is said."""
     if isinstance(head, str) and head in reader:
         other, table = reader.take(head), reader.take(embed)
         if other.shape != table.shape or (other.device.type != "meta" and not torch.equal(other, table)):
@@ -214,12 +210,16 @@ class Build:
         scales = self.scales(theirs, convert, len(names))
         for name, whole, scale in zip(names, made, scales, strict=True):
             self.check(name, whole, theirs)
-            if scale is None and self.quantization is not None and name in QUANTISED and not is_quantised(whole.dtype):
+            if scale is None and is_quantised(whole.dtype):
+                raise CheckpointError(f"tensor {theirs!r} is stored as {whole.dtype}, but the checkpoint holds no scale for it")
+            if scale is None and self.quantization is not None and name in QUANTISED:
                 scale = scale_of(whole, self.quantization)
             if scale is None:
                 out[name] = self.piece(name, whole)
                 continue
             key = name[:-1] + "scale"
+            if whole.dim() == 3 and scale.numel() == 1:
+                scale = scale.reshape(1, 1, 1).expand(len(whole), 1, 1)  # experts are picked by index, their scales likewise
             part, out[key] = self.cut(name, whole), _own(self.cut(key, scale), torch.float32)
             out[name] = _own(part, part.dtype) if is_quantised(whole.dtype) else quantise(part, out[key], self.quantization)
         return out
@@ -252,20 +252,8 @@ class Build:
     def check(self, name: str, t: Tensor, theirs: str) -> None:
         """Shapes must be those the config promises."""
         want, found = shape_of(self.cut.arch, name, self.ffn), tuple(t.shape)
-        if want is not None and found not in (want, (self.cut.arch.experts, *want)):
+        if found not in (want, (self.cut.arch.experts, *want)):
             raise CheckpointError(f"tensor {theirs!r} gives {name} of shape {found}, but config.json promises {want}")
-
-
-def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...] | None:
-    """The whole shape of a canonical tensor (of one expert); None where only the checkpoint knows."""
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes = {
-        "q.w": (q, a.hidden), "k.w": (kv, a.hidden), "v.w": (kv, a.hidden), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (a.hidden, q),
-        "o.b": (a.hidden,), "gate.w": (ffn, a.hidden), "up.w": (ffn, a.hidden), "down.w": (a.hidden, ffn), "gate.b": (ffn,), "up.b": (ffn,),
-        "down.b": (a.hidden,), "ln1.w": (a.hidden,), "ln2.w": (a.hidden,), "router.w": (a.experts, a.hidden),
-        "embed.w": (a.vocab, a.embed or a.hidden), "head.w": (a.vocab, a.embed or a.hidden), "head.b": (a.vocab,),
-    }  # fmt: skip
-    return shapes.get(name)
 
 
 def fuse(w: dict[str, Tensor], fused: bool = True) -> dict[str, Tensor]:
@@ -310,25 +298,3 @@ def _own(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _tuple(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
-
-
-def same(t: Tensor) -> Tensor:
-    """The tensor as it is stored."""
-    return t
-
-
-def both(names: Mapping[str, str], biased: Iterable[str] | None = None) -> Rules:
-    """Weight and bias of each: {"q": "attn.q_proj"} -> {"q.w": "attn.q_proj.weight", "q.b": ...}; `biased` says which have a bias (None: all)."""
-    out: Rules = {f"{n}.w": f"{theirs}.weight" for n, theirs in names.items()}
-    return out | {f"{n}.b": f"{theirs}.bias" for n, theirs in names.items() if biased is None or n in biased}
-
-
-def interleaved(a: Arch) -> Convert:
-    """Fused rows grouped by head as (q k v) (BLOOM, GPT-NeoX) to three."""
-    return lambda t: tuple(x.flatten(0, 1) for x in t.unflatten(0, (a.heads, 3, -1)).unbind(1))
-
-
-def stacked(a: Arch) -> Convert:
-    """Fused rows as all q, all k, all v (GPT-2, DBRX, Phi-3) to three."""
-    sizes = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim)
-    return lambda t: tuple(t.split(sizes, 0))

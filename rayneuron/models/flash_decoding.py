@@ -1,0 +1,87 @@
+"""Flash decoding (`shard_over_sequence`): runs of n ranks hold the same KV heads, each every n-th position.
+
+B rows, T new tokens, H query heads of a rank, G query heads of a group of n ranks, K KV heads of a group, D head size.
+Position p lives on rank p mod n of its group, at column p div n; the last column of a rank takes the writes that belong to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rayneuron.models.arch import Arch
+from rayneuron.models.attention import Step, mask_value
+
+if TYPE_CHECKING:
+    from rayneuron.devices.base import Collectives
+    from rayneuron.models.ops import Ops
+
+
+def columns(length: int, shards: int) -> int:
+    """KV columns of a rank for `length` positions, without the one for others' writes."""
+    return -(-length // shards)
+
+
+def constants(arch: Arch, rank: int, ranks: int) -> dict[str, Tensor]:
+    """What a rank needs to know of its place, as data: its turn, its group's heads, its own among them, the group's ranks."""
+    n, each = arch.sequence_shards, arch.heads // ranks
+    group, turn = divmod(rank, n)
+    return {
+        "sequence.turn": torch.tensor([turn], dtype=torch.int32),
+        "sequence.heads": torch.arange(group * n * each, (group + 1) * n * each, dtype=torch.int32),
+        "sequence.mine": torch.arange(turn * each, (turn + 1) * each, dtype=torch.int32),
+        "sequence.peers": torch.arange(group * n, (group + 1) * n, dtype=torch.int32),
+    }
+
+
+def bias(top: Mapping[str, Tensor], positions: Tensor, length: int, window: int, shards: int, dtype: torch.dtype) -> Tensor:
+    """Additive [B,1,T,columns] over the positions this rank holds."""
+    at = torch.arange(columns(length, shards), dtype=torch.int32, device=positions.device) * shards + top["sequence.turn"]
+    here = positions[..., None]
+    seen = (at <= here) & (at < length)
+    if window:
+        seen = seen & (at > here - window)
+    return torch.where(seen[:, None], 0.0, mask_value(dtype)).to(dtype)
+
+
+def attend(
+    arch: Arch,
+    ops: Ops,
+    comm: Collectives,
+    top: Mapping[str, Tensor],
+    kv: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    step: Step,
+    window: int,
+) -> Tensor:
+    """Write k, v of the positions that are this rank's, attend them for the group's heads, and merge by log-sum-exp. -> [B,T,H*D]."""
+    n, (q, k, v) = arch.sequence_shards, qkv
+    place = torch.where(step.positions % n == top["sequence.turn"], step.positions // n, kv.shape[3] - 1)
+    ops.write_kv(kv, step.rows, place, k, v)
+    queries = comm.gather(q, 2).index_select(2, top["sequence.heads"])  # B T G D
+    out, weight = partial(queries, kv, step.rows, columns(step.length, n), step.biases[window], arch.scale)
+    out, weight = _of_group(comm, top, out), _of_group(comm, top, weight[..., None])  # B T n H D, B T n H 1
+    share = weight.softmax(2)
+    return (out * share.to(out.dtype)).sum(2).flatten(2)
+
+
+def _of_group(comm: Collectives, top: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """x [B,T,G,*] of every rank -> [B,T,n,H,*]: this rank's heads, from every rank of its group."""
+    everybody = comm.gather(x, 2).unflatten(2, (comm.ranks, -1))
+    return everybody.index_select(2, top["sequence.peers"]).index_select(3, top["sequence.mine"])
+
+
+def partial(q: Tensor, kv: Tensor, rows: Tensor, length: int, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention over one rank's columns: out [B,T,G,D] and the log of its weight [B,T,G] in float32."""
+    from rayneuron.models.ops import read_kv
+
+    k, v = read_kv(kv, rows, length, q.dtype)
+    b, t, heads, size = q.shape
+    group = q.transpose(1, 2).reshape(b, k.shape[1], -1, t, size)  # B K G/K T D
+    scores = (torch.einsum("bkgtd,bkld->bkgtl", group, k) * scale).float() + mask[:, :, None]
+    weight = scores.logsumexp(-1)
+    out = torch.einsum("bkgtl,bkld->bkgtd", (scores - weight[..., None]).exp().to(q.dtype), v)
+    return out.reshape(b, heads, t, size).transpose(1, 2), weight.reshape(b, heads, t).transpose(1, 2)

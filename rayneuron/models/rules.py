@@ -1,0 +1,52 @@
+"""The language family files are written in: names of ours to names of theirs, and the shape every canonical tensor has.
+
+A rule maps our names to theirs: `"q.w": "attn.q_proj.weight"`, or `(name, function)` where one of theirs becomes several of ours
+(`"q.w k.w v.w"`). `{e}` in theirs stands for every expert. Functions return views where they can, so that nothing is copied before a
+rank's part is cut out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rayneuron.models.arch import Arch
+
+Convert = Callable[[Tensor], Any]
+Rules = dict[str, "str | tuple[str, Convert]"]
+
+
+def same(t: Tensor) -> Tensor:
+    """The tensor as it is stored."""
+    return t
+
+
+def both(names: Mapping[str, str], biased: Iterable[str] | None = None) -> Rules:
+    """Weight and bias of each: {"q": "attn.q_proj"} -> {"q.w": "attn.q_proj.weight", "q.b": ...}; `biased`: which have one."""
+    out: Rules = {f"{n}.w": f"{theirs}.weight" for n, theirs in names.items()}
+    return out | {f"{n}.b": f"{theirs}.bias" for n, theirs in names.items() if biased is None or n in biased}
+
+
+def interleaved(a: Arch) -> Convert:
+    """Fused rows grouped by head as (q k v) (BLOOM, GPT-NeoX) to three."""
+    return lambda t: tuple(x.flatten(0, 1) for x in t.unflatten(0, (a.heads, 3, -1)).unbind(1))
+
+
+def stacked(a: Arch) -> Convert:
+    """Fused rows as all q, all k, all v (GPT-2, DBRX, Phi-3) to three."""
+    sizes = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim)
+    return lambda t: tuple(t.split(sizes, 0))
+
+
+def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
+    """The whole shape of a canonical tensor (of one expert). `ffn`: the inner size of the layer it belongs to."""
+    q, kv, h, e = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden, a.embed or a.hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "q.w": (q, h), "k.w": (kv, h), "v.w": (kv, h), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (h, q), "gate.w": (ffn, h),
+        "up.w": (ffn, h), "down.w": (h, ffn), "gate.b": (ffn,), "up.b": (ffn,), "router.w": (a.experts, h), "q_norm.w": (a.head_dim,),
+        "k_norm.w": (a.head_dim,), "embed.w": (a.vocab, e), "head.w": (a.vocab, e), "head.b": (a.vocab,), "project_in.w": (h, e),
+        "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h),
+    }  # fmt: skip
+    return shapes.get(name, (h,))  # norms, and biases of what returns to the residual
