@@ -142,6 +142,12 @@ def probe(root: Path = Path("/")) -> tuple[tuple[Chip, ...], str | None]:
     return parse_neuron_ls(ran.stdout), name
 
 
+def this_node(named: str | None, ray_cores: int | None, vcpus: int, root: Path = Path("/")) -> Instance:
+    """`probe`, then `detect`: the type of the node this process runs on. Raises ConfigError."""
+    chips, product = probe(root)
+    return detect(Facts(named, chips, product, ray_cores, vcpus))
+
+
 def parse_visible(text: str) -> tuple[int, ...]:
     """Core numbers of "0,1,2", "0-3" or "0-3,8" as written. Raises ConfigError on anything else, an empty text included."""
     cores: list[int] = []

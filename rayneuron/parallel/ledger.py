@@ -160,15 +160,15 @@ class Ledger:
         return Grant(cores, deployment, lock, record)
 
     def _lock(self, start: int, size: int) -> _Lock | None:
-        descriptor = self._open()
+        lock = _Lock(self._open())  # before the lock is taken: another thread may fork at any moment
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, size, 0))
+            fcntl.fcntl(lock.descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, size, 0))
         except OSError as problem:
-            os.close(descriptor)
+            lock.close()
             if problem.errno in (errno.EAGAIN, errno.EACCES):
                 return None
             raise ConfigError(f"{self._path} cannot be locked ({problem.strerror}); put the ledger on a local file system") from None
-        return _Lock(descriptor)
+        return lock
 
     def _open(self) -> int:
         try:

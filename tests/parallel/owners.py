@@ -25,7 +25,7 @@ class Owner:
     def __init__(self, directory: Path, name: str, kind: str = "inf2.48xlarge") -> None:
         # A fork server: each owner is a real process of its own, made in milliseconds and without this process's threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rayneuron.parallel.ledger"])
+        context.set_forkserver_preload(["tests.parallel.owners"])
         self._pipe, theirs = context.Pipe()
         self.name = name
         self.process = context.Process(target=_own, args=(theirs, str(directory), name, kind), daemon=True)

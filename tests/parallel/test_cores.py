@@ -160,6 +160,7 @@ def test_probe_reads_the_machine(tmp_path: Path) -> None:
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     chips, name = cores.probe(tmp_path)
     assert (len(chips), name) == (12, "inf2.48xlarge")
+    assert cores.this_node(None, 24, 192, tmp_path) == INSTANCES["inf2.48xlarge"]
     tool.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 1\n")
     with pytest.raises(ConfigError, match="code 1: no driver; is the Neuron driver loaded"):
         cores.probe(tmp_path)

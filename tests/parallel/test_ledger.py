@@ -228,13 +228,14 @@ def test_simultaneous_takers_never_overlap(ledger: Ledger) -> None:
 SOAK_SIZES = (1, 2, 4, 8, 12, 24)
 
 
-@pytest.mark.slow
-def test_soak_of_two_thousand_starts_and_stops(ledger: Ledger) -> None:  # BR-04, BR-05
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("turns", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_soak_of_random_starts_and_stops(ledger: Ledger, turns: int) -> None:  # BR-04, BR-05
     """Owners come and go by release, exit and SIGKILL. The test keeps its own books, from what the processes report."""
     dice = random.Random(4)
     living: dict[Owner, set[int]] = {}
     granted = refused = 0
-    for turn in range(2000):
+    for turn in range(turns):
         if living and (dice.random() < 0.45 or len(living) > 10):
             owner = dice.choice(list(living))
             dice.choice((owner.finish, owner.leave, owner.kill, owner.kill))()
@@ -259,7 +260,7 @@ def test_soak_of_two_thousand_starts_and_stops(ledger: Ledger) -> None:  # BR-04
                 owner.leave()
                 refused += 1
         assert ledger.free() == ALL - set().union(*living.values(), set())
-    assert granted > 500 and refused > 100, (granted, refused)
+    assert granted > turns // 4 and refused > turns // 20, (granted, refused)
     for owner in living:
         owner.kill()
     assert ledger.free() == ALL and ledger.holders() == []
