@@ -1,0 +1,191 @@
+"""Solo-equality fuzz: whatever shares the engine, each finished request equals its own run alone, and the ledger returns to its base line."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+import torch
+
+from rayneuron import devices, models
+from rayneuron.engine.buckets import capacity
+from rayneuron.engine.engine import Engine
+from rayneuron.engine.runner import Runner
+from rayneuron.models import hub, weights
+from rayneuron.types import Request, SamplingParams
+
+LENGTH = 96
+EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64)
+
+
+def build(path, rows: int, kv_tokens: int | None = None, chunk: int = 16, dtype: torch.dtype = torch.float32) -> Engine:
+    raw = hub.read_config(path)
+    arch = models.architecture(raw)
+    made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype)
+    c = capacity(rows=rows, length=LENGTH, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8)
+    runner = Runner(arch, devices.open("cpu", dtype=dtype, threads=1), c)
+    runner.load(made)
+    runner.warm(lambda *_: None)
+    return Engine(runner, vocab=arch.vocab, eos_ids=(7, 11))
+
+
+@pytest.fixture(scope="module")
+def solo(tiny):
+    engine = build(tiny, rows=1, chunk=LENGTH)
+    known: dict[tuple, tuple] = {}
+
+    def run(request: Request, index: int) -> tuple:
+        key = (tuple(request.prompt_ids), msgspec.json.encode(request.params), index)
+        if key not in known:
+            from msgspec.structs import replace
+
+            seed = request.params.seed
+            params = replace(request.params, n=1, seed=None if seed is None else seed + index)
+            known[key] = drain(engine, [Request(id="solo", prompt_ids=list(request.prompt_ids), params=params)])["solo", 0]
+        return known[key]
+
+    return run
+
+
+def drain(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], tuple]:
+    for request in requests:
+        engine.add(request)
+    out: dict[tuple[str, int], list] = {}
+    while engine.has_work:
+        collect(out, engine.step())
+    return {k: finished(v) for k, v in out.items()}
+
+
+def collect(out: dict, deltas) -> None:
+    for d in deltas:
+        out.setdefault((d.request_id, d.index), []).append(d)
+
+
+def finished(deltas: list) -> tuple:
+    assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True], "exactly one last delta"
+    return tuple(t for d in deltas for t in d.token_ids), deltas[-1].finish_reason
+
+
+def draw(rng: random.Random, i: int) -> Request:
+    prompt = [rng.randrange(12, 512) for _ in range(rng.choice(EDGES))]
+    most = min(rng.choice([1, 2, 5, 9, 20]), LENGTH - len(prompt))
+    kind = rng.randrange(5)
+    params: dict = {"max_tokens": most, "temperature": 0.0}
+    if kind == 1:
+        params = {"max_tokens": most, "temperature": rng.choice([0.7, 1.0, 1.5]), "seed": rng.randrange(1000)}
+        params |= rng.choice([{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9}])
+        params["n"] = rng.choice([1, 1, 2, 3])
+    elif kind == 2:
+        params |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2}
+    elif kind == 3:
+        params |= {"logprobs": 3, "prompt_logprobs": 1, "min_tokens": min(3, most), "logit_bias": {7: 50.0}}
+    elif kind == 4:
+        params |= {"ignore_eos": True, "stop_token_ids": (rng.randrange(12, 512),)}
+    return Request(id=f"r{i}", prompt_ids=prompt, params=SamplingParams(**params), priority=rng.choice([0, 0, 0, -1, 2]))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_finished_request_equals_its_solo_run(tiny, solo, seed):
+    rng = random.Random(seed)
+    rows = rng.choice([2, 3, 5])
+    budget = rng.choice([None, 96, 144, 160])  # 96: exactly one full sequence, so that growing sequences preempt each other
+    engine = build(tiny, rows, budget, chunk=rng.choice([8, 16, 32]))
+    requests = [draw(rng, i) for i in range(40)]
+    by_id = {r.id: r for r in requests}
+    waiting, out, aborted = list(requests), {}, set()
+    while waiting or engine.has_work:
+        for _ in range(rng.choice([0, 0, 1, 1, 3])):
+            if waiting:
+                engine.add(waiting.pop())
+        if rng.random() < 0.04 and engine.has_work:
+            victim = rng.choice(list(engine._requests) or [None])
+            if victim is not None:
+                index = rng.choice([None, 0])
+                engine.abort(victim, index)
+                aborted.add(victim)
+        collect(out, engine.step())
+        engine.check_ledger()
+    assert set(out) == {(r.id, i) for r in requests for i in range(r.params.n)}, "every choice ended"
+    checked = 0
+    for (rid, index), deltas in out.items():
+        tokens, reason = finished(deltas)
+        wanted, wanted_reason = solo(by_id[rid], index)
+        if reason == "abort":
+            assert rid in aborted and tokens == wanted[: len(tokens)]
+        else:
+            assert (tokens, reason) == (wanted, wanted_reason), by_id[rid]
+            checked += 1
+    assert checked > 20
+    snapshot = engine.snapshot()
+    assert (snapshot.running, snapshot.waiting, snapshot.kv_tokens_used, snapshot.slots_free) == (0, 0, 0, rows)
+    if budget in (96, 144):
+        assert snapshot.preemptions > 0
+
+
+def test_logprobs_do_not_depend_on_the_batch(tiny):
+    engine = build(tiny, 4)
+    rng = random.Random(9)
+    prompts = [[rng.randrange(12, 512) for _ in range(n)] for n in (5, 17, 40)]
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+
+    def entries(batch: list[list[int]]) -> list[list[float]]:
+        for i, p in enumerate(batch):
+            engine.add(Request(id=str(i), prompt_ids=p, params=params))
+        got: dict[str, list[float]] = {}
+        while engine.has_work:
+            for d in engine.step():
+                mine = got.setdefault(d.request_id, [])
+                mine += [e.logprob for e in (d.prompt_logprobs or [])[1:]] + [e.logprob for e in d.logprobs or []]
+        return [got[str(i)] for i in range(len(batch))]
+
+    together, alone = entries(prompts), [entries([p])[0] for p in prompts]
+    for a, b, p in zip(together, alone, prompts, strict=True):
+        assert len(a) == len(p) - 1 + 4
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-4
+
+
+def test_a_deadline_ends_a_request(tiny):
+    now = [100.0]
+    engine = build(tiny, 2)
+    engine._clock = lambda: now[0]
+    engine.add(Request(id="late", prompt_ids=[20] * 9, params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), deadline_s=105.0))
+    engine.add(Request(id="free", prompt_ids=[20] * 9, params=SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)))
+    out: dict = {}
+    collect(out, engine.step())
+    now[0] = 106.0
+    while engine.has_work:
+        collect(out, engine.step())
+    assert finished(out["late", 0])[1] == "abort" and "deadline" in out["late", 0][-1].error
+    assert finished(out["free", 0]) [1] == "length"
+    engine.check_ledger()
+
+
+def test_a_failing_device_ends_every_request_with_an_error(tiny):
+    from rayneuron.engine.loop import EngineLoop
+    from rayneuron.errors import NotReady
+
+    engine = build(tiny, 2)
+    got: list = []
+    import threading
+
+    done = threading.Event()
+
+    def deliver(deltas):
+        got.extend(deltas)
+        if sum(d.finish_reason is not None for d in got) == 3:
+            done.set()
+
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    engine.runner.device.run = broken
+    loop = EngineLoop(engine, deliver)
+    for i in range(3):
+        loop.submit(Request(id=str(i), prompt_ids=[20, 21], params=SamplingParams(max_tokens=5)))
+    assert done.wait(20)
+    assert {d.finish_reason for d in got} == {"error"} and all("the device is gone" in d.error for d in got)
+    loop.close()
+    assert not loop.alive
+    with pytest.raises(NotReady, match="the device is gone"):
+        loop.submit(Request(id="x", prompt_ids=[20], params=SamplingParams()))
