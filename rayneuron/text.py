@@ -89,7 +89,7 @@ class Text:
             )
         except Exception as wrong:  # templates raise whatever their filters raise; all of it is the caller's messages or template
             param = "messages" if chat_template is None else "chat_template"
-            raise RequestError(f"the chat template refused the messages: {wrong}", param=param) from wrong
+            raise RequestError(f"{param}: the chat template failed on these messages: {wrong}", param=param) from wrong
         return self.encode(rendered, add_special_tokens=add_special_tokens)
 
     def token(self, token_id: int) -> str:

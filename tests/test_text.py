@@ -1,5 +1,7 @@
 """Tokenizer, chat template, special tokens: equal to transformers, never the network, EOS from every source."""
 
+# ruff: noqa: F401, F811  (fixtures are imported, then named as arguments)
+
 from __future__ import annotations
 
 import json
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 from rayneuron.errors import CheckpointError, ConfigError, RequestError
 from rayneuron.text import Text
 from tests.api import spelling
-from tests.api.conftest import byte_fallback, byte_level, text, word_pieces  # noqa: F401
+from tests.api.conftest import byte_fallback, byte_level, text, word_pieces
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "สวัสดี 👩‍👩‍👧 <|im_end|> 你好"}]
 
@@ -82,7 +84,7 @@ def test_an_architecture_transformers_does_not_know(tmp_path: Path) -> None:
     assert Text(spelling.byte_level(tmp_path, config={"model_type": "gpt_nova", "architectures": ["GPTNovaForCausalLM"]})).encode("hello")
 
 
-def test_one_bos(text: Text) -> None:  # noqa: F811
+def test_one_bos(text: Text) -> None:
     """A text that already begins with BOS, a chat template with BOS, and a plain text each give exactly one."""
     bos = text.tokenizer.bos_token_id
     plain, marked = text.encode("hello"), text.encode("<s>hello")
@@ -105,7 +107,7 @@ def test_a_saved_truncation_is_not_applied(tmp_path: Path) -> None:
         "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    text = Text(tmp_path)  # noqa: F811
+    text = Text(tmp_path)
     assert text.decode(text.encode("a" * 100)) == "a" * 100
 
 
@@ -117,14 +119,14 @@ def test_chat_templates(tmp_path: Path) -> None:
     given = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ tail }}"
     (tmp_path / "own.jinja").write_text(given)
     for source in (given, tmp_path / "own.jinja", str(tmp_path / "own.jinja")):
-        text = Text(path, chat_template=source)  # noqa: F811
+        text = Text(path, chat_template=source)
         assert text.decode(text.chat(CHAT[:1], tail="!")) == "[system]Be brief.!"
         assert text.config["chat_template"] == given
     with pytest.raises(ConfigError, match=r"neither a template nor a readable file"):
         Text(path, chat_template="missing.jinja")
 
 
-def test_a_refusing_template_is_the_callers_error(byte_level: Text) -> None:  # noqa: F811
+def test_a_refusing_template_is_the_callers_error(byte_level: Text) -> None:
     with pytest.raises(RequestError, match="unknown role wizard") as caught:
         byte_level.chat([{"role": "wizard", "content": "x"}])
     assert caught.value.param == "messages"
@@ -134,18 +136,18 @@ def test_a_refusing_template_is_the_callers_error(byte_level: Text) -> None:  # 
         assert caught.value.param == "chat_template"
 
 
-def test_continue_final_message(byte_level: Text) -> None:  # noqa: F811
+def test_continue_final_message(byte_level: Text) -> None:
     told = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one, two"}]
     rendered = byte_level.decode(byte_level.chat(told, add_generation_prompt=False, continue_final_message=True), skip_special_tokens=False)
     assert rendered.endswith("assistant\none, two")
 
 
-def test_lone_surrogates_are_refused(text: Text) -> None:  # noqa: F811
+def test_lone_surrogates_are_refused(text: Text) -> None:
     with pytest.raises(RequestError, match="lone surrogates"):
         text.encode("a\ud800b")
 
 
-def test_bytes_of_every_token(text: Text) -> None:  # noqa: F811
+def test_bytes_of_every_token(text: Text) -> None:
     """The table of bytes, token by token, against the tokenizer's own decoder: every token between two letters."""
     letter = text.encode("x", add_special_tokens=False)[-1]
     for token_id in range(text.tokenizer.backend_tokenizer.get_vocab_size()):

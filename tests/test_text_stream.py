@@ -1,5 +1,7 @@
 """Incremental text: detokenizer, stop strings and Assembler against naive references that see the whole text at once."""
 
+# ruff: noqa: F401, F811  (fixtures are imported, then named as arguments)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,17 +14,17 @@ from rayneuron.stops import Stops
 from rayneuron.text import Assembler, Text
 from rayneuron.types import Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api import playing, spelling
-from tests.api.conftest import byte_fallback, byte_level, text, word_pieces  # noqa: F401
+from tests.api.conftest import byte_fallback, byte_level, text, word_pieces
 
 RELAXED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def streamed(text: Text, ids: Sequence[int], prompt: Sequence[int] = (), skip: bool = True) -> list[str]:  # noqa: F811
+def streamed(text: Text, ids: Sequence[int], prompt: Sequence[int] = (), skip: bool = True) -> list[str]:
     words = text.detokenizer(prompt, skip)
     return [*(words.push(token_id) for token_id in ids), words.flush()]
 
 
-def spelled(text: Text, ids: Sequence[int], skip: bool) -> bytes:  # noqa: F811
+def spelled(text: Text, ids: Sequence[int], skip: bool) -> bytes:
     """The bytes of tokens, read off the vocabulary by hand: GPT-2's alphabet or Llama's <0x..> and ▁."""
     backend = text.tokenizer.backend_tokenizer
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -42,7 +44,7 @@ def spelled(text: Text, ids: Sequence[int], skip: bool) -> bytes:  # noqa: F811
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("sample", spelling.CORPUS)
-def test_corpus_streams_whole(text: Text, sample: str, skip: bool) -> None:  # noqa: F811
+def test_corpus_streams_whole(text: Text, sample: str, skip: bool) -> None:
     """Token by token the corpus comes out as it went in, and no piece ever holds half a character."""
     ids = text.encode(sample, add_special_tokens=False)
     pieces = streamed(text, ids, skip=skip)
@@ -55,27 +57,27 @@ def test_corpus_streams_whole(text: Text, sample: str, skip: bool) -> None:  # n
 
 @RELAXED
 @given(data=st.data(), skip=st.booleans())
-def test_any_ids_stream_to_their_bytes(byte_level: Text, byte_fallback: Text, data: st.DataObject, skip: bool) -> None:  # noqa: F811
-    """Random ids, most of them invalid UTF-8: the join is what all bytes decode to at once, and the tokenizer's own text where it has one."""
-    for text in (byte_level, byte_fallback):  # noqa: F811
-        ids = data.draw(st.lists(st.integers(0, text.tokenizer.backend_tokenizer.get_vocab_size() - 1), max_size=24))
-        whole = spelled(text, ids, skip).decode("utf-8", "replace")
-        joined = "".join(streamed(text, ids, skip=skip))
-        assert joined == (whole if text is byte_level else whole.removeprefix(" "))
-        if "\ufffd" not in whole or text is byte_level:  # byte fallback itself turns a whole run to U+FFFD when any byte of it is bad
-            assert joined == text.decode(ids, skip_special_tokens=skip)
+def test_any_ids_stream_to_their_bytes(byte_level: Text, byte_fallback: Text, data: st.DataObject, skip: bool) -> None:
+    """Random ids, most of them invalid UTF-8: the join is what all bytes decode to at once, and the tokenizer's own where it agrees."""
+    for kind in (byte_level, byte_fallback):
+        ids = data.draw(st.lists(st.integers(0, kind.tokenizer.backend_tokenizer.get_vocab_size() - 1), max_size=24))
+        whole = spelled(kind, ids, skip).decode("utf-8", "replace")
+        joined = "".join(streamed(kind, ids, skip=skip))
+        assert joined == (whole if kind is byte_level else whole.removeprefix(" "))
+        if "\ufffd" not in whole or kind is byte_level:  # byte fallback itself turns a whole run to U+FFFD when any byte of it is bad
+            assert joined == kind.decode(ids, skip_special_tokens=skip)
 
 
 @RELAXED
 @given(data=st.data())
-def test_window_streams_to_the_whole(word_pieces: Text, data: st.DataObject) -> None:  # noqa: F811
+def test_window_streams_to_the_whole(word_pieces: Text, data: st.DataObject) -> None:
     """A tokenizer without a byte table, over more tokens than one window holds."""
     ids = data.draw(st.lists(st.integers(0, word_pieces.vocab_size - 1), max_size=70))
     for skip in (True, False):
         assert "".join(streamed(word_pieces, ids, skip=skip)) == word_pieces.decode(ids, skip_special_tokens=skip)
 
 
-def test_window_does_not_halve_characters(byte_level: Text) -> None:  # noqa: F811
+def test_window_does_not_halve_characters(byte_level: Text) -> None:
     """The window over a tokenizer that does make half characters."""
     from rayneuron.detokenizer import Window
 
@@ -87,7 +89,7 @@ def test_window_does_not_halve_characters(byte_level: Text) -> None:  # noqa: F8
         assert "".join(pieces) + words.flush() == sample * 5
 
 
-def test_prompt_that_ends_inside_a_character(text: Text) -> None:  # noqa: F811
+def test_prompt_that_ends_inside_a_character(text: Text) -> None:
     """The output completes the character; none of the prompt is sent again; a completion that fails is not blamed on the output."""
     first, second, third = _byte_ids(text, "水")
     after = text.encode("x", add_special_tokens=False)[-1:]
@@ -99,13 +101,13 @@ def test_prompt_that_ends_inside_a_character(text: Text) -> None:  # noqa: F811
     assert streamed(text, [second], prompt[:-1]) == ["", "\ufffd"]
 
 
-def _byte_ids(text: Text, char: str) -> list[int]:  # noqa: F811
+def _byte_ids(text: Text, char: str) -> list[int]:
     """One token a byte."""
-    singles = {text.token_bytes(token_id): token_id for token_id in reversed(range(text.vocab_size)) if len(text.token_bytes(token_id)) == 1}
+    singles = {text.token_bytes(token_id): token_id for token_id in reversed(range(text.vocab_size))}
     return [singles[bytes([byte])] for byte in char.encode()]
 
 
-def test_special_tokens(text: Text) -> None:  # noqa: F811
+def test_special_tokens(text: Text) -> None:
     """Special tokens are left out or kept as asked; an added token that is not special always stays."""
     ids = text.tokenizer.convert_tokens_to_ids(["<|im_start|>", spelling.KEPT, "<|im_end|>", "<s>"])
     assert "".join(streamed(text, ids)) == spelling.KEPT
@@ -169,11 +171,11 @@ def test_stop_examples(pieces: list[str], stops: tuple[str, ...], expected: str,
     assert (sent + ("" if hit else scanner.flush()), hit) == (expected, found)
 
 
-def request_for(text: Text, prompt: str = "p", **words: object) -> Request:  # noqa: F811
+def request_for(text: Text, prompt: str = "p", **words: object) -> Request:
     return Request(id="r-0", prompt_ids=text.encode(prompt), params=SamplingParams(**({"max_tokens": None} | words)))  # type: ignore[arg-type]
 
 
-def outcome(text: Text, request: Request, ids: Sequence[int], sizes: list[int], **words: object) -> dict[str, object]:  # noqa: F811
+def outcome(text: Text, request: Request, ids: Sequence[int], sizes: list[int], **words: object) -> dict[str, object]:
     made = playing.assemble(request, text, playing.play(request, ids, sizes, **words))  # type: ignore[arg-type]
     assert [delta.finish_reason is not None for delta in made] == [False] * (len(made) - 1) + [True]
     assert all(delta.text for delta in made[:-1]), "an empty delta before the last"
@@ -191,7 +193,7 @@ def outcome(text: Text, request: Request, ids: Sequence[int], sizes: list[int], 
 @pytest.mark.parametrize("sample", ["hi 👩‍👩‍👧!", "안녕 x", "น้ำ", "क्षत्रिय", "ends in 水"])
 @pytest.mark.parametrize("stops", [(), ("!",), ("👧", "zz"), ("녕 x",), ("ั", "้"), ("in ", "n 水")])
 @pytest.mark.parametrize("include", [False, True])
-def test_every_cut_gives_the_same(text: Text, sample: str, stops: tuple[str, ...], include: bool) -> None:  # noqa: F811
+def test_every_cut_gives_the_same(text: Text, sample: str, stops: tuple[str, ...], include: bool) -> None:
     """All the ways to cut up to nine tokens into steps give one outcome: that of the whole text searched at once."""
     ids = text.encode(sample, add_special_tokens=False)[-9:]
     request = request_for(text, stop=stops, include_stop_str_in_output=include, logprobs=1)
@@ -210,7 +212,7 @@ def test_every_cut_gives_the_same(text: Text, sample: str, stops: tuple[str, ...
         assert got["usage"] is not None and got["usage"].prompt_tokens == len(request.prompt_ids)  # type: ignore[attr-defined]
 
 
-def test_after_a_stop_string_nothing_follows(text: Text) -> None:  # noqa: F811
+def test_after_a_stop_string_nothing_follows(text: Text) -> None:
     request = request_for(text, stop=("b",))
     assembler = Assembler(request, text)
     ids = text.encode("abc", add_special_tokens=False)
@@ -221,8 +223,8 @@ def test_after_a_stop_string_nothing_follows(text: Text) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("include", [True, False])
-def test_end_of_sequence(text: Text, skip: bool, include: bool) -> None:  # noqa: F811
-    """EOS ends with reason stop, is counted, and is not in the text (its own text is what include_stop_str_in_output with skip off asks for)."""
+def test_end_of_sequence(text: Text, skip: bool, include: bool) -> None:
+    """EOS ends with reason stop, is counted, and is not in the text, unless include_stop_str_in_output asks for it with skipping off."""
     eos, request = text.tokenizer.eos_token_id, request_for(text, skip_special_tokens=skip, include_stop_str_in_output=include)
     shown = "</s>" if include and not skip else ""
     first = outcome(text, request, [eos], [1], finish="stop", eos=True)
@@ -233,7 +235,7 @@ def test_end_of_sequence(text: Text, skip: bool, include: bool) -> None:  # noqa
         assert (str(got["text"]).lstrip(), got["ids"], got["finish"]) == ("ab" + shown, ids, ("stop", None))
 
 
-def test_stop_token_ids(text: Text) -> None:  # noqa: F811
+def test_stop_token_ids(text: Text) -> None:
     """A stop token's text is not returned, its id is the reason; in the middle of a character the bytes before it become U+FFFD."""
     ids = text.encode("水", add_special_tokens=False)[-3:]
     stop = text.encode("x", add_special_tokens=False)[-1]
@@ -254,7 +256,7 @@ def test_stop_token_ids(text: Text) -> None:  # noqa: F811
         ("error", False, None, (), ("error", None)),
     ],
 )
-def test_reasons(byte_level: Text, finish: str, eos: bool, token: int | None, stops: tuple[str, ...], expected: object) -> None:  # noqa: F811
+def test_reasons(byte_level: Text, finish: str, eos: bool, token: int | None, stops: tuple[str, ...], expected: object) -> None:
     """The reason is right exactly once, also when the last token has no text and when limit and stop string meet at one token."""
     ids = byte_level.encode("ab", add_special_tokens=False) + ([2] if eos else [])
     request = request_for(byte_level, stop=stops)
@@ -263,7 +265,7 @@ def test_reasons(byte_level: Text, finish: str, eos: bool, token: int | None, st
             assert outcome(byte_level, request, ids, steps, finish=finish, eos=eos, stop_token=token)["finish"] == expected
 
 
-def test_min_tokens_disarms_stop_strings(byte_level: Text) -> None:  # noqa: F811
+def test_min_tokens_disarms_stop_strings(byte_level: Text) -> None:
     """No stop string counts before min_tokens tokens; one that is complete after them does, even if it began before."""
     ids = byte_level.encode("b", add_special_tokens=False) * 5
     for sizes in playing.cuts(5):
@@ -271,7 +273,7 @@ def test_min_tokens_disarms_stop_strings(byte_level: Text) -> None:  # noqa: F81
         assert (got["text"], got["finish"], len(got["ids"])) == ("bb", ("stop", "bb"), 4)  # type: ignore[arg-type]
 
 
-def test_choices_do_not_mix(byte_level: Text) -> None:  # noqa: F811
+def test_choices_do_not_mix(byte_level: Text) -> None:
     """Two choices of one request arrive interleaved, one inside a character."""
     request = request_for(byte_level, n=2, temperature=1.0)
     assembler = Assembler(request, byte_level)
@@ -284,7 +286,7 @@ def test_choices_do_not_mix(byte_level: Text) -> None:  # noqa: F811
     assert [(d.index, d.text, d.token_ids) if d else None for d in made] == [None, (1, "ok", other), (0, "水", first)]
 
 
-def test_prompt_logprobs_are_not_withheld(byte_level: Text) -> None:  # noqa: F811
+def test_prompt_logprobs_are_not_withheld(byte_level: Text) -> None:
     request = request_for(byte_level, stop=("ab",), prompt_logprobs=0)
     told: list[TokenLogprobs | None] = [None, TokenLogprobs(5, -1.0, 1, ())]
     delta = Assembler(request, byte_level).push(TokenDelta("r-0", 0, byte_level.encode("a", False), prompt_logprobs=told))

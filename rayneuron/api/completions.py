@@ -83,7 +83,7 @@ def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
             text, ids = item, context.text.encode(item, add_special_tokens=special)
         else:
             text, ids = None, token_ids(name, item, context.vocab_size)
-        if not ids:
+        if not item or not ids:  # a text without characters is refused even where the tokenizer would add BOS, as vLLM does
             raise RequestError(f"{name} is empty; send at least one token", param="prompt")
         read.append((text, cut(ids, keep, side)))
     return read

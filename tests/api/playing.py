@@ -89,7 +89,8 @@ def join(chunks: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     joined: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
-            seen = joined.setdefault(choice["index"], {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None, "token_ids": []})
+            empty = {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None, "token_ids": []}
+            seen = joined.setdefault(choice["index"], empty)
             delta = choice.get("delta")
             seen["text"] += choice["text"] if delta is None else delta.get("content", "")
             assert seen["finish_reason"] is None, "a chunk after the finish"

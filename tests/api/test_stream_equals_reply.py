@@ -81,7 +81,7 @@ def head(call: Call, kind: str) -> tuple[str, int, str, str]:
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_many_choices_interleaved(byte_level: Text, kind: str) -> None:
-    """Two prompts (completions) of three choices, their deltas shuffled together, echo with probabilities: indices, order and usage hold."""
+    """Two prompts (completions) of three choices, shuffled together, echo with probabilities: indices, order and usage hold."""
     ask: dict[str, Any] = {"n": 3, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "logprobs": 1}
     if kind == "completion":
         ask |= {"prompt": ["first 水", "second"], "echo": True}
