@@ -210,6 +210,11 @@ class Page:
     def figures(self) -> str:
         return self.texts("article.assistant footer")[-1]
 
+    def greedy(self) -> None:
+        """Temperature 0, as if the slider were drawn to its left end."""
+        draw = "const t = document.getElementById('temperature'); t.value = 0; t.dispatchEvent(new Event('input', {bubbles: true}))"
+        self.driver.execute_script(draw)
+
     def complaints(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -229,10 +234,9 @@ def test_conversation_streams_and_shows_its_figures(page: Page, script: Script) 
     assert page.answer() == "Hello, you."
     said = [(message["role"], message["content"].strip()) for message in script.bodies[1]["messages"]]
     assert said == [("user", "hi"), ("assistant", "Hello, you."), ("user", "again")]
-    assert {key: script.bodies[0][key] for key in ("model", "temperature", "max_tokens", "stream", "stream_options")} == {
+    assert {key: value for key, value in script.bodies[0].items() if key != "messages"} == {
         "model": "scripted",
         "temperature": 0.7,
-        "max_tokens": 512,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -313,11 +317,8 @@ def test_settings_are_sent_and_survive_a_reload(page: Page, script: Script) -> N
     page.find("#toggle").click()
     page.find("#system").send_keys("Be brief.")
     page.find("#key").send_keys("s3cret")
-    page.find("#max-tokens").clear()
     page.find("#max-tokens").send_keys("33")
-    page.driver.execute_script(
-        "const t = document.getElementById('temperature'); t.value = 0; t.dispatchEvent(new Event('input', {bubbles: true}))"
-    )
+    page.greedy()
     page.driver.refresh()
     page.ready()
     assert not page.find("#settings").is_displayed()
@@ -341,3 +342,29 @@ def test_works_under_a_route_prefix(browser: Any, address: str, script: Script) 
     page.say("hi")
     assert page.answer() == "Hello, you."
     assert page.complaints() == []
+
+
+def test_the_real_application(browser: Any, tiny: Path) -> None:
+    """The real routes and engine, a random model: an answer to the token limit, then one stopped half-way, and nothing is left behind."""
+    from rayneuron.serve.replica import EngineServer
+    from tests.serve.scripted import Site
+
+    site = Site(EngineServer({"model": {"path": str(tiny), "name": "tiny"}, "dtype": "fp32", "max_model_len": 4096, "max_num_seqs": 2}))
+    try:
+        page = Page(browser, site.url + "/").ready()
+        assert page.find("#model").text == "tiny"
+        page.greedy()  # sampling would meet EOS by chance
+        page.find("#toggle").click()
+        page.find("#max-tokens").send_keys("9")
+        page.say("hello")
+        page.until(lambda: "+ 9 tokens" in page.figures() if page.all("article.assistant") else False)
+        assert "token limit reached" in page.figures() and page.complaints() == []
+        page.find("#max-tokens").clear()
+        page.say("on and on")
+        page.until(lambda: "first token" in page.find("article.busy footer").text)
+        page.find("#stop").click()
+        page.answer()
+        assert "stopped" in page.figures()
+        site.settle()
+    finally:
+        site.close()

@@ -5,7 +5,7 @@ import { complete, errorOf, headers } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const KEPT = ["system", "temperature", "max-tokens", "colours"]; // in localStorage; the key only while the tab lives
-const DEFAULTS = { system: "", temperature: "0.7", "max-tokens": "512", colours: "light dark" };
+const DEFAULTS = { system: "", temperature: "0.7", "max-tokens": "", colours: "light dark" };
 const RETRY_MS = 2000;
 
 let conversation = []; // {role, content} of what was said and answered; a new chat is a new list
@@ -108,11 +108,12 @@ async function answer() {
 
 function body() {
   const system = $("system").value.trim();
+  const most = $("max-tokens");
   return {
     model: $("model").value,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
     temperature: Number($("temperature").value),
-    max_tokens: $("max-tokens").checkValidity() ? Number($("max-tokens").value) : Number(DEFAULTS["max-tokens"]),
+    ...(most.value && most.checkValidity() ? { max_tokens: Number(most.value) } : {}),
     stream: true,
     stream_options: { include_usage: true },
   };
