@@ -115,6 +115,7 @@ def test_a_killed_owner_frees_its_cores_at_once(ledger: Ledger) -> None:
     assert ledger.holders() == [], "a record without a lock is no holder"
     with ledger.take(24, "next") as grant:  # the stale record does not stand in the way, and is gone
         assert [holder.cores for holder in ledger.holders()] == [grant.cores]
+        assert [path.name for path in ledger.directory.glob("*.json")] == [f"0-23.{os.getpid()}.json"]
 
 
 @pytest.mark.parametrize("way", ["fork", "execute"])
