@@ -6,7 +6,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo_model, _add_config, _add_serve, _add_generate, _add_version):
+    for add in (_add_demo_model, _add_config, _add_serve, _add_generate, _add_shard, _add_quantize, _add_version):
         add(commands)
     return parser
 
@@ -126,14 +127,81 @@ def _generate(args: argparse.Namespace) -> None:
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
-    llm = LLM(args.model, **deployment_file.parse_assignments(args.set))
-    try:
-        if args.chat:
-            prompts = [{"prompt_token_ids": llm.text.chat([{"role": "user", "content": prompt}])} for prompt in prompts]
-        for result in llm.generate(prompts, params):
-            print(result.outputs[0].text)
-    finally:
-        llm.close()
+    with LLM(args.model, **deployment_file.parse_assignments(args.set)) as llm:
+        asked = [_conversation(llm, prompt) for prompt in prompts] if args.chat else prompts
+        if len(asked) > 1:
+            for result in llm.generate(asked, params):
+                print(result.outputs[0].text)
+            return
+        for delta in llm.stream(asked[0], params):
+            print(delta.text, end="", flush=True)
+        print()
+
+
+def _conversation(llm: Any, prompt: str) -> dict[str, Any]:
+    return {"prompt_token_ids": llm.text.chat([{"role": "user", "content": prompt}])}
+
+
+def _add_shard(commands: Any) -> None:
+    command = commands.add_parser("shard", help="cut a checkpoint once, so that every rank reads its own file")
+    command.add_argument("model", metavar="MODEL", help="a model directory or demo:NAME")
+    command.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel degree: how many ranks")
+    command.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (auto: the checkpoint's)")
+    command.add_argument("--quantization", help="int8, f8e4m3 or f8e5m2 weights (none)")
+    command.add_argument("--scheme", default="per_channel", help="one scale per_channel or per_tensor (per_channel)")
+    command.add_argument("--unfused", action="store_true", help="keep q, k and v apart, for deployments with fused_qkv: false")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.set_defaults(run=_shard)
+
+
+def _shard(args: argparse.Namespace) -> None:
+    from rayneuron import demo
+    from rayneuron.models import presharded
+
+    with _bar("layers") as progress:
+        presharded.shard(
+            demo.resolve(args.model),
+            args.tp,
+            args.out,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            scheme=args.scheme,
+            fused_qkv=not args.unfused,
+            progress=progress,
+        )
+    print(args.out)
+
+
+def _add_quantize(commands: Any) -> None:
+    command = commands.add_parser("quantize", help="write a copy of a checkpoint with int8 or float8 weights")
+    command.add_argument("model", metavar="MODEL", help="a model directory or demo:NAME")
+    command.add_argument("--dtype", default="int8", help="int8, f8e4m3 or f8e5m2 (int8)")
+    command.add_argument("--scheme", default="per_channel", help="one scale per_channel or per_tensor (per_channel)")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.set_defaults(run=_quantize)
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from rayneuron import demo
+    from rayneuron.models import quantize
+
+    with _bar("tensors") as progress:
+        quantize.quantize(demo.resolve(args.model), args.dtype, args.scheme, args.out, progress=progress)
+    print(args.out)
+
+
+@contextmanager
+def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar in a terminal, nothing elsewhere, driven by progress(done, total)."""
+    from tqdm import tqdm
+
+    with tqdm(unit=f" {unit}", disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def _add_version(commands: Any) -> None:

@@ -57,6 +57,26 @@ def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], message: str, ca
     assert message in said.err and said.err.count("\n") == 1 and said.out == ""
 
 
+def test_generate_answers_and_is_deterministic(tiny: Path) -> None:
+    words = ["generate", str(tiny), "--prompt", "hello", "--max-tokens", "9", "--set", "dtype=fp32", "--set", "max_model_len=64"]
+    streamed, twice, chat = run(*words), run(*words, "--prompt", "hello"), run(*words, "--chat")
+    assert (streamed.returncode, twice.returncode, chat.returncode) == (0, 0, 0), streamed.stderr + twice.stderr + chat.stderr
+    assert streamed.stdout.strip() and twice.stdout == 2 * streamed.stdout
+    assert chat.stdout != streamed.stdout, "the chat template is in the prompt"
+
+
+def test_shard_and_quantize_write_what_loads_again(tiny: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    assert cli.main(["quantize", str(tiny), "--dtype", "int8", "--out", str(tmp_path / "int8")]) == 0
+    with safe_open(tmp_path / "int8" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert {f"model.layers.0.self_attn.q_proj.{part}" for part in ("weight", "scale")} <= names
+    assert cli.main(["shard", str(tmp_path / "int8"), "--tp", "2", "--out", str(tmp_path / "cut")]) == 0
+    assert len(list((tmp_path / "cut").rglob("*.safetensors"))) == 2
+    assert cli.main(["shard", str(tiny), "--tp", "2", "--scheme", "per_row", "--quantization", "int8", "--out", str(tmp_path / "x")]) == 2
+
+
 class Became(Exception):
     """Raised in place of exec."""
 
