@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rayneuron.errors import ConfigError
 from rayneuron.types import SamplingParams
 
+Section = TypeVar("Section", bound=BaseModel)
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 # LMI calls dtypes by its `amp` names, transformers and vLLM by torch's: one table, one meaning.
@@ -74,7 +75,7 @@ class Serving(_Section):
     num_replicas: int = Field(1, ge=0)
     autoscaling: dict[str, Any] | None = Field(None, description="Ray Serve's autoscaling_config, instead of num_replicas.")
     num_cpus: float | None = Field(None, gt=0, description="CPUs a replica reserves in Ray; default 1.")
-    drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams; longer than the longest stream.")
+    drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams.")
     stall_timeout_s: float = Field(120.0, gt=0, description="No step finished for so long while work is pending: the replica is unhealthy.")
     api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
     log_prompts: bool = False
@@ -158,7 +159,7 @@ def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[st
     return out
 
 
-def _validate(kind: type[Any], args: Mapping[str, Any]) -> Any:
+def _validate(kind: type[Section], args: Mapping[str, Any]) -> Section:
     try:
         return kind.model_validate(args)
     except pydantic.ValidationError as error:

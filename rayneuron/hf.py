@@ -118,7 +118,9 @@ def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
                 if value not in _NEUTRAL[name]:
                     raise RequestError(f"generate({name}={value!r}) is not supported; leave it out", param=name)
             elif strict:
-                raise RequestError(f"generate() does not know {name!r}; known are {', '.join(sorted({*_SAME, *_OTHER, *_LENGTHS}))}", param=name)
+                raise RequestError(
+                    f"generate() does not know {name!r}; known are {', '.join(sorted({*_SAME, *_OTHER, *_LENGTHS}))}", param=name
+                )
     return settings
 
 
@@ -129,7 +131,9 @@ def _params(settings: dict[str, Any], prompt: int, width: int, most: int) -> Sam
     else:
         new = settings.get("max_length", width + 20) - width  # transformers' default is 20 tokens beyond the prompt
     if new < 1:
-        raise RequestError(f"max_length {settings['max_length']} leaves no room after {width} prompt tokens; set max_new_tokens", param="max_length")
+        raise RequestError(
+            f"max_length {settings['max_length']} leaves no room after {width} prompt tokens; set max_new_tokens", param="max_length"
+        )
     values = {ours: settings[theirs] for theirs, ours in _SAME.items() if theirs in settings}
     if not sampling:
         values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -47,7 +47,14 @@ class LLM:
     ) -> None:
         model = {"path": str(path), "tokenizer": tokenizer, "allow_pickle": allow_pickle}
         self.config: Deployment = parse(
-            {"model": model, "dtype": dtype, "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "device": device, **options}
+            {
+                "model": model,
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "tensor_parallel": tensor_parallel,
+                "device": device,
+                **options,
+            }
         )
         opened = open_engine(self.config, progress)
         self.text = opened.text
@@ -62,16 +69,21 @@ class LLM:
         self._numbers = itertools.count()
         self._loop = EngineLoop(self.engine, self._deliver)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts. `params`: one for all or one a prompt.
 
-        Default params are SamplingParams() (16 tokens at temperature 1). Raises RequestError for a wrong prompt or parameter before anything runs.
+        Default params are SamplingParams() (16 tokens at temperature 1). Raises RequestError for a wrong prompt or parameter before
+        anything runs.
         """
         many = _listed(prompts)
         each = _matched(params, len(many))
         return self._all([self._request(p, s) for p, s in zip(many, each, strict=True)], use_tqdm)
 
-    def chat(self, messages: Sequence[Any], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False, **template: Any) -> list[RequestOutput]:
+    def chat(
+        self, messages: Sequence[Any], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False, **template: Any
+    ) -> list[RequestOutput]:
         """Answer one conversation (a list of {role, content}) or several. `template` keywords reach the chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         ids = [{"prompt_token_ids": self.text.chat(c, **template)} for c in conversations]

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done,
 
 @dataclass(slots=True)
 class Opened:
-    """A running engine and what belongs to it. `seconds`: how long each part of starting took. `generation`: the model's generation_config."""
+    """A running engine and what belongs to it. `seconds`: what each part of starting took; `generation`: generation_config.json."""
 
     engine: Engine
     text: Text
@@ -123,7 +123,12 @@ def _weights(config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dt
 
     checkpoint = hub.Checkpoint(path, allow_pickle=config.model.allow_pickle)
     return weights.load(
-        arch, models.family(raw), checkpoint, dtype=dtype, fused=config.fused_qkv, progress=lambda done, total: report("weights", done, total)
+        arch,
+        models.family(raw),
+        checkpoint,
+        dtype=dtype,
+        fused=config.fused_qkv,
+        progress=lambda done, total: report("weights", done, total),
     )
 
 

@@ -178,7 +178,7 @@ class Usage(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct):
     """A `TokenDelta` with its text: what a client sees. `text` never holds half a character nor a withheld stop string.
 
-    `token_ids` are the tokens counted as output so far in this delta; `stop_reason` is the stop string or token id that ended the choice, None for EOS.
+    `token_ids` are the output tokens of this delta; `stop_reason` is the stop string or token id that ended the choice, None for EOS.
     """
 
     request_id: str

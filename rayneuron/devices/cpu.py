@@ -25,7 +25,9 @@ class Cpu:
 
     ranks_per_process = 1
 
-    def __init__(self, *, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, threads: int = 1, comm: Collectives | None = None) -> None:
+    def __init__(
+        self, *, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, threads: int = 1, comm: Collectives | None = None
+    ) -> None:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
@@ -82,7 +84,10 @@ def representatives(shapes: Sequence[Shape]) -> list[Shape]:
     """
     chosen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
-        keys: list[tuple[object, ...]] = [(shape.rows, shape.tokens), (shape.rows, shape.output, shape.tag, shape.output == "scores" and shape.tokens)]
+        keys: list[tuple[object, ...]] = [
+            (shape.rows, shape.tokens),
+            (shape.rows, shape.output, shape.tag, shape.output == "scores" and shape.tokens),
+        ]
         for key in keys:
             if key not in chosen or (shape.length, shape.tokens) < (chosen[key].length, chosen[key].tokens):
                 chosen[key] = shape
@@ -137,7 +142,7 @@ def linear(w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
     weight = w[name + ".w"]
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, w.get(name + ".b"), "none", [], "")
-    return plain.linear(w, name, x)
+    return plain.PLAIN.linear(w, name, x)
 
 
 def write_kv(kv: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
@@ -179,6 +184,8 @@ def _attend(q: Tensor, kv: Tensor, bias: Tensor, scale: float) -> Tensor:
     group = heads // k.shape[1]
     if t == 1:  # the queries of a group are rows of one product: nothing is repeated
         bias = bias if bias.shape[1] == 1 else bias.view(b, k.shape[1], group, -1)
-        return F.scaled_dot_product_attention(q.view(b, k.shape[1], group, size), k, v, attn_mask=bias, scale=scale).reshape(b, 1, heads * size)
+        return F.scaled_dot_product_attention(q.view(b, k.shape[1], group, size), k, v, attn_mask=bias, scale=scale).reshape(
+            b, 1, heads * size
+        )
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=bias, scale=scale, enable_gqa=group > 1)
     return out.transpose(1, 2).reshape(b, t, heads * size)

@@ -17,7 +17,7 @@ from rayneuron.engine.batch import draw_number
 from rayneuron.engine.scheduler import Plan, Work
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
-from rayneuron.types import Request, TokenDelta
+from rayneuron.types import MIN_TEMPERATURE, Request, TokenDelta
 
 
 def refuse_duplicate(request: Request, known: Mapping[str, object]) -> None:
@@ -82,7 +82,7 @@ def _sample_on_host(row: Tensor, sequence: Sequence) -> int:
         return int(row.argmax())
     ids, _ = sampling.sample(
         row[None],
-        torch.tensor([max(params.temperature, 0.01)]),
+        torch.tensor([max(params.temperature, MIN_TEMPERATURE)]),
         torch.tensor([max(params.top_k, 0)]),
         torch.tensor([params.top_p]),
         torch.tensor([params.min_p]),

@@ -20,7 +20,8 @@ BANNED = float("-inf")
 def edit(logits: Tensor, sequence: Sequence) -> Tensor:
     """A copy of a row [V] with every processor of the request applied.
 
-    Repetition penalty counts prompt and output (Keskar et al. 2019, as transformers); presence and frequency penalties count output only (OpenAI).
+    Repetition penalty counts prompt and output (Keskar et al. 2019, as transformers); presence and frequency penalties
+    count output only (OpenAI).
     """
     params = sequence.params
     row = logits.clone()
@@ -29,8 +30,8 @@ def edit(logits: Tensor, sequence: Sequence) -> Tensor:
         value = row[seen]
         row[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
-        ids, counts = torch.tensor(sequence.ids[sequence.prompt_len :], dtype=torch.int64).unique(return_counts=True)
-        row[ids] -= params.presence_penalty + params.frequency_penalty * counts.to(row.dtype)
+        ids, counts = np.unique(np.asarray(sequence.ids[sequence.prompt_len :], np.int64), return_counts=True)
+        row[torch.from_numpy(ids)] -= params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(row.dtype)
     if params.logit_bias:
         row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
     return _ban(row, sequence)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from rayneuron.devices.base import Batch, Collectives, Device, Output, Progress, Shape, Solo, StepOutput, Weights
-from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.batch import pack
+from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.scheduler import Plan, wants_scores
 from rayneuron.engine.step import step
 from rayneuron.models import decoder

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CANDIDATES = 256  # NxD Inference's global_topk; a nucleus that is larger is sampled on the host
 _BELOW_ONE = 1.0 - 2.0**-23
 
 
-def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> np.ndarray:
+def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> NDArray[np.float32]:
     """One float32 in [0, 1) a row: splitmix64's finaliser over seed and counter (Steele et al., OOPSLA 2014)."""
     mask = 2**64 - 1
     x = np.array([s & mask for s in seeds], np.uint64)
@@ -24,13 +25,15 @@ def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> np.ndarray:
     with np.errstate(over="ignore"):
         x = _mix(x) + (n + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = _mix(x)
-    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    number: NDArray[np.float32] = (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return number
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -152,4 +152,3 @@ class Scheduler:
 def wants_scores(sequence: Sequence) -> bool:
     """Whether the logits of every prompt position are still to be reported."""
     return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0
-

@@ -38,7 +38,7 @@ def test_every_step_finds_a_listed_shape(rows, length, chunk, data):
     remaining = data.draw(st.lists(st.integers(1, length), min_size=1, max_size=rows))
     counts = pack_prefill(c, remaining)
     assert 1 <= len(counts) <= len(remaining)
-    assert all(1 <= n <= m for n, m in zip(counts, remaining))
+    assert all(1 <= n <= m for n, m in zip(counts, remaining, strict=False))
     reach = data.draw(st.integers(max(counts), length))
     shape = prefill_shape(c, counts, reach, "greedy")
     assert shape in listed and shape.rows >= len(counts) and shape.tokens >= max(counts)

@@ -1,4 +1,4 @@
-"""Solo-equality fuzz: whatever shares the engine, each finished request equals its own run alone, and the ledger returns to its base line."""
+"""Solo-equality fuzz: each finished request equals its own run alone, and the ledger returns to its base line."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_a_deadline_ends_a_request(tiny):
     now = [100.0]
     engine = build(tiny, 2)
     engine._clock = lambda: now[0]
-    engine.add(Request(id="late", prompt_ids=[20] * 9, params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), deadline_s=105.0))
+    engine.add(
+        Request(id="late", prompt_ids=[20] * 9, params=SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), deadline_s=105.0)
+    )
     engine.add(Request(id="free", prompt_ids=[20] * 9, params=SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)))
     out: dict = {}
     collect(out, engine.step())
@@ -157,7 +159,7 @@ def test_a_deadline_ends_a_request(tiny):
     while engine.has_work:
         collect(out, engine.step())
     assert finished(out["late", 0])[1] == "abort" and "deadline" in out["late", 0][-1].error
-    assert finished(out["free", 0]) [1] == "length"
+    assert finished(out["free", 0])[1] == "length"
     engine.check_ledger()
 
 

@@ -41,7 +41,13 @@ def reference(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
 def draw(rows: int, uniform: np.ndarray, candidates=256, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     full = lambda value, dtype=torch.float32: torch.full((rows,), value, dtype=dtype)  # noqa: E731
     return sample(
-        LOGITS.expand(rows, VOCAB), full(temperature), full(top_k, torch.int32), full(top_p), full(min_p), torch.from_numpy(uniform), candidates
+        LOGITS.expand(rows, VOCAB),
+        full(temperature),
+        full(top_k, torch.int32),
+        full(top_p),
+        full(min_p),
+        torch.from_numpy(uniform),
+        candidates,
     )
 
 
