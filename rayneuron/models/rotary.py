@@ -90,9 +90,8 @@ def _yarn(config: dict[str, Any], found: dict[str, Any], dim: int, top: int, wan
 
 
 def _longrope(config: dict[str, Any], found: dict[str, Any], dim: int, top: int, wanted: int) -> dict[str, Any]:
-    given = found.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    original = int(given or top)
-    factor = top / original if given else float(_need(found, "factor"))
+    original = int(config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings") or top)
+    factor = float(found.get("factor") or top / original)
     scale = found.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
