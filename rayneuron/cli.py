@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo_model, _add_config, _add_serve, _add_generate, _add_shard, _add_quantize, _add_version):
+    for add in (_add_demo_model, _add_config, _add_plan, _add_serve, _add_generate, _add_shard, _add_quantize, _add_version):
         add(commands)
     return parser
 
@@ -75,6 +75,31 @@ def _config(args: argparse.Namespace) -> None:
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
     print(yaml.safe_dump({name: deployment.model_dump() for name, deployment in file.deployments.items()}, sort_keys=False), end="")
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser("plan", help="print cores, memory and environment of every worker, without a cluster")
+    _add_deployment(command)
+    command.add_argument("--instance", metavar="TYPE", help="plan for this instance type: inf2.48xlarge")
+    command.add_argument("--nodes", type=int, metavar="N", help="over so many instances (as many as the largest group spans)")
+    command.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from rayneuron import demo, deployment_file, devices
+    from rayneuron.parallel.plan import describe
+
+    file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
+    print(
+        describe(
+            file.deployments,
+            named=args.instance,
+            nodes=args.nodes,
+            vcpus=os.cpu_count() or 1,
+            ranks_per_process=devices.ranks_per_process,
+            resolve=demo.resolve,
+        )
+    )
 
 
 def _add_serve(commands: Any) -> None:

@@ -57,6 +57,15 @@ def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], message: str, ca
     assert message in said.err and said.err.count("\n") == 1 and said.out == ""
 
 
+def test_plan_of_the_demo_and_of_a_whole_node(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", SMOLLM2, "--set", f"model.path={tiny}"]) == 0
+    assert "smollm2 replica 0" in capsys.readouterr().out
+    assert cli.main(["plan", SMOLLM2.replace("smollm2", "inf2_three_models")]) == 0
+    printed = capsys.readouterr().out
+    assert "inf2" in printed and "NEURON_RT_VISIBLE_CORES" in printed
+    assert cli.main(["plan", SMOLLM2, "--instance", "inf2.huge"]) == 2
+
+
 def test_generate_answers_and_is_deterministic(tiny: Path) -> None:
     words = ["generate", str(tiny), "--prompt", "hello", "--max-tokens", "9", "--set", "dtype=fp32", "--set", "max_model_len=64"]
     streamed, twice, chat = run(*words), run(*words, "--prompt", "hello"), run(*words, "--chat")

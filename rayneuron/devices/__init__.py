@@ -18,6 +18,11 @@ def check(name: str) -> None:
         raise ConfigError(f"device {name!r} is not part of this version yet; write device: cpu")
 
 
+def ranks_per_process(name: str) -> int:
+    """The most ranks one process of the device drives: on Neuron it drives all its cores of a node, elsewhere one."""
+    return 1024 if name == "neuron" else 1
+
+
 def open(name: str, **options: Any) -> Device:
     """The device `name`; options are its constructor's. Raises ConfigError for an unknown or unavailable one."""
     check(name)
