@@ -68,6 +68,34 @@ def processes() -> list[Process]:
     return found
 
 
+def environment(pid: int) -> str:
+    """The environment a process was started with; "" where it has ended or is not ours to read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def command(pid: int) -> str:
+    """The command line or title of a process; "" where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def thread_cpu_s(pid: int) -> list[float]:
+    """CPU seconds of every thread of a process."""
+    found = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        try:
+            fields = Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found.append((int(fields[11]) + int(fields[12])) * TICK_S)
+    return found
+
+
 def busy_s() -> float:
     """CPU seconds all processes of this machine have used since it started."""
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])

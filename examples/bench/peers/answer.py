@@ -18,7 +18,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 Steps = list[tuple[float, list[int]]]
-Run = Callable[[list[list[int]], int], Steps]
+Run = Callable[..., Steps]
 
 
 def answer(open_peer: Callable[[dict[str, Any]], Run]) -> None:
@@ -40,7 +40,7 @@ def answer(open_peer: Callable[[dict[str, Any]], Run]) -> None:
             continue
         try:
             began = time.perf_counter()
-            steps = run(command["prompts"], command["new"])
+            steps = run(**command)
             _say(channel, {"steps": [(at - began, counts) for at, counts in steps]})
         except Exception as error:
             traceback.print_exc()

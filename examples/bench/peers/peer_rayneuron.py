@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import Any
 
 from answer import Run, Steps, answer
@@ -27,10 +28,12 @@ def open_peer(settings: dict[str, Any]) -> Run:
     )
     engine = opened.engine
 
-    def run(prompts: list[list[int]], new: int) -> Steps:
+    def run(prompts: list[list[int]], new: int, at_once: int = 0) -> Steps:
+        """`at_once`: so many prompts are in the engine at any time, the next is added when one ends; 0: all."""
         params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-        for i, prompt in enumerate(prompts):
-            engine.add(Request(id=str(i), prompt_ids=prompt, params=params))
+        requests = iter([Request(id=str(i), prompt_ids=prompt, params=params) for i, prompt in enumerate(prompts)])
+        for request in islice(requests, at_once or None):
+            engine.add(request)
         counts = [0] * len(prompts)
         steps: Steps = []
         while engine.has_work:
@@ -39,6 +42,8 @@ def open_peer(settings: dict[str, Any]) -> Run:
                 if delta.error:
                     raise RuntimeError(delta.error)
                 counts[int(delta.request_id)] += len(delta.token_ids)
+                if delta.finish_reason and (following := next(requests, None)) is not None:
+                    engine.add(following)
             if deltas:
                 steps.append((time.perf_counter(), counts.copy()))
         return steps

@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""What Ray Serve and HTTP cost: streamed completions in a closed loop, beside the same engine offline on the same prompts in one run.
+
+The server is `serve run` in processes of its own. At every level of concurrency, rounds of HTTP load and of the offline engine alternate;
+the one that is not measured is idle. CPU a token is what the proxy and the replica used beyond what they use when idle, without the replica's
+compute threads (the engine's and those of its products); counting step seconds x threads instead is in the JSON, and only means something on a machine nobody else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import client
+import engine
+import machine
+import report
+from child import Child
+from prompts import Words
+from server import CpuTime, Server
+
+STEP_SECONDS = "rayneuron:step_seconds_sum"
+IDLE_S = 5.0
+MODEL_NAME = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """What issue 2 asks of a profile: share of the offline rate at 16 clients, CPU a token outside the step, TTFT beyond prefill."""
+
+    share: float
+    cpu_us: float
+    ttft_ms: float
+
+
+BARS = {"plain": Bars(0.80, 1000, 25), "fast": Bars(0.90, 130, 10)}
+
+
+@dataclass(slots=True)
+class Level:
+    """Everything measured at one number of clients."""
+
+    clients: int
+    loads: list[client.Load] = field(default_factory=list)
+    offline_tok_s: list[float] = field(default_factory=list)
+    offline_first_s: list[float] = field(default_factory=list)
+    step_s: float = 0.0
+    idle: CpuTime = CpuTime(0.0, 0.0, 0.0, 0.0)
+    cpu: list[tuple[CpuTime, CpuTime]] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def summary(self, threads: int) -> dict[str, Any]:
+        """Client side percentiles, the ratio to offline, and CPU a token in microseconds."""
+        out = client.summary(self.loads)
+        tokens = sum(reply.tokens for load in self.loads for reply in load.replies)
+        wall_s = sum(load.wall_s for load in self.loads)
+        spent = {
+            part: sum(getattr(b, part) - getattr(a, part) for a, b in self.cpu) - wall_s * getattr(self.idle, part)
+            for part in CpuTime.__slots__
+        }
+        served = spent["proxy_s"] + spent["replica_s"]
+        return out | {
+            "offline_tok_s": self.offline_tok_s,
+            "offline_first_token_ms": report.spread(self.offline_first_s, 1e3),
+            "share_of_offline": report.median_ratio(out["output_tok_s"], self.offline_tok_s),
+            "proxy_us_per_token": 1e6 * spent["proxy_s"] / max(tokens, 1),
+            "replica_us_per_token": 1e6 * (spent["replica_s"] - spent["compute_s"]) / max(tokens, 1),
+            "outside_compute_us_per_token": 1e6 * (served - spent["compute_s"]) / max(tokens, 1),
+            "outside_step_us_per_token": 1e6 * (served - self.step_s * threads) / max(tokens, 1),
+            "rest_us_per_token": 1e6 * spent["rest_s"] / max(tokens, 1),
+            "idle_cores": {part: getattr(self.idle, part) for part in CpuTime.__slots__},
+            "cores_used_by_others": statistics.fmean(self.others),
+        }
+
+
+def body(prompt: str, new: int) -> dict[str, Any]:
+    """One request: greedy, exactly `new` tokens."""
+    return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+
+
+async def idle_rate(server: Server, threads: int) -> CpuTime:
+    """CPU seconds a second that each part uses while nobody asks anything."""
+    before = server.cpu_time(threads)
+    await asyncio.sleep(IDLE_S)
+    after = server.cpu_time(threads)
+    return CpuTime(*((getattr(after, part) - getattr(before, part)) / IDLE_S for part in CpuTime.__slots__))
+
+
+async def http_round(server: Server, level: Level, prompts: Sequence[tuple[str, list[int]]], args: argparse.Namespace) -> None:
+    """One closed loop over HTTP, with the server's own clocks read before and after."""
+    step, cpu = await server.metric(STEP_SECONDS), server.cpu_time(args.threads)
+    watch = machine.Watch({p.session for p in server.processes()})
+    level.loads.append(
+        await client.closed_loop(server.url, "/v1/completions", [body(text, args.new) for text, _ in prompts], level.clients)
+    )
+    level.others.append(watch.others())
+    level.cpu.append((cpu, server.cpu_time(args.threads)))
+    level.step_s += await server.metric(STEP_SECONDS) - step
+
+
+def offline_round(child: Child, level: Level, prompts: Sequence[tuple[str, list[int]]], args: argparse.Namespace) -> None:
+    """The same closed loop in the engine alone."""
+    steps = child.ask({"prompts": [ids for _, ids in prompts], "new": args.new, "at_once": level.clients})["steps"]
+    child.freeze()
+    level.offline_tok_s.append(sum(steps[-1][1]) / steps[-1][0])
+    level.offline_first_s.append(steps[0][0])
+
+
+async def measure(server: Server, child: Child, words: Words, args: argparse.Namespace) -> list[Level]:
+    """`rounds` interleaved rounds of every level, after one that is not counted."""
+    idle = await idle_rate(server, args.threads)
+    print(
+        f"idle, cores: proxy {idle.proxy_s:.3f}, replica {idle.replica_s:.3f}, rest of Ray {idle.rest_s:.3f}", file=sys.stderr, flush=True
+    )
+    levels = [Level(n, idle=idle) for n in args.clients]
+    for turn in range(-1, args.rounds):
+        for level in levels:
+            prompts = [words.prompt(args.prompt, f"{turn}-{level.clients}-{i}") for i in range(max(level.clients * args.each, 4))]
+            counted = level if turn >= 0 else Level(level.clients)
+            await http_round(server, counted, prompts, args)
+            offline_round(child, counted, prompts, args)
+        print(f"round {turn + 1} of {args.rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
+    return levels
+
+
+def show(summaries: dict[int, dict[str, Any]], profile: str) -> str:
+    """Two Markdown tables: figures by level, and the bars."""
+    rows = []
+    for clients, s in summaries.items():
+        spreads = [" / ".join(f"{s[kind][p]:.1f}" for p in ("p50", "p90", "p99")) for kind in ("ttft_ms", "itl_ms", "tpot_ms")]
+        rates = [statistics.median(s["output_tok_s"]), statistics.median(s["offline_tok_s"]), s["share_of_offline"]]
+        cpu = [s["proxy_us_per_token"], s["replica_us_per_token"], s["rest_us_per_token"]]
+        rows.append([clients, *rates, *spreads, *cpu, s["tokens"] / max(s["events"], 1), s["failed"], s["cores_used_by_others"]])
+    head = ["clients", "tok/s", "offline tok/s", "share", "TTFT ms p50/p90/p99", "ITL ms", "TPOT ms"]
+    head += ["proxy µs/token", "replica µs/token", "rest of Ray µs/token", "tokens/event", "failed", "others' cores"]
+    return f"{report.table(head, rows)}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(summaries, profile))}"
+
+
+def bars(summaries: dict[int, dict[str, Any]], profile: str) -> list[tuple[str, float, str, str]]:
+    """The rows of issue 2's table that this run can decide."""
+    wanted, rows = BARS[profile], []
+    if 16 in summaries:
+        rows.append(report.bar("share of offline tok/s at 16 clients", summaries[16]["share_of_offline"], wanted.share))
+        cpu = summaries[16]["outside_compute_us_per_token"]
+        rows.append(report.bar("CPU outside the compute threads at 16 clients, µs a token", cpu, wanted.cpu_us, False))
+    if 1 in summaries:
+        beyond = summaries[1]["ttft_ms"]["p50"] - summaries[1]["offline_first_token_ms"]["p50"]
+        rows.append(report.bar("TTFT beyond prefill at 1 client, ms", beyond, wanted.ttft_ms, False))
+    return rows
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=list(BARS), default="plain")
+    parser.add_argument("--model", default="demo:smollm2")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of the engine (default: all cores)")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--each", type=int, default=3, help="requests a client sends in a round (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default %(default)s)")
+    parser.add_argument("--new", type=int, default=64, help="output tokens (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
+    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/serving-PROFILE.json)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start, measure, print, write."""
+    args = parse_args(argv)
+    machine.leave_cleanly_when_told()
+    from rayneuron import demo
+    from rayneuron.text import Text
+
+    path = demo.resolve(args.model)
+    sizes = {"threads": args.threads, "dtype": args.dtype}
+    rows, length = max(args.clients), args.prompt + args.new + 16
+    deployment = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": rows, "max_model_len": length, **sizes}
+    with ExitStack() as stack:
+        server = Server(deployment, args.profile, args.urgent)
+        stack.callback(server.close)
+        ready_s = asyncio.run(server.wait_ready())
+        print(f"ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
+        offline = engine.peers(args.threads)["rayneuron"]
+        child = engine.start("offline", offline, {"model": str(path), "rows": rows, "length": length, **sizes}, args.threads, args.urgent)
+        stack.callback(child.close)
+        child.ask({})
+        child.freeze()
+        levels = asyncio.run(measure(server, child, Words(Text(path)), args))
+    summaries = {level.clients: level.summary(args.threads) for level in levels}
+    facts = machine.facts()
+    print(f"{report.show_facts(facts)}; profile {args.profile}, {args.prompt} tokens in, {args.new} out, {args.rounds} rounds\n")
+    print(show(summaries, args.profile))
+    document = {"machine": facts, "profile": args.profile, "deployment": deployment, "ready_s": ready_s, "levels": summaries}
+    print(f"\n{report.save(f'serving-{args.profile}', document, args.json)}", file=sys.stderr)
+    return 1 if any(s["failed"] for s in summaries.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
