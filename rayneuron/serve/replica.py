@@ -153,7 +153,7 @@ class EngineServer:
         stop_reason}, and logprobs and usage where there are any.
         """
         body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-        body |= msgspec.to_builtins(params) if isinstance(params, SamplingParams) else (params or {})
+        body |= msgspec.json.decode(msgspec.json.encode(params)) if isinstance(params, SamplingParams) else (params or {})
         self.admit()
         call = await self.parse(openai.parse_chat if "messages" in body else openai.parse_completions, body, new_id())
         with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:

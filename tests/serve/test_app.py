@@ -161,7 +161,7 @@ def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
     assert all(reply.json()["error"]["type"] == "RateLimitError" and reply.headers["retry-after"] == "1" for reply in refused)
 
 
-def test_handles(client: httpx.Client, expected: str) -> None:
+async def test_handles(client: httpx.Client, expected: str) -> None:
     """From another application: chat whole, generate as a stream; an error arrives as what it is."""
     reply = client.post("/caller", json={"prompt": GO["prompt"], "max_tokens": 12})
     assert reply.status_code == 200, reply.text
@@ -173,13 +173,13 @@ def test_handles(client: httpx.Client, expected: str) -> None:
     from rayneuron.errors import RequestError
 
     handle = serve.get_app_handle("model")
-    assert handle.completions.remote(dict(GO)).result()["choices"][0]["text"] == expected
-    assert handle.tokenize.remote({"prompt": "hello"}).result()["count"] > 0
-    assert handle.models.remote().result()["data"][0]["id"] == "tiny"
-    assert handle.stats.remote().result()["slots_total"] == 4
+    assert (await handle.completions.remote(dict(GO)))["choices"][0]["text"] == expected
+    assert (await handle.tokenize.remote({"prompt": "hello"}))["count"] > 0
+    assert (await handle.models.remote())["data"][0]["id"] == "tiny"
+    assert (await handle.stats.remote())["slots_total"] == 4
     with pytest.raises(RequestError, match="temperature"):
-        handle.completions.remote(GO | {"temperature": 9}).result()
-    pieces = list(handle.generate.options(stream=True).remote(dict(GO)))
+        await handle.completions.remote(GO | {"temperature": 9})
+    pieces = [piece async for piece in handle.generate.options(stream=True).remote(dict(GO))]
     assert "".join(piece["text"] for piece in pieces) == expected and pieces[-1]["finish_reason"] in ("stop", "length")
 
 

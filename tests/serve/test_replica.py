@@ -1,0 +1,159 @@
+"""EngineServer without HTTP: handle methods, health, start-up and hot settings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayneuron.config import Deployment
+from rayneuron.config import parse as parse_config
+from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
+from rayneuron.serve.profile import profile_env
+from rayneuron.serve.replica import EngineServer, thread_share
+from rayneuron.types import SamplingParams
+from tests.serve.scripted import ScriptedRunner, opener_of
+
+
+@pytest.fixture
+async def server(tiny: Path) -> AsyncIterator[EngineServer]:
+    made = EngineServer({"model": {"path": str(tiny), "name": "scripted"}, "serving": {"stall_timeout_s": 0.2}}, opener_of(tiny))
+    await made.open()
+    yield made
+    runner_of(made).free()
+    await made.close()
+
+
+def runner_of(server: EngineServer) -> ScriptedRunner:
+    runner: Any = server.opened.engine.runner
+    assert isinstance(runner, ScriptedRunner)
+    return runner
+
+
+async def test_methods_for_handles(server: EngineServer) -> None:
+    reply = await server.completions({"prompt": "say:hello", "max_tokens": 20})
+    assert reply["choices"][0]["text"] == "hello"
+    reply = await server.chat({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4})
+    assert reply["object"] == "chat.completion" and reply["usage"]["completion_tokens"] == 4
+    ids = (await server.tokenize({"prompt": "say:hello"}))["tokens"]
+    said = len(ids) - (await server.tokenize({"prompt": "say:"}))["count"]
+    assert (await server.detokenize({"tokens": ids}))["prompt"] == "say:hello"
+    for params in ({"max_tokens": 20}, SamplingParams(max_tokens=20, stop=("zz",))):
+        for prompt in ("say:hello", ids, {"prompt": "say:hello"}):
+            pieces = [piece async for piece in server.generate(prompt, params)]
+            assert "".join(piece["text"] for piece in pieces) == "hello"
+            assert pieces[-1]["finish_reason"] == "stop" and pieces[-1]["usage"]["completion_tokens"] == said + 1
+    with pytest.raises(RequestError, match="generate"):
+        await server.completions({"prompt": "x", "stream": True})
+    with pytest.raises(RequestError, match="temperature"):
+        [piece async for piece in server.generate("x", {"temperature": 5})]
+    assert (await server.stats())["open_calls"] == 0 and (await server.models())["data"][0]["id"] == "scripted"
+
+
+async def test_a_stream_that_is_left_is_aborted(server: EngineServer) -> None:
+    stream = server.generate("go on", {"max_tokens": 200, "ignore_eos": True})
+    await anext(stream)
+    await stream.aclose()
+    assert server.flights.sequences == 0 and len(server.flights) == 0
+
+
+async def test_health_follows_the_steps(server: EngineServer) -> None:
+    server.check_health()
+    runner_of(server).hold()
+    task = asyncio.ensure_future(server.completions({"prompt": "go", "max_tokens": 3}))
+    while not server.flights.sequences:
+        await asyncio.sleep(0)
+    server.check_health()  # work for a moment is no stall
+    started = time.monotonic()
+    with pytest.raises(RayNeuronError, match="not finished a step"):
+        while time.monotonic() < started + 5:
+            server.check_health()
+            await asyncio.sleep(0.02)
+    runner_of(server).free()
+    await task
+    server.check_health()
+
+
+async def test_an_idle_engine_is_healthy_however_long_ago_its_last_step_was(server: EngineServer) -> None:
+    await server.completions({"prompt": "go", "max_tokens": 3})
+    await asyncio.sleep(0.3)  # longer than stall_timeout_s
+    server.check_health()
+    runner_of(server).hold()
+    task = asyncio.ensure_future(server.completions({"prompt": "go", "max_tokens": 3}))
+    while not server.engine.pending():
+        await asyncio.sleep(0)
+    server.check_health()  # the new work is young, although the last step is old
+    runner_of(server).free()
+    await task
+
+
+async def test_a_dead_engine_is_unhealthy_at_once(server: EngineServer) -> None:
+    with pytest.raises(RayNeuronError, match="engine failed"):
+        await server.completions({"prompt": "boom:1:", "max_tokens": 3})
+    with pytest.raises(RayNeuronError, match="scripted step fails"):
+        server.check_health()
+    with pytest.raises(NotReady):
+        await server.completions({"prompt": "go", "max_tokens": 3})
+
+
+async def test_stats_for_serve(server: EngineServer) -> None:
+    assert server.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0, "running": 0, "sequences": 0, "kv_used": 0}
+    assert server.record_routing_stats()["slots_total"] == 4
+
+
+async def test_hot_settings(server: EngineServer) -> None:
+    server.reconfigure({"sampling_defaults": {"max_tokens": 2}})
+    assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
+    with pytest.raises(ConfigError, match="did you mean"):
+        server.reconfigure({"sampling_default": {}})
+    with pytest.raises(ConfigError):
+        server.reconfigure({"sampling_defaults": {"temperature": 99}})
+    assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
+
+
+async def test_not_ready_until_warm(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are refused while the engine loads, and the log says how far it is."""
+    import threading
+
+    loading = threading.Event()
+    open_scripted = opener_of(tiny)
+
+    def slow(config: Deployment, progress: Any = None) -> Any:
+        progress("weights", 1, 2)
+        assert loading.wait(20)
+        return open_scripted(config, progress)
+
+    server = EngineServer({"model": {"path": str(tiny), "name": "scripted"}}, slow)
+    with caplog.at_level(logging.INFO, logger="rayneuron"):
+        opening = asyncio.ensure_future(server.open())
+        while "weights 1/2" not in caplog.text:
+            await asyncio.sleep(0.01)
+        with pytest.raises(NotReady):
+            await server.completions({"prompt": "go"})
+        loading.set()
+        await opening
+    assert "ready after" in caplog.text
+    assert (await server.completions({"prompt": "say:x", "max_tokens": 5}))["choices"][0]["text"] == "x"
+    await server.close()
+    with pytest.raises(NotReady):
+        await server.completions({"prompt": "go"})
+    assert runner_of(server).closed
+
+
+def test_threads_are_said_explicitly() -> None:
+    model = {"model": {"path": "/x"}}
+    assert thread_share(parse_config(model | {"threads": 3})) == 3
+    assert thread_share(parse_config(model | {"serving": {"num_cpus": 6}})) == 6
+    assert thread_share(parse_config(model | {"serving": {"num_cpus": 0.5}})) == thread_share(parse_config(model)) >= 1
+
+
+def test_profiles() -> None:
+    assert profile_env("plain") == {}
+    assert profile_env("fast")["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    with pytest.raises(ConfigError, match="plain, fast"):
+        profile_env("quick")

@@ -1,0 +1,169 @@
+"""The numbers on /metrics against what was done, and the names against vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayneuron import metrics
+from rayneuron.serve.telemetry import Histogram, Load, Telemetry
+from rayneuron.types import Request, SamplingParams, Snapshot, Stamps
+from tests.serve.scripted import Site, site
+
+# What vLLM's dashboards, Ray's LLM dashboard and the inference gateway read (research/serving_surface.md 5.1 to 5.3).
+WANTED = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total", "vllm:num_preemptions_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_sum", "vllm:request_time_per_output_token_seconds_count", "vllm:e2e_request_latency_seconds_sum",
+    "vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum",
+    "vllm:request_inference_time_seconds_sum", "vllm:request_prompt_tokens_sum", "vllm:request_generation_tokens_bucket",
+    "vllm:request_params_max_tokens_sum", "vllm:request_params_n_sum", "vllm:iteration_tokens_total_count",
+}  # fmt: skip
+
+
+@pytest.fixture
+def running(tiny: Path) -> Iterator[Site]:
+    with site(tiny) as made:
+        yield made
+
+
+def samples(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Sample name -> labels -> value, by Prometheus' own parser."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def value(found: dict[str, dict[tuple[tuple[str, str], ...], float]], name: str, **labels: str) -> float:
+    return sum(v for k, v in found[name].items() if labels.items() <= dict(k).items())
+
+
+def test_counts_are_exact(running: Site) -> None:
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        used = [
+            http.post("/v1/completions", json={"prompt": "say:hello", "max_tokens": 20}).json()["usage"],
+            http.post("/v1/completions", json={"prompt": ["go", "go on"], "n": 2, "temperature": 1, "max_tokens": 7}).json()["usage"],
+        ]
+        assert http.post("/v1/completions", json={"prompt": 5}).status_code == 400
+        reply = http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    found = samples(reply.text)
+    assert value(found, "vllm:prompt_tokens_total") == sum(u["prompt_tokens"] for u in used)
+    generated = sum(u["completion_tokens"] for u in used)
+    assert value(found, "vllm:generation_tokens_total") == value(found, "vllm:request_generation_tokens_sum") == generated
+    assert value(found, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(found, "vllm:request_success_total", finished_reason="length") == 4
+    assert value(found, "vllm:time_to_first_token_seconds_count") == 3  # requests
+    assert value(found, "vllm:e2e_request_latency_seconds_count") == 5  # choices
+    assert value(found, "vllm:inter_token_latency_seconds_count") == generated - 5
+    assert value(found, "vllm:request_params_n_sum") == 1 + 2 + 2
+    assert value(found, "vllm:iteration_tokens_total_sum") == generated
+    assert value(found, "rayneuron:steps_total") == value(found, "rayneuron:step_seconds_count") > 0
+    assert value(found, "rayneuron:http_replies_total", route="/v1/completions", status="400") == 1
+    assert value(found, "rayneuron:slots_free") == value(found, "rayneuron:slots_total") == 4
+    labels = {k for series in found.values() for key in series for k, v in key if (k, v) in (("model_name", "scripted"), ("engine", "0"))}
+    assert labels == {"model_name", "engine"}
+    assert WANTED <= set(found) and "process_resident_memory_bytes" in found
+
+
+def test_times_add_up(running: Site) -> None:
+    """Queue, prefill and decode time are the request's whole time."""
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        for _ in range(3):
+            http.post("/v1/completions", json={"prompt": "go on", "max_tokens": 20, "ignore_eos": True})
+        found = samples(http.get("/metrics").text)
+    parts = [value(found, f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) == pytest.approx(value(found, "vllm:e2e_request_latency_seconds_sum"), abs=1e-9)
+    assert value(found, "vllm:time_to_first_token_seconds_sum") <= value(found, "vllm:e2e_request_latency_seconds_sum") + 0.5
+
+
+def test_gauges_while_something_runs(running: Site) -> None:
+    from tests.serve.scripted import eventually
+    from tests.serve.wire import Wire
+
+    running.runner.hold()
+    wires = [Wire(running) for _ in range(6)]
+    for wire in wires:
+        wire.post("/v1/completions", {"prompt": "go", "max_tokens": 50, "stream": True})
+    eventually(lambda: running.server.flights.sequences == 6, 5, running.idle)
+    running.runner.allow(2)
+    eventually(lambda: running.server.engine.snapshot().running == 4, 5, running.idle)
+    found = samples(httpx.get(f"{running.url}/metrics").text)
+    assert value(found, "vllm:num_requests_running") == 4 and value(found, "vllm:num_requests_waiting") == 2
+    assert value(found, "rayneuron:open_sequences") == value(found, "rayneuron:open_calls") == 6
+    assert 0 < value(found, "vllm:kv_cache_usage_perc") <= 1
+    for wire in wires:
+        wire.drop()
+    running.runner.free()
+    running.settle()
+    assert value(samples(httpx.get(f"{running.url}/metrics").text), "vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_histogram_keeps_the_exact_sum() -> None:
+    """The boundaries belong to the bucket below, as Prometheus has it; the sum is of the values, not of bucket middles."""
+    histogram = Histogram(metrics.TTFT)
+    for observed in (0.001, 0.0011, 0.5, 5000.0):
+        histogram.observe(observed)
+    family = {s.labels["le"]: s.value for s in histogram.family(("m", "0")).samples if s.name.endswith("_bucket")}
+    assert (family["0.001"], family["0.005"], family["0.5"], family["2560.0"], family["+Inf"]) == (1, 2, 3, 3, 4)
+    assert histogram.sum == math.fsum((0.001, 0.0011, 0.5, 5000.0))
+
+
+def test_every_name_once_and_well_formed() -> None:
+    names = [metric.name for metric in metrics.METRICS]
+    assert len(set(names)) == len(names) > 30
+    for metric in metrics.METRICS:
+        assert metric.name.partition(":")[0] in ("vllm", "rayneuron") and ":" not in metric.ray_name
+        assert (metric.kind == "histogram") == bool(metric.buckets) and list(metric.buckets) == sorted(set(metric.buckets))
+    assert set(Stamps.__struct_fields__) == set(metrics.TRACE_POINTS)
+
+
+class FakeRay:
+    """Records what Ray would be told."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[float]] = {}
+
+    def kind(self, name: str, description: str, *_: object) -> object:
+        told = self.told.setdefault(name, [])
+
+        class Series:
+            def inc(self, amount: float, tags: dict[str, str]) -> None:
+                told.append(amount)
+
+            set = observe = inc
+
+        return Series()
+
+
+def test_ray_gets_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed twice, a counter arrives once; per-token histograms stay out."""
+    from ray.util import metrics as ray_metrics
+
+    from rayneuron.serve.telemetry import RayExport
+
+    fake = FakeRay()
+    for name in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(ray_metrics, name, fake.kind)
+    telemetry = Telemetry("m", "0", lambda: Load(Snapshot(running=2, slots_total=4, kv_tokens_used=5, kv_tokens_total=10), 1, 2))
+    export = RayExport(telemetry)
+    telemetry.step(5)
+    telemetry.asked(Request(id="r", prompt_ids=[1, 2], params=SamplingParams()))
+    telemetry.finished("stop", 3, Stamps(arrived=1.0, scheduled=2.0, first_token=3.0, finished=5.0), 5.0)
+    export.push()
+    telemetry.step(2)
+    export.push()
+    export.push()
+    assert fake.told["vllm_generation_tokens"] == [5, 2]
+    assert fake.told["vllm_request_success"] == [1]
+    assert fake.told["vllm_kv_cache_usage_perc"] == [0.5] * 3
+    assert fake.told["vllm_e2e_request_latency_seconds"] == [4.0] and fake.told["vllm_request_time_per_output_token_seconds"] == [1.0]
+    assert "vllm_inter_token_latency_seconds" not in fake.told
