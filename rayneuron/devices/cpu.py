@@ -146,14 +146,23 @@ def linear(w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
 
 
 def write_kv(kv: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-    """As `models.ops.write_kv`; a run of positions of one row is a slice copy instead of a scatter."""
-    if kv.dtype.itemsize == 1 or rows.shape[0] > 1:
+    """As `models.ops.write_kv`, with one scatter for a decode step and slice copies for prefill chunks."""
+    if kv.dtype.itemsize == 1:
         return plain.write_kv(kv, rows, positions, k, v)
-    row, where = int(rows[0]), positions[0]
-    start, count = int(where[0]), where.shape[0]
-    real = count if int(where[-1]) == start + count - 1 else int((where != kv.shape[3] - 1).sum())
-    kv[0, row, :, start : start + real] = k[0, :real].transpose(0, 1)
-    kv[1, row, :, start : start + real] = v[0, :real].transpose(0, 1)
+    if positions.shape[1] == 1 and rows.shape[0] > 1:
+        kv[:, rows, :, positions[:, 0]] = torch.stack((k[:, 0], v[:, 0]), 1)  # B 2 K D: the indexed dims come first
+        return None
+    for i, (row, start, count) in enumerate(
+        zip(rows.tolist(), positions[:, 0].tolist(), _true_counts(positions, kv.shape[3] - 1), strict=True)
+    ):
+        kv[0, row, :, start : start + count] = k[i, :count].transpose(0, 1)
+        kv[1, row, :, start : start + count] = v[i, :count].transpose(0, 1)
+
+
+def _true_counts(positions: Tensor, scratch_column: int) -> list[int]:
+    """New tokens of each row that are not padding; true positions are consecutive."""
+    counts: list[int] = (positions != scratch_column).sum(1).tolist()
+    return counts
 
 
 def attend(q: Tensor, kv: Tensor, rows: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
