@@ -15,6 +15,7 @@ from rayneuron.types import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
 NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids")  # they shape the reply, or are derived
+MAX_STOPS = 4  # OpenAI's limit of stop strings
 MAX_BIAS = 100.0  # OpenAI's range; larger values are clamped
 
 
@@ -34,6 +35,7 @@ def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[s
                 merged[known] = value
     try:
         msgspec.convert(merged, SamplingParams, str_keys=True)
+        Fields(merged).strings("stop", most=MAX_STOPS)
     except (msgspec.ValidationError, RequestError) as bad:
         raise ConfigError(f"sampling defaults: {bad}", param=getattr(bad, "param", None)) from bad
     return merged
@@ -52,7 +54,7 @@ def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
         no_repeat_ngram_size=fields.integer("no_repeat_ngram_size", low=0),
         seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
         min_tokens=fields.integer("min_tokens", 0, low=0),
-        stop=fields.strings("stop", most=4),
+        stop=fields.strings("stop", most=MAX_STOPS),
         stop_token_ids=fields.ids("stop_token_ids", context.vocab_size),
         allowed_token_ids=_allowed(fields, context.vocab_size),
         banned_token_ids=fields.ids("banned_token_ids", context.vocab_size),

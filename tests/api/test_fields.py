@@ -342,11 +342,15 @@ def test_defaults_of_the_model(byte_level: Text) -> None:
     for kind in ("text", "chat"):
         params = parse(kind, {"top_k": 7}, byte_level, defaults=defaults).requests[0].params
         assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.stop) == (0.6, 0.8, 7, 40, ("END",))
-    for overrides in ({"temperatur": 1}, {"temperature": 9}, {"logprobs": 1}, {"top_k": "x"}):
+    for overrides in ({"temperatur": 1}, {"temperature": 9}, {"logprobs": 1}, {"top_k": "x"}, {"stop": ["x"] * 5}):
         with pytest.raises(ConfigError, match=next(iter(overrides))):
             openai.sampling_defaults(file, overrides)
     with pytest.raises(ConfigError, match="temperature"):
         openai.sampling_defaults({"temperature": -1})
+
+
+def test_escaped_surrogate_pairs_are_characters() -> None:
+    assert openai.decode(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\N{GRINNING FACE}"}
 
 
 @pytest.mark.parametrize(

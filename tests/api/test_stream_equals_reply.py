@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rayneuron.api import neuron_server, openai
 from rayneuron.api.call import Call
 from rayneuron.text import Text
 from rayneuron.types import Delta
-from tests.api import playing
+from tests.api import playing, spelling
 
 SAMPLES = ("hi 👩‍👧!", "水は", "ab ab", "น้ำ")
 ASKS: dict[str, dict[str, Any]] = {
@@ -73,6 +74,25 @@ def test_every_cut(text: Text, kind: str, ask: dict[str, Any], sample: str) -> N
         assert all(reply == replies[0] for reply in replies)
         assert all(usage == usages[0] for usage in usages)
         assert usages[0]["prompt_tokens"] == len(call.requests[0].prompt_ids) and usages[0]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_the_demo_models_tokenizer(smollm2: Path, kind: str) -> None:
+    """The whole corpus through SmolLM2's own tokenizer, in steps of one, of many, and all at once."""
+    text = Text(smollm2)
+    call = parse(kind, {"stream": True, "logprobs": 3, "stop": ["\n end", "skin "]}, text, max_tokens=200)
+    request = call.requests[0]
+    for sample in spelling.CORPUS:
+        ids = [*text.encode(sample), next(iter(text.eos_ids))]
+        expected = next((sample.split(stop)[0] for stop in ("\n end", "skin ") if stop in sample), sample)
+        replies = []
+        for sizes in ([1] * len(ids), [2, 3, 1] * len(ids), [1, 7] * len(ids), [len(ids)]):
+            steps = [size for place, size in enumerate(sizes) if sum(sizes[:place]) < len(ids)]
+            played = playing.play(request, ids, steps, finish="stop", eos=True, vocab_size=text.vocab_size)
+            deltas = playing.assemble(request, text, played)
+            replies += [unary(call, deltas)[0], playing.join(playing.events(call, deltas))[0]]
+        assert all(reply == replies[0] for reply in replies)
+        assert (replies[0]["text"], replies[0]["finish_reason"]) == (expected, "stop")
 
 
 def head(call: Call, kind: str) -> tuple[str, int, str, str]:
