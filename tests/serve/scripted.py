@@ -130,7 +130,10 @@ class Site:
 
     def __init__(self, server: EngineServer) -> None:
         self.server = server
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        # With the protocol named: asyncio switches Nagle's delay off only on sockets that say they are TCP.
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self.socket.bind(("127.0.0.1", 0))
+        self.socket.listen(512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()
