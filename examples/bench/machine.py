@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Collection
@@ -128,6 +129,17 @@ def prefer(session: int) -> None:
     """
     Path(f"/proc/{session}/autogroup").write_text("-15")
     os.setpriority(os.PRIO_PGRP, session, -15)
+
+
+def rerun_preferred() -> int:
+    """Run this very command again without --urgent, in a preferred session of its own; its exit code."""
+    command = [sys.executable, *(argument for argument in sys.argv if argument != "--urgent")]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            prefer(process.pid)
+            return process.wait()
+        finally:
+            process.terminate()
 
 
 def leave_cleanly_when_told() -> None:

@@ -25,6 +25,7 @@ from client import fetch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
+PROBE_TIMEOUT_S = 1.0  # Serve's proxy holds a request until a replica is there; short, so that the moment of readiness is seen
 STOP_S = 40.0  # Serve in HAProxy mode drains for seconds before it ends
 
 
@@ -102,8 +103,7 @@ class Server:
     async def wait_ready(self, timeout_s: float = 240.0) -> float:
         """Seconds from the start until /health answers 200. Raises ServerFailed."""
         while time.perf_counter() - self.started_s < timeout_s:
-            if self._process.poll() is not None:
-                raise self._failed("ended")
+            self.check()
             if await self.status("/health") == 200:
                 ready_s = time.perf_counter() - self.started_s
                 if self._urgent:
@@ -113,11 +113,21 @@ class Server:
             await asyncio.sleep(POLL_S)
         raise self._failed(f"was not ready after {timeout_s:.0f} s")
 
+    @property
+    def session(self) -> int:
+        """The session `serve run` was started in; Ray's own processes leave it."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise ServerFailed if `serve run` has ended."""
+        if self._process.poll() is not None:
+            raise self._failed("ended")
+
     async def status(self, path: str) -> int:
         """The HTTP status of a GET, 0 where nobody answers."""
         try:
-            return (await fetch(self.url, path))[0]
-        except (OSError, ValueError, IndexError, asyncio.IncompleteReadError):
+            return (await fetch(self.url, path, PROBE_TIMEOUT_S))[0]
+        except (OSError, asyncio.TimeoutError):
             return 0
 
     async def metric(self, name: str) -> float:

@@ -2,8 +2,9 @@
 """What Ray Serve and HTTP cost: streamed completions in a closed loop, beside the same engine offline on the same prompts in one run.
 
 The server is `serve run` in processes of its own. At every level of concurrency, rounds of HTTP load and of the offline engine alternate;
-the one that is not measured is idle. CPU a token is what the proxy and the replica used beyond what they use when idle, without the replica's
-compute threads (the engine's and those of its products); counting step seconds x threads instead is in the JSON, and only means something on a machine nobody else uses.
+the one that is not measured is idle. CPU a token is what the proxy and the replica used beyond what they use when idle, without the
+replica's compute threads (the engine's and those of its products). Counting step seconds x threads instead is in the JSON: it only
+means something on a machine nobody else uses.
 """
 
 from __future__ import annotations

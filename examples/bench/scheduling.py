@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""What running streams feel while a long prompt is admitted, and what a step costs beside the model.
+
+Streams: 8 sequences decode; then a 2,000-token prompt arrives. Every gap between two tokens of a running stream, until the newcomer has its
+first token, counts. Host: seconds of planning, packing and committing a decode step, with a tiny model, at 16 and 64 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import machine
+import report
+
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import Engine
+
+HOST_BARS_MS = {16: 0.3, 64: 1.0}  # issue 2
+STEADY_STEPS = 20
+
+
+@dataclass(slots=True)
+class Admission:
+    """Seconds of one or more admissions: gaps between tokens of the running streams, their steps before, the newcomer's chunks and TTFT."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    chunks_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+
+    def limit_s(self, chunk_s: float) -> float:
+        """3 x the median step plus one chunk (the bar of issue 2)."""
+        return 3 * statistics.median(self.steps_s) + chunk_s
+
+
+def open_engine(model: str, **words: Any) -> Engine:
+    """A warm engine; `words` are config.Deployment's keys."""
+    from rayneuron import loading
+    from rayneuron.config import parse
+
+    return loading.open_engine(parse({"model": {"path": model}, **words})).engine
+
+
+def add(engine: Engine, name: str, prompt: int, new: int) -> None:
+    """Queue a greedy request of random tokens that ends after exactly `new`."""
+    from rayneuron.types import Request, SamplingParams
+
+    draw = random.Random(name)
+    ids = [draw.randrange(engine.vocab // 2) for _ in range(prompt)]
+    engine.add(Request(id=name, prompt_ids=ids, params=SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)))
+
+
+def admit_while_decoding(engine: Engine, streams: int, prompt: int, seed: str, into: Admission) -> None:
+    """One admission; the engine is empty before and after."""
+    for i in range(streams):
+        add(engine, f"{seed}-{i}", 128, engine.capacity.length - 128)
+    started: set[str] = set()
+    while len(started) < streams:
+        started |= {delta.request_id for delta in engine.step()}
+    steady: list[float] = []
+    for _ in range(STEADY_STEPS):
+        began = time.perf_counter()
+        engine.step()
+        steady.append(time.perf_counter() - began)
+    into.steps_s += steady
+    last = dict.fromkeys(started, time.perf_counter())
+    newcomer, arrived, done = f"{seed}-long", time.perf_counter(), False
+    add(engine, newcomer, prompt, 2)
+    while not done:
+        began = time.perf_counter()
+        deltas = engine.step()
+        now = time.perf_counter()
+        if engine.info.tag == "prefill":
+            into.chunks_s.append(now - began)
+        for delta in deltas:
+            if delta.request_id == newcomer:
+                into.first_token_s.append(now - arrived)
+                done = True
+            else:
+                into.gaps_s.append(now - last[delta.request_id])
+                last[delta.request_id] = now
+    for name in (*started, newcomer):
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    engine.check_ledger()
+
+
+def host_step(model: str, rows: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of plan, pack and commit of each of `steps` decode steps with `rows` sequences."""
+    engine = open_engine(model, dtype="fp32", max_num_seqs=rows, max_model_len=512, threads=1)
+    for i in range(rows):
+        add(engine, str(i), 16, 16 + 2 * steps)
+    while any(s.remaining > 1 for s in (*engine.scheduler.running, *engine.scheduler.waiting)):
+        engine.step()
+    packed: list[float] = []
+    engine.runner.pack = _timed(engine.runner.pack, packed)  # type: ignore[method-assign]
+    spent: dict[str, list[float]] = {"plan": [], "pack": packed, "commit": [], "together": []}
+    for _ in range(steps):
+        engine.step()
+        spent["plan"].append(engine.info.plan_s)
+        spent["commit"].append(engine.info.commit_s)
+        spent["together"].append(engine.info.plan_s + packed[-1] + engine.info.commit_s)
+    engine.close()
+    return spent
+
+
+def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = function(*arguments)
+        into.append(time.perf_counter() - began)
+        return result
+
+    return timed
+
+
+def show(admission: Admission, hosts: dict[int, dict[str, list[float]]]) -> str:
+    """Markdown tables of both parts and the bars."""
+    parts = [("gap of a running stream", admission.gaps_s), ("median step before", admission.steps_s)]
+    parts += [("chunk of the newcomer", admission.chunks_s), ("first token of the newcomer", admission.first_token_s)]
+    rows = [[name, *report.spread(values, 1e3).values(), len(values)] for name, values in parts]
+    text = report.table(["ms", "p50", "p90", "p99", "max", "count"], rows)
+    rows = [[f"{n} rows, {part}", *report.spread(v, 1e3).values(), len(v)] for n, spent in hosts.items() for part, v in spent.items()]
+    text += "\n\n" + report.table(["host ms a step", "p50", "p90", "p99", "max", "steps"], rows)
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(admission, hosts))}"
+
+
+def bars(admission: Admission, hosts: dict[int, dict[str, list[float]]]) -> list[tuple[str, float, str, str]]:
+    """The rows of issue 2's table."""
+    p99 = report.percentile(admission.gaps_s, 0.99) * 1e3
+    rows = []
+    for name, chunk_s in (("median", statistics.median(admission.chunks_s)), ("longest", max(admission.chunks_s))):
+        limit_ms = round(admission.limit_s(chunk_s) * 1e3, 1)
+        rows.append(report.bar(f"p99 gap while a long prompt is admitted, ms ({name} chunk)", p99, limit_ms, False))
+    for n, spent in hosts.items():
+        if n in HOST_BARS_MS:
+            together = statistics.median(spent["together"]) * 1e3
+            rows.append(report.bar(f"scheduler + pack + commit at {n} rows, ms", together, HOST_BARS_MS[n], False))
+    return rows
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo:smollm2")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (default: all cores)")
+    parser.add_argument("--streams", type=int, default=8, help="running sequences (default %(default)s)")
+    parser.add_argument("--long", type=int, default=2000, help="prompt tokens of the newcomer (default %(default)s)")
+    parser.add_argument("--chunk", type=int, help="prefill_chunk_tokens (default: the deployment's)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--host-model", default="demo:random:tiny")
+    parser.add_argument("--host-rows", type=int, nargs="*", default=[16, 64])
+    parser.add_argument("--host-steps", type=int, default=100)
+    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
+    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/scheduling.json)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    args = parse_args(argv)
+    machine.leave_cleanly_when_told()
+    if args.urgent:
+        return machine.rerun_preferred()
+    chunk = {"prefill_chunk_tokens": args.chunk} if args.chunk else {}
+    length = args.long + 128
+    engine = open_engine(args.model, dtype=args.dtype, threads=args.threads, max_num_seqs=args.streams + 1, max_model_len=length, **chunk)
+    watch = machine.Watch([])
+    admit_while_decoding(engine, args.streams, args.long, "warm", Admission())
+    admission = Admission()
+    for turn in range(args.rounds):
+        admit_while_decoding(engine, args.streams, args.long, str(turn), admission)
+    engine.close()
+    hosts = {rows: host_step(args.host_model, rows, args.host_steps) for rows in args.host_rows}
+    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
+    print(f"{report.show_facts(facts)}; {args.streams} streams, {args.long} tokens admitted, {args.rounds} rounds\n")
+    print(show(admission, hosts))
+    document = {"machine": facts, "admission_s": {n: getattr(admission, n) for n in Admission.__slots__}, "host_s": hosts}
+    print(f"\n{report.save('scheduling', document, args.json)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

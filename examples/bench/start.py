@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Cold start from `serve run` to the first token, part by part, and whether "ready" was true when it was said.
+
+From the first moment /health and /v1/models are asked again and again. As soon as either says 200, one streamed token is asked for: it must
+come as fast as later ones do. A server that says ready too early fails here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import client
+import machine
+import report
+from server import Server
+
+COLD_START_BAR_S = 25.0  # issue 2
+READY_PATHS = ("/health", "/v1/models")
+PROBE_S = 0.05
+WARM_REQUESTS = 5
+SLOWER_THAN_WARM = 3.0  # the first token may meet cold caches, never a missing model or graph
+MODEL_NAME = "bench"
+
+# What ends with the line of the log that holds the text.
+PARTS = (
+    ("python and Ray imported", "Running config file"),
+    ("Ray started", "Started a local Ray instance"),
+    ("Serve started", "Started Serve in namespace"),
+    ("application checked and built", "Imported and built app"),
+    ("replica process up", f"{MODEL_NAME}: starting"),
+    ("engine open", f"{MODEL_NAME}: ready after"),
+)
+STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})")
+ENGINE_PARTS = re.compile(r"(\w+) (\d+\.\d) s(?=[,)])")
+
+
+@dataclass(slots=True)
+class Start:
+    """One cold start. Seconds are counted from the start of `serve run`."""
+
+    parts_s: dict[str, float] = field(default_factory=dict)
+    engine_s: dict[str, float] = field(default_factory=dict)
+    ready_s: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    unanswered: dict[str, int] = field(default_factory=dict)
+    first_token_s: float = 0.0
+    first_ttft_s: float = 0.0
+    warm_ttft_s: list[float] = field(default_factory=list)
+    cores_used_by_others: float = 0.0
+
+    @property
+    def honest(self) -> bool:
+        """Whether the token asked for at the first "ready" came as later ones do."""
+        return self.first_ttft_s <= SLOWER_THAN_WARM * statistics.median(self.warm_ttft_s)
+
+
+def log_parts(log: str, started: float) -> dict[str, float]:
+    """Seconds after `started` (epoch) at which each part had ended, by the log's time stamps; parts it does not show are left out."""
+    found = {}
+    for name, text in PARTS:
+        line = next((line for line in log.splitlines() if text in line), "")
+        if stamp := STAMP.search(line):
+            at = datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(stamp[2]) / 1000
+            found[name] = at - started
+    return found
+
+
+def engine_parts(log: str) -> dict[str, float]:
+    """The engine's own account: weights, graphs and so on, in seconds."""
+    line = next((line for line in log.splitlines() if f"{MODEL_NAME}: ready after" in line), "")
+    return {name: float(seconds) for name, seconds in ENGINE_PARTS.findall(line.partition("(")[2].rpartition("(")[2])}
+
+
+async def until_ready(server: Server, path: str, into: Start) -> None:
+    """Ask one path until it says 200; other answers are counted."""
+    while True:
+        status = await server.status(path)
+        if status == 200:
+            into.ready_s[path] = time.perf_counter() - server.started_s
+            return
+        counted = into.refused if status else into.unanswered
+        counted[path] = counted.get(path, 0) + 1
+        server.check()
+        await asyncio.sleep(PROBE_S)
+
+
+async def one_token(server: Server, number: int) -> client.Reply:
+    """One streamed token of a prompt nobody has sent. Raises RuntimeError where there is none."""
+    connection = client.Connection(server.url)
+    body = {"model": MODEL_NAME, "prompt": f"Number {number}: once upon a time", "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    reply = await client.complete(connection, "/v1/completions", body)
+    connection.close()
+    if reply.error:
+        raise RuntimeError(f"ready, but no token: {reply.error}")
+    return reply
+
+
+async def measure(server: Server) -> Start:
+    """Watch one server start."""
+    start = Start()
+    probes = [asyncio.create_task(until_ready(server, path, start)) for path in READY_PATHS]
+    await asyncio.wait(probes, return_when=asyncio.FIRST_COMPLETED)
+    server.check()
+    reply = await one_token(server, 0)
+    start.first_ttft_s = reply.ttft_s
+    start.first_token_s = reply.stamps[0] - server.started_s
+    await asyncio.gather(*probes)
+    start.warm_ttft_s = [(await one_token(server, number)).ttft_s for number in range(1, WARM_REQUESTS + 1)]
+    return start
+
+
+def observe(deployment: dict[str, Any], args: argparse.Namespace) -> Start:
+    """One cold start and its log."""
+    epoch = time.time()
+    server = Server(deployment, args.profile, args.urgent)
+    try:
+        watch = machine.Watch({server.session})
+        start = asyncio.run(asyncio.wait_for(measure(server), args.timeout))
+        # Ray's own processes leave the session they were started from, so they are counted here and not by the watch.
+        ours = sum(p.cpu_s for p in server.processes() if p.session != server.session)
+        start.cores_used_by_others = max(0.0, watch.others() - ours / (time.time() - epoch))
+        log = server.log_path.read_text(errors="replace")
+        start.parts_s, start.engine_s = log_parts(log, epoch), engine_parts(log)
+    finally:
+        server.close()
+    return start
+
+
+def show(starts: Sequence[Start]) -> str:
+    """Markdown tables: the parts in order, the engine's own account, readiness, bars."""
+    rows: list[list[object]] = []
+    names = [name for name, _ in PARTS if all(name in start.parts_s for start in starts)]
+    before = [0.0] * len(starts)
+    for name in names:
+        at = [start.parts_s[name] for start in starts]
+        rows.append([name, statistics.median(b - a for a, b in zip(before, at, strict=True)), statistics.median(at)])
+        before = at
+    for path in READY_PATHS:
+        rows.append([f"{path} says 200", "", statistics.median(start.ready_s[path] for start in starts)])
+    rows.append(["first token", "", statistics.median(start.first_token_s for start in starts)])
+    text = report.table(["part", "took s", "at s"], rows)
+    engine = {name: statistics.median(start.engine_s.get(name, 0.0) for start in starts) for name in starts[0].engine_s}
+    text += f"\n\nEngine: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in engine.items())}"
+    refused, unanswered = (
+        {p: statistics.median(getattr(s, w).get(p, 0) for s in starts) for p in READY_PATHS} for w in ("refused", "unanswered")
+    )
+    text += f"\nProbes before ready: refused {refused}, unanswered {unanswered}"
+    warm = statistics.median(ttft for start in starts for ttft in start.warm_ttft_s)
+    first = statistics.median(start.first_ttft_s for start in starts)
+    text += f"\nToken asked for at the first 200: {first * 1e3:.0f} ms; later ones {warm * 1e3:.0f} ms"
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(starts))}"
+
+
+def bars(starts: Sequence[Start]) -> list[tuple[str, float, str, str]]:
+    """The rows of issue 2's table."""
+    slower = max(start.first_ttft_s / statistics.median(start.warm_ttft_s) for start in starts)
+    return [
+        report.bar("serve run to first token, s", statistics.median(start.first_token_s for start in starts), COLD_START_BAR_S, False),
+        report.bar("first token at ready / warm first token", slower, SLOWER_THAN_WARM, False),
+    ]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=["plain", "fast"], default="plain")
+    parser.add_argument("--model", default="demo:smollm2", help="converted before the clock starts (default %(default)s)")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of the engine (default: all cores)")
+    parser.add_argument("--length", type=int, default=2048, help="max_model_len, as deployments/smollm2.yaml has it (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a start may take (default %(default)s)")
+    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
+    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/start-PROFILE.json)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start, watch, print, write. Exit code 1 where ready was said too early."""
+    args = parse_args(argv)
+    machine.leave_cleanly_when_told()
+    from rayneuron import demo
+
+    model = {"path": str(demo.resolve(args.model)), "name": MODEL_NAME}
+    deployment = {"model": model, "dtype": args.dtype, "threads": args.threads, "max_model_len": args.length, "max_num_seqs": 16}
+    starts = []
+    for turn in range(args.rounds):
+        starts.append(observe(deployment, args))
+        print(f"start {turn + 1} of {args.rounds}: first token after {starts[-1].first_token_s:.1f} s", file=sys.stderr, flush=True)
+    facts = machine.facts()
+    print(f"{report.show_facts(facts)}; profile {args.profile}, {args.model} {args.dtype}, medians of {args.rounds} starts\n")
+    print(show(starts))
+    fields = [{name: getattr(start, name) for name in Start.__slots__} for start in starts]
+    print(
+        f"\n{report.save(f'start-{args.profile}', {'machine': facts, 'deployment': deployment, 'starts': fields}, args.json)}",
+        file=sys.stderr,
+    )
+    return 0 if all(start.honest for start in starts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
