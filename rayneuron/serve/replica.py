@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,10 @@ from rayneuron.engine.admission import EngineLimits
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.flight import Flight, Flights, Leg
-from rayneuron.serve.startup import Startup
+from rayneuron.serve.startup import Startup, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.text import Assembler
-from rayneuron.types import Delta, SamplingParams, Snapshot
+from rayneuron.types import Delta, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -281,18 +280,6 @@ def new_id() -> str:
     return uuid4().hex
 
 
-def thread_share(config: Deployment) -> int:
-    """CPU threads of the replica: `threads`, else the whole CPUs it reserves, else all it may use.
-
-    Ray exports OMP_NUM_THREADS=1 into actors that reserve one CPU or less, hence an explicit number.
-    """
-    if config.threads is not None:
-        return config.threads
-    if config.serving.num_cpus is not None and config.serving.num_cpus >= 1:
-        return int(config.serving.num_cpus)
-    return len(os.sched_getaffinity(0))
-
-
 def _plain(call: api.Call, delta: Delta) -> Json:
     prompt = call.prompt(delta.request_id)
     out: Json = {"index": prompt * call.n + delta.index, "text": delta.text, "token_ids": delta.token_ids}
@@ -302,6 +289,3 @@ def _plain(call: api.Call, delta: Delta) -> Json:
     if delta.usage is not None:
         out["usage"] = msgspec.to_builtins(delta.usage)
     return out
-
-
-__all__ = ["EngineServer", "Snapshot", "new_id", "thread_share"]

@@ -1,12 +1,15 @@
-"""Start-up progress: log lines everywhere, a progress bar in a terminal."""
+"""Starting a replica: its CPU threads, and its progress as log lines and, in a terminal, a bar."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from rayneuron.config import Deployment
 
 log = logging.getLogger(__name__)
 
@@ -54,3 +57,15 @@ class Startup:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def thread_share(config: Deployment) -> int:
+    """CPU threads of the replica: `threads`, else the whole CPUs it reserves, else all it may use.
+
+    Ray exports OMP_NUM_THREADS=1 into actors that reserve one CPU or less, hence an explicit number.
+    """
+    if config.threads is not None:
+        return config.threads
+    if config.serving.num_cpus is not None and config.serving.num_cpus >= 1:
+        return int(config.serving.num_cpus)
+    return len(os.sched_getaffinity(0))

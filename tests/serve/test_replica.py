@@ -15,7 +15,8 @@ from rayneuron.config import Deployment
 from rayneuron.config import parse as parse_config
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.profile import profile_env
-from rayneuron.serve.replica import EngineServer, thread_share
+from rayneuron.serve.replica import EngineServer
+from rayneuron.serve.startup import thread_share
 from rayneuron.types import SamplingParams
 from tests.serve.scripted import ScriptedRunner, opener_of
 
