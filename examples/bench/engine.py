@@ -77,10 +77,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return made + [Case(f"decode {n}", n, args.prompt, args.new) for n in args.batch]
 
 
-def prompts(case: Case, seed: str) -> list[list[int]]:
-    """Random token ids nobody has seen before, so that no cache helps. 100 to 40,000 are ordinary tokens of the demo model."""
+def prompts(case: Case, seed: str, vocab: int) -> list[list[int]]:
+    """Random token ids nobody has seen before, so that no cache helps. The ends of a vocabulary hold special tokens and bytes: left out."""
     draw = random.Random(seed)
-    return [[draw.randrange(100, 40_000) for _ in range(case.prompt)] for _ in range(case.rows)]
+    return [[draw.randrange(vocab // 100, vocab * 4 // 5) for _ in range(case.prompt)] for _ in range(case.rows)]
 
 
 def start(name: str, peer: Peer, settings: dict[str, Any], threads: int, urgent: bool) -> Child:
@@ -102,7 +102,7 @@ class Measured:
         self.others.setdefault(case, {}).setdefault(engine, []).append(others)
 
 
-def measure(children: dict[str, Child], wanted: list[Case], rounds: int) -> Measured:
+def measure(children: dict[str, Child], wanted: list[Case], rounds: int, vocab: int) -> Measured:
     """`rounds` interleaved rounds after one that is not counted; the order of engines rotates, so that none is always first."""
     measured = Measured()
     names = list(children)
@@ -112,7 +112,7 @@ def measure(children: dict[str, Child], wanted: list[Case], rounds: int) -> Meas
             for name in order:
                 child = children[name]
                 watch = machine.Watch([child.session])
-                steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}"), "new": case.new})["steps"]
+                steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": case.new})["steps"]
                 child.freeze()
                 if turn >= 0:
                     measured.add(case.name, name, case.rate(steps), watch.others())
@@ -175,9 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
     from rayneuron import demo
+    from rayneuron.models import hub
 
     wanted, known = cases(args), peers(args.threads)
-    settings = {"model": str(demo.resolve(args.model)), "dtype": args.dtype, "threads": args.threads}
+    path = demo.resolve(args.model)
+    settings = {"model": str(path), "dtype": args.dtype, "threads": args.threads}
     settings |= {"rows": max(args.batch, default=1), "length": max([*args.prefill, args.prompt + args.new]) + 16}
     loads: dict[str, float] = {}
     with ExitStack() as stack:
@@ -188,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             loads[name] = child.ask({})["load_s"]
             child.freeze()
             print(f"{name} is loaded", file=sys.stderr, flush=True)
-        measured = measure(children, wanted, args.rounds)
+        measured = measure(children, wanted, args.rounds, hub.read_config(path)["vocab_size"])
     facts = machine.facts()
     print(f"{report.show_facts(facts)}; model {args.model} {args.dtype}, {args.threads} threads, medians of {args.rounds} rounds\n")
     print(show(measured, list(children), loads, args.dtype))

@@ -1,0 +1,159 @@
+"""The benchmarks themselves, at tiny sizes: what they add up, and that each runs to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import engine
+import prompts
+import pytest
+import scheduling
+import serving
+import start
+from client import Load, Reply
+from fake_http import STREAM, Fake, chunk
+from server import CpuTime
+
+from rayneuron.text import Text
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "examples" / "bench"
+SCRIPTS = ("engine.py", "serving.py", "scheduling.py", "start.py")
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(BENCH / script), *arguments], capture_output=True, text=True, env=env, timeout=200)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_needs_nothing_and_is_quick(script: str) -> None:
+    done = subprocess.run([sys.executable, str(BENCH / script), "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "usage:" in done.stdout and "--json" in done.stdout
+
+
+@pytest.mark.slow
+def test_engine_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    sizes = ["--batch", "1", "3", "--prefill", "40", "--prompt", "9", "--new", "5", "--rounds", "2", "--threads", "1"]
+    done = run("engine.py", "--model", str(tiny), "--dtype", "fp32", *sizes, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert set(document["rates"]) == {"prefill 40", "decode 1", "decode 3"}
+    for rates in document["rates"].values():
+        assert [len(rates[name]) for name in ("rayneuron", "transformers")] == [2, 2] and all(r > 0 for v in rates.values() for r in v)
+    assert "rayneuron / transformers" in done.stdout and "| decode 3" in done.stdout
+
+
+def test_a_peer_without_its_environment_is_left_out_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"rayneuron": engine.Peer("peer_rayneuron.py"), "vllm": engine.Peer("peer_vllm.py", "no-such-environment")}
+    assert engine.present(list(known), known) == ["rayneuron"]
+    assert "vllm is left out: there is no" in capsys.readouterr().err
+
+
+def test_an_unknown_peer_is_refused() -> None:
+    done = run("engine.py", "--peers", "vlm")
+    assert done.returncode == 2 and "unknown peer vlm; known: rayneuron, transformers, vllm" in done.stderr
+
+
+def test_admission_counts_every_gap_of_every_stream(tiny: Path) -> None:
+    opened = scheduling.open_engine(str(tiny), dtype="fp32", threads=1, max_num_seqs=4, max_model_len=320, prefill_chunk_tokens=64)
+    measured = scheduling.Admission()
+    scheduling.admit_while_decoding(opened, streams=3, prompt=150, seed="x", into=measured)
+    # 150 tokens are chunks of 64, 64 and 22; a decode step of all three streams lies between two chunks, and one may come first.
+    assert len(measured.chunks_s) == 3 and len(measured.first_token_s) == 1
+    assert len(measured.gaps_s) in (2 * 3, 3 * 3)
+    assert max(measured.gaps_s) >= min(measured.chunks_s), "a gap holds a chunk"
+    assert sum(measured.chunks_s) <= measured.first_token_s[0]
+    opened.close()
+
+
+def test_host_steps_are_timed_apart(tiny: Path) -> None:
+    spent = scheduling.host_step(str(tiny), rows=4, steps=7)
+    assert {name: len(values) for name, values in spent.items()} == {"plan": 7, "pack": 7, "commit": 7, "together": 7}
+    for whole, *parts in zip(spent["together"], spent["plan"], spent["pack"], spent["commit"], strict=True):
+        assert whole == pytest.approx(sum(parts)) and min(parts) > 0
+
+
+def test_prompts_are_exact_and_repeatable(smollm2: Path) -> None:
+    words = prompts.Words(Text(smollm2))
+    text, ids = words.prompt(128, "a")
+    assert len(ids) == 128 and Text(smollm2).encode(text) == ids
+    assert words.prompt(128, "a") == (text, ids) and words.prompt(128, "b")[1] != ids
+
+
+def test_serving_summary_by_hand() -> None:
+    reply = Reply(sent_s=0.0, stamps=[0.1 + i * 0.01 for i in range(100)], ended_s=2.0, tokens=100)
+    level = serving.Level(1, loads=[Load([reply], wall_s=2.0, client_cpu_s=0.0)], offline_tok_s=[62.5], offline_first_s=[0.09])
+    # In these 2 s: proxy 0.12, replica 1.9 of which 1.8 compute, idle use of each 0.01 a second; steps took 0.9 s on 2 threads.
+    level.cpu = [(CpuTime(1.0, 1.0, 1.0, 0.0), CpuTime(1.12, 2.9, 2.8, 0.3))]
+    level.idle, level.step_s, level.others = CpuTime(0.01, 0.01, 0.0, 0.1), 0.9, [0.25]
+    summary = level.summary(threads=2)
+    assert summary["share_of_offline"] == pytest.approx(50 / 62.5)
+    assert summary["proxy_us_per_token"] == pytest.approx(1000.0)
+    assert summary["replica_us_per_token"] == pytest.approx(800.0)
+    assert summary["outside_compute_us_per_token"] == pytest.approx(1800.0)
+    assert summary["outside_step_us_per_token"] == pytest.approx(1800.0)
+    assert summary["rest_us_per_token"] == pytest.approx(1000.0)
+    bars = {name: (measured, verdict) for name, measured, _, verdict in serving.bars({1: summary}, "plain")}
+    assert bars["TTFT beyond prefill at 1 client, ms"] == (pytest.approx(10.0), "met")
+
+
+LOG = """\
+2026-11-28 00:09:58,983	INFO scripts.py:489 -- Running config file: '/tmp/x/deployment.yaml'.
+2026-11-28 00:10:02,778	INFO worker.py:2029 -- Started a local Ray instance. View the dashboard at http://127.0.0.1:8265
+INFO 2026-11-28 00:10:04,147 serve 20418 -- Started Serve in namespace "serve".
+(ServeController pid=20788) INFO 2026-11-28 00:10:06,031 controller 20788 -- Imported and built app 'bench' successfully.
+(ServeReplica:bench:EngineServer pid=20870) INFO 2026-11-28 00:10:07,747 bench_EngineServer 7yuyh672 -- bench: starting
+(ServeReplica:bench pid=20870) INFO 2026-11-28 00:10:12,800 -- bench: ready after 5.1 s (import 0.0 s, weights 0.4 s, graphs 2.7 s)
+"""
+
+
+def test_start_reads_its_parts_from_the_log() -> None:
+    import datetime
+
+    began = datetime.datetime(2026, 11, 28, 0, 9, 58).timestamp()
+    parts = start.log_parts(LOG, began)
+    assert [round(seconds, 3) for seconds in parts.values()] == [0.983, 4.778, 6.147, 8.031, 9.747, 14.8]
+    assert list(parts) == [name for name, _ in start.PARTS]
+    assert start.engine_parts(LOG) == {"import": 0.0, "weights": 0.4, "graphs": 2.7}
+    assert start.log_parts(LOG.replace("Started Serve", "x"), began).keys() == parts.keys() - {"Serve started"}
+
+
+def test_ready_too_early_is_a_missed_bar() -> None:
+    honest = start.Start(first_token_s=9.0, first_ttft_s=0.06, warm_ttft_s=[0.05, 0.05, 0.06])
+    early = start.Start(first_token_s=9.0, first_ttft_s=4.0, warm_ttft_s=[0.05, 0.05, 0.06])
+    assert honest.honest and not early.honest
+    assert [row[3] for row in start.bars([honest])] == ["met", "met"]
+    assert [row[3] for row in start.bars([honest, early])] == ["met", "MISSED"]
+
+
+async def test_the_first_200_is_answered_with_a_token() -> None:
+    """A server that refuses first, then is ready: `measure` sees the moment and asks at once."""
+    asked: list[str] = []
+
+    async def handler(method, path, body, writer) -> bool:
+        asked.append(path)
+        if method == "POST":
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, STREAM)) + b"0\r\n\r\n")
+        else:
+            ready = len(asked) > 4
+            writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % (b"200 OK" if ready else b"503 Loading"))
+        return False
+
+    class Server(start.Server):
+        def __init__(self, url: str) -> None:
+            self.url, self.started_s = url, 0.0
+
+        def check(self) -> None:
+            return
+
+    async with Fake(handler) as fake:
+        measured = await start.measure(Server(fake.url))
+    assert set(measured.ready_s) == {"/health", "/v1/models"} and sum(measured.refused.values()) == 4
+    assert asked.count("/v1/completions") == 1 + start.WARM_REQUESTS
+    assert measured.first_ttft_s > 0 and len(measured.warm_ttft_s) == start.WARM_REQUESTS
