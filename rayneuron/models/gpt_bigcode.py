@@ -16,7 +16,9 @@ __all__ = ["BASE", "IGNORE", "PREFIX", "arch", "layer", "top"]
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
-    return replace(gpt2.arch(Config({"activation_function": "gelu_pytorch_tanh", **c})), kv_heads=1 if c.get("multi_query", True) else c["n_head"])
+    return replace(
+        gpt2.arch(Config({"activation_function": "gelu_pytorch_tanh", **c})), kv_heads=1 if c.get("multi_query", True) else c["n_head"]
+    )
 
 
 def layer(a: Arch, i: int) -> Rules:

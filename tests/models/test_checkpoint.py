@@ -141,7 +141,9 @@ def test_missing_and_unread_tensors(folder: Path) -> None:
 
 def test_wrong_shape_is_named(folder: Path) -> None:
     save_file({**tensors(folder), "model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 64)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'model.layers.0.self_attn.k_proj.weight' gives k.w of shape \(16, 64\).* promises \(32, 64\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'model.layers.0.self_attn.k_proj.weight' gives k.w of shape \(16, 64\).* promises \(32, 64\)"
+    ):
         load(folder)
 
 
@@ -229,7 +231,18 @@ def test_reads_what_safetensors_writes(folder: Path) -> None:
     """Every dtype, an empty tensor and a scalar, against the library itself."""
     from safetensors import safe_open
 
-    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    kinds = [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ]
     held = {str(k): torch.arange(6).view(2, 3).to(k) for k in kinds} | {"empty": torch.zeros(0, 4), "scalar": torch.tensor(3.0)}
     held |= {str(k): torch.arange(6).float().to(k) for k in (torch.float8_e4m3fn, torch.float8_e5m2)}
     save_file(held, folder / "x.safetensors")

@@ -37,7 +37,9 @@ def draw(tokens: int, seed: int, experts: int = X) -> tuple[Tensor, Tensor, Tens
     return x, which, share
 
 
-@pytest.mark.parametrize("form", [feedforward.experts, feedforward.gathered_experts, feedforward.blocked_experts, feedforward.grouped_experts])
+@pytest.mark.parametrize(
+    "form", [feedforward.experts, feedforward.gathered_experts, feedforward.blocked_experts, feedforward.grouped_experts]
+)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 100])
 def test_forms_agree(form, tokens: int) -> None:
     w = weights()
@@ -48,7 +50,7 @@ def test_forms_agree(form, tokens: int) -> None:
 @pytest.mark.parametrize("form", [feedforward.gathered_experts, feedforward.blocked_experts, feedforward.grouped_experts])
 @pytest.mark.parametrize("tokens", [3, 64])
 def test_experts_nobody_chose_are_not_computed(form, tokens: int) -> None:
-    """Weights of experts 3 and 4 are NaN: computing them and multiplying by zero would show. All tokens on two experts is the worst skew."""
+    """Weights of experts 3 and 4 are NaN: computing them and multiplying by zero would show."""
     w = weights()
     x, which, share = draw(tokens, 1, experts=2)
     want = by_hand(w, x, which, share)
@@ -66,7 +68,7 @@ def test_skewed_choices_fill_blocks_unevenly() -> None:
 
 
 def test_capacity_drops_the_last_of_a_row() -> None:
-    """By hand: 4 tokens, 2 experts, 1 chosen, factor 1 -> 2 places an expert. Expert 0 is chosen 3 times in row 0, expert 1 4 times in row 1."""
+    """By hand: 4 tokens, 2 experts, 1 chosen, factor 1 -> 2 places an expert; row 0 chooses expert 0 three times."""
     which = torch.tensor([[[0], [0], [1], [0]], [[1], [1], [1], [1]]])
     assert feedforward.within_capacity(which, 2, 1.0)[..., 0].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
     assert feedforward.within_capacity(which, 2, 0.5)[..., 0].tolist() == [[1, 0, 1, 0], [1, 0, 0, 0]]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from tests.models import cases
 from tests.models.cases import Runner, Saved

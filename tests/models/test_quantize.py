@@ -53,7 +53,10 @@ def test_int8_by_hand() -> None:
     how = quantize.parse("int8", "per_channel_symmetric")
     scale = quantize.scale_of(w, how)
     assert scale.tolist() == [[pytest.approx(1 / 127)], [pytest.approx(20 / 127)]]
-    assert quantize.quantise(w, scale, how).tolist() == [[127, -64, 32], [0, 64, -127]] or quantize.quantise(w, scale, how)[0, 1] in (-63, -64)
+    assert quantize.quantise(w, scale, how).tolist() == [[127, -64, 32], [0, 64, -127]] or quantize.quantise(w, scale, how)[0, 1] in (
+        -63,
+        -64,
+    )
 
 
 def test_float8_e4m3_ends_at_240_as_on_neuron() -> None:
@@ -104,7 +107,9 @@ def test_quantised_weight_without_scale_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "quantization"), [(1, None), (2, None), (4, "int8"), (2, "f8e4m3")])
-def test_presharded_equals_the_checkpoint(saved: Saved, tmp_path: Path, ranks: int, quantization: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_presharded_equals_the_checkpoint(
+    saved: Saved, tmp_path: Path, ranks: int, quantization: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     out, seen = tmp_path / "out", []
     manifest = presharded.shard(saved.path, ranks, out, quantization=quantization, progress=lambda done, total: seen.append((done, total)))
     assert sorted(p.name for p in (out / "weights").iterdir()) == [f"tp{r}_sharded_checkpoint.safetensors" for r in range(ranks)]

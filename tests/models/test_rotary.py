@@ -48,7 +48,10 @@ def spelled(name: str, spelling: str, theta: float) -> dict[str, Any]:
 
 def theirs(name: str, theta: float, position: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [D/2] of transformers; a fresh module each, since it keeps state between calls."""
-    config = tf.LlamaConfig(**{k: v for k, v in BASE.items() if k != "model_type"}, rope_parameters={"rope_type": kind_of(name), "rope_theta": theta, **KINDS[name]})
+    config = tf.LlamaConfig(
+        **{k: v for k, v in BASE.items() if k != "model_type"},
+        rope_parameters={"rope_type": kind_of(name), "rope_theta": theta, **KINDS[name]},
+    )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([[position]]))
     return cos[0, 0, : HEAD // 2], sin[0, 0, : HEAD // 2]
 

@@ -46,7 +46,16 @@ def test_plans_hold_every_head_once_beside_its_own_keys(kv_heads: int, group: in
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (12, 4), (12, 3), (8, 1), (6, 2)])
 def test_every_degree_equals_one_rank(heads: int, kv_heads: int, tmp_path: Path) -> None:
     """The grid of BR-40: degrees below, equal to, above, and not dividing the KV heads."""
-    config = tf.LlamaConfig(**{**cases.SMALL, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8, "hidden_size": 96, "intermediate_size": 50})
+    config = tf.LlamaConfig(
+        **{
+            **cases.SMALL,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 8,
+            "hidden_size": 96,
+            "intermediate_size": 50,
+        }
+    )
     saved = cases.save(config, tmp_path, tokens=12)
     for ranks in DEGREES:
         if ranks > heads:
@@ -111,7 +120,11 @@ def test_stages_of_a_pipeline_equal_the_whole(name: str, tmp_path: Path) -> None
 
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=12)
     first, last = (Runner.open(tmp_path, Solo(), stage=s, stages=2) for s in (0, 1))
-    assert len(first.weights["layers"]) == len(last.weights["layers"]) == 1 and "head.w" not in first.weights["top"] and "embed.w" not in last.weights["top"]
+    assert (
+        len(first.weights["layers"]) == len(last.weights["layers"]) == 1
+        and "head.w" not in first.weights["top"]
+        and "embed.w" not in last.weights["top"]
+    )
     positions, rows = torch.arange(12, dtype=torch.int32).expand(2, 12), torch.tensor([2, 0], dtype=torch.int32)
     args = (saved.ids, positions, rows, 32)
     with torch.no_grad():
