@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from rayneuron.config import Deployment
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer, Opener
 from rayneuron.serve.telemetry import RayExport
+
+log = logging.getLogger(__name__)
 
 MAX_ONGOING = 100_000  # admission is ours: Serve's own queue retries with a back-off of up to half a second
 HEALTH_PERIOD_S = 2.0
@@ -36,6 +39,8 @@ class ServedEngine(EngineServer):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         EngineServer.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
+        gc.collect()
+        gc.freeze()  # what start-up made lives for ever: a full collection over it would hold every stream for tens of milliseconds
         self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
 
     async def __serve_build_asgi_app__(self) -> Starlette:
@@ -75,7 +80,10 @@ def application_of(config: Deployment, opener: Opener = loading.open_engine) -> 
 async def _export(export: RayExport) -> None:
     while True:
         await asyncio.sleep(EXPORT_PERIOD_S)
-        export.push()
+        try:
+            export.push()
+        except Exception:
+            log.exception("metrics could not be handed to Ray; trying again")
 
 
 def _log_through_serve() -> None:

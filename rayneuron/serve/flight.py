@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestTimeout
+from rayneuron.serve.leg import Leg, join
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.types import Delta, FinishReason, Request, Snapshot, Stamps, TokenDelta
+from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -35,56 +36,6 @@ class Engine(Protocol):
     def snapshot(self) -> Snapshot: ...
 
     def close(self) -> None: ...
-
-
-class Assembles(Protocol):
-    """Turns the token deltas of one request into text deltas (text.Assembler)."""
-
-    def push(self, delta: TokenDelta) -> Delta | None: ...
-
-
-def join(deltas: Sequence[Delta]) -> Delta:
-    """Consecutive deltas of one choice as one. Finish and usage are the last one's."""
-    first, last = deltas[0], deltas[-1]
-    if first is last:
-        return first
-    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-    return Delta(
-        request_id=first.request_id,
-        index=first.index,
-        text="".join([delta.text for delta in deltas]),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=[entry for part in scored for entry in part] if scored else None,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        prompt_logprobs=first.prompt_logprobs,
-        usage=last.usage,
-        error=last.error,
-    )
-
-
-class Leg:
-    """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
-
-    __slots__ = ("assembler", "begun", "done", "last_s", "request", "tokens")
-
-    def __init__(self, request: Request, assembler: Assembles) -> None:
-        self.request = request
-        self.assembler = assembler
-        self.begun = False
-        self.done: set[int] = set()
-        self.last_s: dict[int, float] = {}
-        self.tokens: dict[int, int] = {}
-
-    def measure(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> None:
-        """Count one token delta."""
-        before = self.last_s.get(piece.index)
-        if before is not None:
-            telemetry.inter_token.observe(now_s - before)
-        elif not self.last_s:
-            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s)
-        self.last_s[piece.index] = now_s
-        self.tokens[piece.index] = self.tokens.get(piece.index, 0) + len(piece.token_ids)
 
 
 class Flight:
@@ -166,10 +117,8 @@ class Flight:
             self._pending.setdefault((piece.request_id, piece.index), []).append(delta)
             finished = delta.finish_reason or finished
         if finished is not None:
-            leg.done.add(piece.index)
             self.unfinished -= 1
-            stamps = piece.stamps or Stamps(arrived=leg.request.arrival_s, finished=now_s)
-            telemetry.finished(finished, leg.tokens[piece.index], stamps, now_s)
+            leg.finish(piece, finished, now_s, telemetry)
         if self._every_step or self.unfinished == 0:
             self._wake()
         return finished is not None and piece.finish_reason is None
@@ -227,12 +176,12 @@ class Flights:
 
     def _receive(self, flight: Flight, piece: TokenDelta, now_s: float) -> None:
         leg, unfinished = flight.legs[piece.request_id], flight.unfinished
-        waited = not leg.begun
+        waited, stopped = not leg.begun, False
         try:
             stopped = flight.receive(piece, now_s, self._telemetry)
-        except Exception as wrong:  # one request's text must not stop the others' delivery
-            flight.fail(wrong if isinstance(wrong, RayNeuronError) else RayNeuronError(f"could not put the text together: {wrong!r}"))
-            return
+        except Exception:  # one call's text must not stop the delivery of the others'
+            log.exception("request %s: its text could not be put together", piece.request_id)
+            flight.fail(RayNeuronError("the text could not be put together; the server log has the details under this request's id"))
         self.sequences -= unfinished - flight.unfinished
         if waited and leg.begun:
             self.waiting_tokens -= len(leg.request.prompt_ids)
@@ -272,10 +221,8 @@ class Flights:
             self._by_request.pop(leg.request.id, None)
             if not leg.begun:
                 self.waiting_tokens -= len(leg.request.prompt_ids)
-            left = leg.request.params.n - len(leg.done)
-            if left:
+            if leg.drop(flight.error is not None, self._telemetry):
                 self._abort(leg.request.id, None)
-                self._telemetry.dropped(left, failed=flight.error is not None)
 
     def fail_all(self, error: RayNeuronError) -> None:
         """The engine is gone: end every flight with `error`, and refuse new ones with it."""

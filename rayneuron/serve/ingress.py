@@ -109,7 +109,7 @@ async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> N
     assert task is not None
     exchange.watch(task)
     call = await server.parse(parse, body, new_id(), exchange.client_id)
-    with server.flight(call, arrival_s, limit_s) as flight:
+    with server.flight(call, arrival_s, limit_s, exchange.headers) as flight:
         if call.stream:
             await _stream(call, flight, exchange)
         else:

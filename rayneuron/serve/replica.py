@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -21,9 +22,11 @@ from rayneuron.config import Deployment
 from rayneuron.engine.admission import EngineLimits
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
-from rayneuron.serve.flight import Flight, Flights, Leg
+from rayneuron.serve.flight import Flight, Flights
+from rayneuron.serve.leg import Leg
 from rayneuron.serve.startup import Startup, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
+from rayneuron.serve.trace import Tracer
 from rayneuron.text import Assembler
 from rayneuron.types import Delta, SamplingParams
 
@@ -53,6 +56,7 @@ class EngineServer:
         self.draining = False
         self._opener = opener
         self._log_prompts = self.config.serving.log_prompts
+        self._tracer = Tracer(self.name) if self.config.serving.trace else None
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls."""
@@ -119,13 +123,16 @@ class EngineServer:
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)
 
     @contextlib.contextmanager
-    def flight(self, call: api.Call, arrival_s: float, time_limit_s: float | None) -> Iterator[Flight]:
-        """A call on its way through the engine; on leaving, whatever is unfinished is aborted."""
+    def flight(
+        self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = MappingProxyType({})
+    ) -> Iterator[Flight]:
+        """A call on its way through the engine; on leaving, whatever is unfinished is aborted. `headers` may hold a trace to continue."""
         legs = []
         for request in call.requests:
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
-            legs.append(Leg(request, Assembler(request, self.opened.text)))
+            ended = self._tracer.begin(request, headers) if self._tracer is not None else None
+            legs.append(Leg(request, Assembler(request, self.opened.text), ended))
         try:
             flight = self.flights.open(legs)
         except Busy:

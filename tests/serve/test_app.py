@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,13 @@ def deploy(path: Path, port: int, user_config: dict[str, Any] | None = None) -> 
     model: dict[str, Any] = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": arguments(path)}
     if user_config is not None:
         model["deployments"] = [{"name": "EngineServer", "user_config": user_config}]
-    caller = {"name": "caller", "route_prefix": "/caller", "import_path": "examples.handle_call:build", "args": {"application": "model"}}
+    applications = [model]
+    for name, builder in (("caller", "examples.handle_call:build"), ("probe", "tests.serve.probe:build")):
+        applications.append({"name": name, "route_prefix": f"/{name}", "import_path": builder, "args": {"application": "model"}})
     http = {"host": "127.0.0.1", "port": port}
-    file = ServeDeploySchema.model_validate({"http_options": http, "applications": [model, caller]})
+    file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
     serve.context._get_global_client().deploy_apps(file, _blocking=False)
-    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 2, 90, lambda: serve.status().applications)
+    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 3, 90, lambda: serve.status().applications)
 
 
 def states() -> dict[str, str]:
@@ -52,7 +55,7 @@ def states() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def url(tiny: Path) -> Iterator[str]:
-    """One application at / and a caller at /caller, in a Ray of their own."""
+    """The model at /, callers at /caller and /probe, in a Ray of their own."""
     import ray
     from ray import serve
 
@@ -161,26 +164,34 @@ def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
     assert all(reply.json()["error"]["type"] == "RateLimitError" and reply.headers["retry-after"] == "1" for reply in refused)
 
 
-async def test_handles(client: httpx.Client, expected: str) -> None:
-    """From another application: chat whole, generate as a stream; an error arrives as what it is."""
+def test_handles(client: httpx.Client, expected: str) -> None:
+    """From other applications: chat whole, generate as a stream; an error arrives as what it is, a cancelled stream ends the work."""
     reply = client.post("/caller", json={"prompt": GO["prompt"], "max_tokens": 12})
     assert reply.status_code == 200, reply.text
     assert reply.json()["streamed"] == expected
     assert reply.json()["chat"]["object"] == "chat.completion"
+    reply = client.post("/probe", json=GO)
+    assert reply.status_code == 200, reply.text
+    got = reply.json()
+    assert got["completions"]["choices"][0]["text"] == expected
+    assert got["tokenize"]["count"] > 0 and got["models"]["data"][0]["id"] == "tiny" and got["stats"]["slots_total"] == 4
+    assert "".join(piece["text"] for piece in got["pieces"]) == expected and got["pieces"][-1]["finish_reason"] in ("stop", "length")
+    assert got["error"][:3] == [True, 400, "temperature"]
+    eventually(lambda: client.get("/load").json()["open_calls"] == 0, 5, lambda: client.get("/load").json())
 
-    from ray import serve
 
-    from rayneuron.errors import RequestError
+def test_ray_takes_our_metrics(url: str) -> None:
+    """Every name, label and bucket list goes through `ray.util.metrics` itself."""
+    from rayneuron.serve.telemetry import Load, RayExport, Telemetry
+    from rayneuron.types import Request, SamplingParams, Snapshot, Stamps
 
-    handle = serve.get_app_handle("model")
-    assert (await handle.completions.remote(dict(GO)))["choices"][0]["text"] == expected
-    assert (await handle.tokenize.remote({"prompt": "hello"}))["count"] > 0
-    assert (await handle.models.remote())["data"][0]["id"] == "tiny"
-    assert (await handle.stats.remote())["slots_total"] == 4
-    with pytest.raises(RequestError, match="temperature"):
-        await handle.completions.remote(GO | {"temperature": 9})
-    pieces = [piece async for piece in handle.generate.options(stream=True).remote(dict(GO))]
-    assert "".join(piece["text"] for piece in pieces) == expected and pieces[-1]["finish_reason"] in ("stop", "length")
+    telemetry = Telemetry("tiny", "0", lambda: Load(Snapshot(), 0, 0))
+    telemetry.asked(Request(id="r", prompt_ids=[1], params=SamplingParams()))
+    telemetry.finished("stop", 3, Stamps(arrived=1.0, scheduled=2.0, first_token=3.0, finished=5.0), 5.0)
+    export = RayExport(telemetry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export.push()
 
 
 def test_user_config_is_hot(client: httpx.Client, url: str, tiny: Path) -> None:

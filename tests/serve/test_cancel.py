@@ -54,6 +54,7 @@ def test_leaving_while_queued(held: Site, stream: bool) -> None:
     eventually(lambda: held.server.flights.sequences == 2, 2, held.idle)
     for wire in running:
         wire.drop()
+    eventually(lambda: held.server.flights.sequences == 0, 2, held.idle)
     held.runner.free()
     held.settle()
     assert not any(len(requests) > 2 for _, requests in held.runner.log)

@@ -17,7 +17,7 @@ from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.profile import profile_env
 from rayneuron.serve.replica import EngineServer
 from rayneuron.serve.startup import thread_share
-from rayneuron.types import SamplingParams
+from rayneuron.types import Delta, SamplingParams, TokenDelta
 from tests.serve.scripted import ScriptedRunner, opener_of
 
 
@@ -100,6 +100,30 @@ async def test_a_dead_engine_is_unhealthy_at_once(server: EngineServer) -> None:
         server.check_health()
     with pytest.raises(NotReady):
         await server.completions({"prompt": "go", "max_tokens": 3})
+
+
+async def test_one_call_that_cannot_be_put_into_text_fails_alone(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayneuron.serve import replica
+
+    class Torn(replica.Assembler):
+        def push(self, delta: TokenDelta) -> Delta | None:
+            if len(self.request.prompt_ids) == 3 and delta.finish_reason:
+                raise ValueError("a secret detail")
+            return super().push(delta)
+
+    monkeypatch.setattr(replica, "Assembler", Torn)
+    runner_of(server).hold()
+    good = asyncio.ensure_future(server.completions({"prompt": [9] * 4, "max_tokens": 20, "ignore_eos": True}))
+    bad = asyncio.ensure_future(server.completions({"prompt": [9] * 3, "max_tokens": 10, "ignore_eos": True}))
+    while server.flights.sequences < 2:
+        await asyncio.sleep(0)
+    runner_of(server).free()
+    with pytest.raises(RayNeuronError, match="could not be put together") as caught:
+        await bad
+    assert "secret" not in str(caught.value)
+    assert (await good)["usage"]["completion_tokens"] == 20
+    assert (server.flights.sequences, server.flights.waiting_tokens, len(server.flights)) == (0, 0, 0)
+    server.check_health()
 
 
 async def test_stats_for_serve(server: EngineServer) -> None:

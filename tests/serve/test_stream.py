@@ -157,7 +157,7 @@ def test_the_first_token_does_not_wait_for_others(tiny: Path) -> None:
 
 def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
     """Two deltas of a choice that nobody has taken become one; the last one's finish and usage count."""
-    from rayneuron.serve.flight import join
+    from rayneuron.serve.leg import join
     from rayneuron.types import Delta, TokenLogprobs, Usage
 
     one = Delta("r", 0, "a", [1], logprobs=[TokenLogprobs(1, -0.5, 1, ())], prompt_logprobs=[None])

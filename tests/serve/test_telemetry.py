@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayneuron import metrics
+from rayneuron.serve.ingress import application
+from rayneuron.serve.replica import EngineServer
 from rayneuron.serve.telemetry import Histogram, Load, Telemetry
 from rayneuron.types import Request, SamplingParams, Snapshot, Stamps
 from tests.serve.scripted import Site, site
@@ -124,6 +127,43 @@ def test_every_name_once_and_well_formed() -> None:
         assert metric.name.partition(":")[0] in ("vllm", "rayneuron") and ":" not in metric.ray_name
         assert (metric.kind == "histogram") == bool(metric.buckets) and list(metric.buckets) == sorted(set(metric.buckets))
     assert set(Stamps.__struct_fields__) == set(metrics.TRACE_POINTS)
+
+
+async def test_a_span_a_choice(tiny: Path) -> None:
+    """The stamps in order, under the caller's own trace; a choice that is cut off has a span too."""
+    pytest.importorskip("opentelemetry.sdk", reason="spans need opentelemetry-sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from rayneuron.serve.trace import Tracer
+    from tests.serve.scripted import opener_of
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    server = EngineServer({"model": {"path": str(tiny), "name": "scripted"}}, opener_of(tiny))
+    server._tracer = Tracer("scripted", provider)
+    await server.open()
+    transport = httpx.ASGITransport(application(server))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        traced = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+        body = {"prompt": ["say:hello", "go"], "n": 2, "temperature": 1.0, "max_tokens": 10}
+        assert (await http.post("/v1/completions", json=body, headers=traced)).status_code == 200
+    stream = server.generate("go on", {"max_tokens": 200, "ignore_eos": True})
+    await anext(stream)
+    await stream.aclose()
+    await server.close()
+    spans = exporter.get_finished_spans()
+    assert len(spans) == 5
+    for span in spans[:4]:
+        assert f"{span.context.trace_id:x}" == "ab" * 16 and f"{span.parent.span_id:x}" == "cd" * 8
+        names = [event.name for event in span.events]
+        assert names == [name for name in metrics.TRACE_POINTS if name in names] and {"arrived", "first_token", "finished"} <= set(names)
+        times = [event.timestamp for event in span.events]
+        assert times == sorted(times) and span.start_time == times[0] and span.end_time == times[-1]
+        assert abs(span.end_time / 1e9 - time.time()) < 60
+        assert not any("hello" in str(value) for value in span.attributes.values())
+    assert spans[4].attributes["gen_ai.response.finish_reasons"] == ("abort",) and spans[4].parent is None
 
 
 class FakeRay:
