@@ -83,6 +83,15 @@ class Serving(_Section):
     page: bool = Field(True, description="Serve the chat page at /.")
 
 
+class GroupLimits(_Section):
+    """How long the processes of a group wait for each other before they name who is missing and end."""
+
+    start_s: float = Field(120.0, gt=0, description="For every worker to come, take its cores and connect.")
+    load_s: float = Field(600.0, gt=0, description="Without any progress of a worker that loads or warms up.")
+    step_s: float = Field(120.0, gt=0, description="For one step.")
+    cores_s: float = Field(30.0, ge=0, description="For cores that an ending process still holds.")
+
+
 class Deployment(_Section):
     """The `args` of one Serve application: one model."""
 
@@ -95,6 +104,8 @@ class Deployment(_Section):
     kv_dtype: str | None = Field(None, description="KV cache in another dtype: f8e4m3, f8e5m2; default: the compute dtype.")
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
+    sequence_parallel: bool = Field(False, description="Split norms and residual of a prefill over the TP ranks; same tokens, less memory.")
+    micro_batches: int | None = Field(None, ge=1, description="Parts of a step that keep pipeline stages busy; default: as many as pay.")
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once: KV slots.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
@@ -105,6 +116,7 @@ class Deployment(_Section):
     buckets: Buckets = Buckets.model_construct()
     sampling_defaults: dict[str, Any] = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
+    group: GroupLimits = GroupLimits.model_construct()
     serving: Serving = Serving.model_construct()
 
     @field_validator("dtype", mode="before")

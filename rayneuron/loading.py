@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from rayneuron.engine.engine import Engine
     from rayneuron.models.arch import Arch
+    from rayneuron.parallel.children import Processes
+    from rayneuron.parallel.group import Group
     from rayneuron.text import Text
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,18 @@ class Opened:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def open_engine(config: Deployment, progress: Progress | None = None) -> Opened:
-    """Load, warm and open. Raises ConfigError or CheckpointError before any weight is read where that can be known."""
+def open_engine(
+    config: Deployment,
+    progress: Progress | None = None,
+    *,
+    processes: Processes | None = None,
+    on_lost: Callable[[str], None] | None = None,
+) -> Opened:
+    """Load, warm and open. Raises ConfigError or CheckpointError before any weight is read where that can be known.
+
+    A model on several ranks, or on counted cores, becomes a group: `processes` says how its other workers start (default: as child
+    processes), `on_lost` is called once, from any thread, when one of them is gone.
+    """
     seconds: dict[str, float] = {}
     report = progress or _silent
     with _timed(seconds, "import"):
@@ -49,11 +61,13 @@ def open_engine(config: Deployment, progress: Progress | None = None) -> Opened:
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.runner import Runner
         from rayneuron.models import hub
+        from rayneuron.parallel.group import Group
+        from rayneuron.parallel.layout import partition
+        from rayneuron.parallel.seating import group_layout
         from rayneuron.text import Text
 
     devices.check(config.device)
-    if config.tensor_parallel * config.pipeline_parallel > 1:
-        raise ConfigError("tensor_parallel and pipeline_parallel beyond 1 are not part of this version yet; leave them out")
+    layout = group_layout(config, devices.ranks_per_process(config.device))
     with _timed(seconds, "check"):
         path = resolve(config.model.path)
         raw = hub.read_config(path)
@@ -61,18 +75,39 @@ def open_engine(config: Deployment, progress: Progress | None = None) -> Opened:
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, dtype=config.dtype, quantization=config.quantization)
         dtype = compute_dtype(config.dtype, raw)
         capacity = _capacity(config, length)
+        partition(arch.layers, config.pipeline_parallel)
     with _timed(seconds, "tokenizer"):
         text = Text(Path(config.model.tokenizer) if config.model.tokenizer else path, chat_template=config.model.chat_template)
-    device = devices.open(config.device, dtype=dtype, threads=config.threads or settings.threads())
-    runner = Runner(arch, device, capacity)
-    with _timed(seconds, "weights"):
-        runner.load(_weights(config, path, raw, arch, dtype, report))
-    with _timed(seconds, "graphs"):
-        runner.warm(lambda done, total, shape: report("graphs", done, total))
+    runner: Runner | Group
+    if len(layout.workers) > 1 or config.instance is not None:
+        group = Group(config, layout, arch, capacity, str(dtype).removeprefix("torch."), path, processes=processes, on_lost=on_lost)
+        runner = _opened(group, report, seconds)
+    else:
+        device = devices.open(config.device, dtype=dtype, threads=config.threads or settings.threads())
+        runner = Runner(arch, device, capacity)
+        with _timed(seconds, "weights"):
+            runner.load(_weights(config, path, raw, arch, dtype, report))
+        with _timed(seconds, "graphs"):
+            runner.warm(lambda done, total, shape: report("graphs", done, total))
     limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
     engine = Engine(runner, vocab=arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, arch, path, hub.generation_config(path), seconds)
+
+
+def _opened(group: Group, report: Progress, seconds: dict[str, float]) -> Group:
+    """The group, running; nothing is left of one that fails on the way."""
+    try:
+        with _timed(seconds, "group"):
+            group.meet()
+        with _timed(seconds, "weights"):
+            group.load(lambda done, total: report("weights", done, total))
+        with _timed(seconds, "graphs"):
+            group.warm(lambda done, total: report("graphs", done, total))
+    except BaseException:
+        group.close()
+        raise
+    return group
 
 
 def resolve(path: str) -> Path:

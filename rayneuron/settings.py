@@ -27,3 +27,18 @@ def threads() -> int:
 def environment(defaults: Mapping[str, str]) -> dict[str, str]:
     """The environment for a program this process becomes: its own, with `defaults` where a name is not set."""
     return {**defaults, **os.environ}
+
+
+def overridden(values: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process: this one's, with `values` on top."""
+    return {**os.environ, **values}
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Set variables of this process, for libraries that read them later."""
+    os.environ.update(values)
+
+
+def ledger_dir() -> Path:
+    """Where the core locks of this machine live, one folder a node: RAYNEURON_LEDGER, else /tmp/rayneuron-cores."""
+    return Path(os.environ.get("RAYNEURON_LEDGER") or "/tmp/rayneuron-cores")

@@ -5,35 +5,38 @@ Gloo has no reduce_scatter for every dtype and no sum in float16 on all versions
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayneuron.errors import WorkerLost
+
 NARROW = (torch.float16, torch.bfloat16)  # summed in float32: the order of ranks must not decide the last bits
 
 
 class Gloo:
-    """One rank of a gloo group. The store of `join` is the meeting point; every wait ends after the group's timeout."""
+    """One rank of a gloo group, made by `join` or `meet`; every wait ends after the group's timeout."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rank = dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
+        self.rank = group.rank()
+        self.ranks = group.size()
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, on every rank; a new tensor."""
         total = x.to(torch.float32, copy=True) if x.dtype in NARROW else x.clone()
         total = total.contiguous()
-        dist.all_reduce(total, group=self._group)
+        self._done(lambda: self._group.allreduce([total]))
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenate along `dim` in rank order."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x, group=self._group)
+        self._done(lambda: self._group.allgather([parts], [x]))
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -44,32 +47,62 @@ class Gloo:
 
     def send(self, x: Tensor, rank: int) -> None:
         """Send to one rank of the group."""
-        dist.send(x.contiguous(), group=self._group, group_dst=rank)
+        self._done(lambda: self._group.send([x.contiguous()], rank, 0))
 
     def receive(self, x: Tensor, rank: int) -> None:
         """Receive into `x` from one rank of the group."""
-        if x.is_contiguous():
-            dist.recv(x, group=self._group, group_src=rank)
-            return
-        whole = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.recv(whole, group=self._group, group_src=rank)
-        x.copy_(whole)
+        whole = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._done(lambda: self._group.recv([whole], rank, 0))
+        if whole is not x:
+            x.copy_(whole)
 
     def broadcast(self, x: Tensor, rank: int) -> None:
         """Copy `x` of one rank of the group into everybody's."""
         whole = x.contiguous()
-        dist.broadcast(whole, group=self._group, group_src=rank)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = rank, 0
+        self._done(lambda: self._group.broadcast([whole], options))
         if whole is not x:
             x.copy_(whole)
+
+    def _done(self, begin: Callable[[], dist.Work]) -> None:
+        """Do one operation to its end. Raises WorkerLost: a connection broke, or the timeout passed (gloo says which rank it waited for)."""
+        try:
+            begin().wait()
+        except RuntimeError as problem:
+            reason = " ".join(str(problem).split())[:300]
+            raise WorkerLost(f"rank {self.rank} of {self.ranks} lost another rank in an exchange over the network: {reason}") from None
 
 
 def join(address: str, rank: int, ranks: int, timeout_s: float = 120.0) -> Gloo:
     """Join the group that meets at `address` ("file:///path" or "tcp://host:port"). Raises after `timeout_s` where a rank is missing."""
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
-    return Gloo()
+    group = dist.group.WORLD
+    assert group is not None
+    return Gloo(group)
 
 
 def leave() -> None:
-    """Give the group back."""
+    """Give the group of `join` back."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def meet(store: dist.Store | None, address: str, ip: str, rank: int, ranks: int, timeout_s: float, step_timeout_s: float) -> Gloo:
+    """A group without any state of the process: its ranks find each other in the store at `address` ("ip:port"), which one of them holds.
+
+    Each listens on its own internal `ip`, whatever its host name or environment say. Raises WorkerLost where a rank has not come.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if store is None:
+            store = dist.TCPStore(host, int(port), ranks, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=ip)]
+        options._timeout = timedelta(seconds=step_timeout_s)
+        options._threads = 2
+        return Gloo(dist.ProcessGroupGloo(store, rank, ranks, options))
+    except (RuntimeError, dist.DistError) as problem:
+        reason = " ".join(str(problem).split())[:300]
+        raise WorkerLost(f"rank {rank} of {ranks} on {ip} did not meet the others at {address} within {timeout_s:g} s: {reason}") from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from rayneuron.devices.base import Batch, Collectives, Device, Output, Progress, Shape, Solo, StepOutput, Weights
+from rayneuron.devices.base import Batch, Collectives, Device, Output, Program, Progress, Shape, Solo, StepOutput, Weights
 from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.scheduler import Plan, wants_scores
@@ -14,29 +15,39 @@ from rayneuron.models.arch import Arch
 
 
 class Runner:
-    """Runs plans on one device. KV has one row a slot and a scratch row, and one scratch column behind the last position."""
+    """Runs plans on one device. KV has one row a slot and a scratch row, and one scratch column behind the last position.
 
-    def __init__(self, arch: Arch, device: Device, capacity: Capacity, comm: Collectives | None = None) -> None:
+    `program`: what a step is, where it is not the whole model on one rank.
+    """
+
+    def __init__(
+        self, arch: Arch, device: Device, capacity: Capacity, comm: Collectives | None = None, program: Program | None = None
+    ) -> None:
         self.arch = arch
         self.device = device
         self.capacity = capacity
         self.comm = comm or Solo()
+        self.program = program or partial(step, arch)
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""
-        shapes = decoder.kv_shapes(self.arch, self.capacity.rows + 1, self.capacity.length + 1, self.comm.ranks)
+        shapes = decoder.kv_shapes(self.arch, self.capacity.rows + 1, self.capacity.length + 1, self.comm.ranks, len(weights["layers"]))
         self.device.load(weights, shapes)
 
     def warm(self, progress: Progress) -> None:
         """Make every shape of the inventory ready. Afterwards no request meets a first time."""
-        self.device.compile(partial(step, self.arch), inventory(self.capacity), progress)
+        self.device.compile(self.program, inventory(self.capacity), progress)
 
     def run(self, plan: Plan) -> StepOutput:
         """One step: copy shared prompt KV, pack, run."""
-        for source, target, positions in plan.copies:
-            self.device.kv_write(target, 0, self.device.kv_read(source, 0, positions))
+        self.copy(plan.copies)
         shape = choose(self.capacity, plan)
         return self.device.run(shape, self.pack(plan, shape))
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the first positions of a KV row to another: (from row, to row, positions)."""
+        for source, target, positions in copies:
+            self.device.kv_write(target, 0, self.device.kv_read(source, 0, positions))
 
     def pack(self, plan: Plan, shape: Shape) -> Batch:
         """The padded arrays of a plan."""

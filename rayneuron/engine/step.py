@@ -18,6 +18,11 @@ from rayneuron.models.arch import Arch
 def step(arch: Arch, ops: Any, comm: Collectives, weights: Weights, kv: list[torch.Tensor], batch: Batch, shape: Shape) -> StepOutput:
     """Write KV for the new tokens in place, and return what `shape.output` asks for. No host sync, no data-dependent shape."""
     hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, batch.positions, batch.rows, shape.length)  # B T E
+    return finish(arch, ops, comm, weights, hidden, batch, shape)
+
+
+def finish(arch: Arch, ops: Any, comm: Collectives, weights: Weights, hidden: torch.Tensor, batch: Batch, shape: Shape) -> StepOutput:
+    """The end of a step: hidden [B,T,E] to logits and next ids."""
     if shape.output == "scores":
         return StepOutput(logits=decoder.logits(arch, ops, comm, weights, hidden))
     if shape.tokens > 1:

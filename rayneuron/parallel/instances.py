@@ -148,8 +148,13 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType(
 
 
 def instance(name: str, lnc: int | None = None) -> Instance:
-    """The instance type of that name, "trn2.48xlarge" or "trn2.48xlarge:lnc1". Raises ConfigError listing the names."""
+    """The instance type of that name, "trn2.48xlarge" or "trn2.48xlarge:lnc1"; "cores:4" is a CPU box that declares four cores.
+
+    Raises ConfigError listing the names.
+    """
     name, _, suffix = name.partition(":")
+    if name == "cores" and suffix.isdigit():
+        return declared(int(suffix), int(suffix))
     found = INSTANCES.get(name)
     if found is None:
         raise ConfigError(f"unknown instance {name!r}; known are {', '.join(INSTANCES)}", param="instance")

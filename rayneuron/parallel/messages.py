@@ -1,0 +1,180 @@
+"""What worker 0 and the other workers of a group say to each other (msgspec structs), and arrays as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayneuron.devices.base import Batch, Shape, StepOutput
+from rayneuron.engine.buckets import Capacity
+
+VERSION = 1  # raised with every change of a message: workers of another version are refused at Hello
+
+
+class Array(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor. `data` looks into the received frame, which is therefore never reused."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """One micro-batch: the graph, and the arrays of a Batch in the order of its fields."""
+
+    shape: Shape
+    arrays: list[Array]
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First words of a worker. `started` in kernel ticks, so that a reused pid is not taken for it."""
+
+    token: bytes
+    index: int
+    pid: int
+    started: int
+    version: int = VERSION
+
+
+class Place(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker 0: take what others will ask you about. Zero and empty mean not you.
+
+    `take` cores of `instance` from the ledger in `directory`; shared memory for `share` ranks; a store for `gather` ranks over several
+    nodes; a listener for the previous stage, "unix" or "tcp".
+    """
+
+    deployment: str
+    index: int
+    node_ip: str
+    token: bytes
+    take: int = 0
+    instance: str | None = None
+    directory: str = ""
+    wait_s: float = 0.0
+    share: int = 0
+    gather: int = 0
+    listen: str = ""
+
+
+class Placed(msgspec.Struct, tag=True, frozen=True):
+    """A worker: here it is. `ports`: for device collectives of the stage, and for host messages, should it be the one who hosts them."""
+
+    cores: tuple[int, ...] = ()
+    segment: tuple[int, int] | None = None
+    store: str = ""
+    link: str = ""
+    ports: tuple[int, int] = (0, 0)
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker 0: who you are. `config`: the deployment as plain data; `capacity`: as worker 0 computed it; `peers`: rank -> (pid, started)
+    of the stage, empty over several nodes; `link`: the next stage's listener, empty for the last stage."""
+
+    config: Mapping[str, Any]
+    capacity: Capacity
+    dtype: str
+    environment: Mapping[str, str]
+    threads: int
+    stage: int
+    stages: int
+    rank: int
+    ranks: int
+    segment: tuple[int, int] | None
+    store: str
+    link: str
+    peers: Mapping[int, tuple[int, int]]
+    timeout_s: float
+    step_timeout_s: float
+    model: str
+
+
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: read the weights."""
+
+
+class Warm(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: make every shape ready, with me."""
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: run these micro-batches, after copying KV (from row, to row, positions)."""
+
+    number: int
+    copies: Sequence[tuple[int, int, int]]
+    parts: Sequence[Part]
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: give everything back and end."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """A worker: Begin, Load or Warm is done."""
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """A worker: `done` of `total` parts of Load or Warm."""
+
+    done: int
+    total: int
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """A worker: the step is done; rank 0 of the last stage of several says what came out, ids, complete, logits a part."""
+
+    number: int
+    outputs: Sequence[tuple[Array | None, Array | None, Array | None]] = ()
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """A worker: an error, and the end of it. `kind` names the exception."""
+
+    kind: str
+    error: str
+
+
+ToWorker = Place | Begin | Load | Warm | Step | Stop
+FromWorker = Hello | Placed | Ready | Progress | Done | Failed
+
+_FIELDS = tuple(f.name for f in fields(Batch))
+_KINDS = {torch.int32: "i4", torch.int64: "i8", torch.float32: "f4", torch.bool: "?", torch.uint8: "u1"}
+_DTYPES = {name: np.dtype(name) for name in _KINDS.values()}
+
+
+def array(x: Tensor) -> Array:
+    """A tensor of 32- or 64-bit numbers, bytes or truth values."""
+    x = x.contiguous()
+    return Array(_KINDS[x.dtype], tuple(x.shape), memoryview(x.numpy().reshape(-1).view(np.uint8)))
+
+
+def tensor(a: Array) -> Tensor:
+    """The tensor, over the frame's own bytes. Raises ValueError where sizes disagree."""
+    return torch.from_numpy(np.frombuffer(a.data, _DTYPES[a.kind]).reshape(a.shape))
+
+
+def part(shape: Shape, batch: Batch) -> Part:
+    """A batch to send."""
+    return Part(shape, [array(getattr(batch, name)) for name in _FIELDS])
+
+
+def batch(part: Part) -> Batch:
+    """A batch received."""
+    return Batch(*[tensor(a) for a in part.arrays])
+
+
+def output(out: StepOutput) -> tuple[Array | None, Array | None, Array | None]:
+    """What a part gave, to send."""
+    made = [None if x is None else array(x) for x in (out.ids, out.complete, out.logits)]
+    return made[0], made[1], made[2]
+
+
+def step_output(sent: Sequence[Array | None]) -> StepOutput:
+    """What a part gave, received."""
+    ids, complete, logits = (None if a is None else tensor(a) for a in sent)
+    return StepOutput(ids=ids, complete=complete, logits=logits)

@@ -1,0 +1,127 @@
+"""One stage of the model as a step program, and one engine step as micro-batches that keep the stages busy together.
+
+Shapes: B rows, T new tokens, E hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayneuron.devices.base import Batch, Collectives, Shape, StepOutput, Weights
+from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.runner import choose
+from rayneuron.engine.scheduler import Plan
+from rayneuron.engine.step import finish
+from rayneuron.models import decoder
+from rayneuron.models.arch import Arch
+
+Receive = Callable[[Tensor], Tensor]
+Send = Callable[[Tensor], None]
+
+WORTH_TOKENS = 32  # new tokens of a micro-batch below which reading the weights once more costs more than overlap gains
+A_STAGE = 2  # micro-batches a stage: of S stages and M of them, (S - 1) / (M + S - 1) of the time is idle; 2 x 2 gives 20 %
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where a rank's hidden states, of `dtype`, come from and go to; None at the ends. `sequence_parallel`: norms on this rank's share of T."""
+
+    dtype: torch.dtype
+    receive: Receive | None = None
+    send: Send | None = None
+    sequence_parallel: bool = False
+
+
+def stage_step(
+    arch: Arch, stage: Stage, ops: Any, comm: Collectives, weights: Weights, kv: list[Tensor], batch: Batch, shape: Shape
+) -> StepOutput:
+    """As `engine.step.step`, of the layers this stage holds. Only the last stage returns anything."""
+    hidden = None
+    if stage.receive is not None:
+        hidden = stage.receive(torch.empty(shape.rows, shape.tokens, arch.hidden, dtype=stage.dtype))
+    if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm:
+        hidden = sequence_parallel(arch, ops, comm, weights, kv, batch, shape, hidden)
+    else:
+        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, hidden)
+    if stage.send is not None:
+        stage.send(hidden)
+        return StepOutput()
+    return finish(arch, ops, comm, weights, hidden, batch, shape)
+
+
+class Scattered:
+    """Collectives as a layer sees them under sequence parallelism: its sum over ranks leaves each rank its share of T [B,T/ranks,E]."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.rank, self.ranks = comm.rank, comm.ranks
+        self.gather, self.send, self.receive, self.broadcast = comm.gather, comm.send, comm.receive, comm.broadcast
+        self.reduce_scatter = comm.reduce_scatter
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """[B,T,E] -> this rank's share of the sum [B,T/ranks,E]."""
+        return self.reduce_scatter(x, 1)
+
+
+def sequence_parallel(
+    arch: Arch, ops: Any, comm: Collectives, weights: Weights, kv: list[Tensor], batch: Batch, shape: Shape, hidden: Tensor | None
+) -> Tensor:
+    """`decoder.forward` with the residual and the norms split over T: all-gather after a norm, reduce-scatter where a sum was.
+
+    The same sums in the same order, hence the same bits, of 1/ranks of the norms and of the residual's memory.
+    """
+    if hidden is None:
+        hidden = decoder.embed(arch, ops, comm, weights["top"], batch.tokens, batch.positions)
+    mine = hidden.chunk(comm.ranks, 1)[comm.rank]
+
+    def norm(w: Any, name: str, x: Tensor, kind: str, eps: float) -> Tensor:
+        y = ops.norm(w, name, x, kind, eps)
+        return comm.gather(y, 1) if name in ("ln1", "ln2", "norm") else y
+
+    split = replace(ops, norm=norm)
+    last = arch.final_norm and "head.w" in weights["top"]
+    out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, mine)
+    return out if last else comm.gather(out, 1)
+
+
+def divide(capacity: Capacity, plan: Plan, stages: int, wanted: int | None) -> list[tuple[Shape, Plan]]:
+    """The plan's rows as micro-batches with their graphs; one where dividing does not pay. `wanted`: their number, None to choose."""
+    works = plan.works
+    whole = choose(capacity, plan)
+    tokens = sum(w.count for w in works)
+    count = A_STAGE * stages if wanted is None else wanted
+    if wanted is None:
+        count = min(count, tokens // WORTH_TOKENS)
+    count = max(1, min(count, len(works) if stages > 1 else 1))
+    each, more = divmod(len(works), count)
+    parts, at = [], 0
+    for i in range(count):
+        size = each + (i < more)
+        parts.append(Plan(plan.tag, works[at : at + size]))
+        at += size
+    return [(replace(choose(capacity, p), output=whole.output) if count > 1 else whole, p) for p in parts]
+
+
+def merge(outputs: Sequence[StepOutput], sizes: Sequence[int]) -> StepOutput:
+    """The micro-batches' outputs as one, in the plan's order of rows, idle rows left out."""
+    if len(outputs) == 1:
+        return outputs[0]
+
+    def joined(parts: list[Tensor | None]) -> Tensor | None:
+        there = [p[:n] for p, n in zip(parts, sizes, strict=True) if p is not None]
+        return torch.cat(there) if len(there) == len(parts) else None
+
+    return StepOutput(
+        ids=joined([o.ids for o in outputs]),
+        complete=joined([o.complete for o in outputs]),
+        logits=joined([o.logits for o in outputs]),
+    )
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The share of time a stage waits, in theory (GPipe, Huang et al. 2019)."""
+    return (stages - 1) / (micro_batches + stages - 1)

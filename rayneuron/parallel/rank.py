@@ -1,0 +1,201 @@
+"""One rank of a group, from its place to its steps: the same in worker 0 and in every other worker.
+
+`place` takes what others ask about (cores, shared memory, listeners), `begin` connects, `load`, `warm`, `run` work, `abort` breaks every wait.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayneuron import settings
+from rayneuron.config import Deployment, parse
+from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.parallel import cores, wire
+from rayneuron.parallel.ledger import Grant, Ledger
+from rayneuron.parallel.messages import Begin, Place, Placed
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayneuron.devices.base import Batch, Collectives, Shape, StepOutput
+    from rayneuron.engine.runner import Runner
+    from rayneuron.parallel.links import Incoming, Outgoing
+
+Count = Callable[[int, int], None]  # done, total
+Check = Callable[[], None]  # raises when the group is lost
+
+
+class Rank:
+    """What one process holds for the group. Methods belong to one thread, `abort` to any."""
+
+    def __init__(self) -> None:
+        self.grant: Grant | None = None
+        self.runner: Runner | None = None
+        self._listener: socket.socket | None = None
+        self._store_socket: socket.socket | None = None
+        self._probes: list[socket.socket] = []
+        self._store: Any = None
+        self._segment: Any = None
+        self._comm: Any = None
+        self._before: Incoming | None = None
+        self._after: Outgoing | None = None
+        self._place: Place
+        self._begin: Begin
+        self._config: Deployment
+
+    @property
+    def reports(self) -> bool:
+        """Whether worker 0 needs this rank's outputs: rank 0 of the last of several stages."""
+        return self._begin.stages > 1 and self._begin.stage == self._begin.stages - 1 and self._begin.rank == 0
+
+    def place(self, place: Place) -> Placed:
+        """Take cores, memory and listeners. Raises ConfigError or Busy with who holds the cores."""
+        self._place = place
+        if place.take:
+            kind = cores.this_node(place.instance, None, 1)
+            ledger = Ledger(Path(place.directory), kind)
+            self.grant = ledger.take(place.take, place.deployment, wait_s=place.wait_s)
+        if place.share:
+            from rayneuron.devices.shared_memory import Segment
+
+            self._segment = Segment.create(place.share)
+        if place.listen:
+            self._listener = wire.listen(place.node_ip if place.listen == "tcp" else None, backlog=4)
+        return Placed(
+            cores=self.grant.cores if self.grant else (),
+            segment=self._segment.address if self._segment else None,
+            store=self._open_store(place) if place.gather else "",
+            link=wire.address(self._listener) if self._listener else "",
+            ports=self._hold_ports(place.node_ip),
+        )
+
+    def begin(self, begin: Begin, check: Check) -> None:
+        """Export the environment, then join the stage's collectives and the neighbouring stages."""
+        settings.export(begin.environment)
+        import torch
+
+        torch.set_num_threads(begin.threads)
+        while self._probes:
+            self._probes.pop().close()
+        self._begin, self._config = begin, parse(begin.config)
+        self._connect(begin, check)
+        self._comm = self._collectives(begin)
+
+    def load(self, progress: Count) -> None:
+        """Read this rank's share of the weights. Raises CheckpointError."""
+        from rayneuron import devices, models
+        from rayneuron.engine.runner import Runner
+        from rayneuron.models import hub, weights
+        from rayneuron.parallel.pipeline import Stage, stage_step
+
+        begin, config = self._begin, self._config
+        path = Path(begin.model)
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} is not on this node; every node of a group needs the model under the same path")
+        raw = hub.read_config(path)
+        arch = models.check(
+            raw, tp=begin.ranks, max_model_len=begin.capacity.length, dtype=config.dtype, quantization=config.quantization
+        )  # fmt: skip
+        dtype = _dtype(begin.dtype)
+        stage = Stage(
+            dtype, self._before.receive if self._before else None, self._after.send if self._after else None, config.sequence_parallel
+        )  # fmt: skip
+        device = devices.open(config.device, dtype=dtype, threads=begin.threads, comm=self._comm)
+        self.runner = Runner(arch, device, begin.capacity, self._comm, partial(stage_step, arch, stage))
+        checkpoint = hub.Checkpoint(path, allow_pickle=config.model.allow_pickle)
+        loaded = weights.load(
+            arch, models.family(raw), checkpoint, dtype=dtype, rank=begin.rank, ranks=begin.ranks, fused=config.fused_qkv,
+            stage=begin.stage, stages=begin.stages, quantization=config.quantization, progress=progress,
+        )  # fmt: skip
+        self.runner.load(loaded)
+
+    def warm(self, progress: Count) -> None:
+        """Make every shape ready; all ranks of the group do so together."""
+        assert self.runner is not None
+        self.runner.warm(lambda done, total, shape: progress(done, total))
+
+    def run(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
+        """One step: KV copies, then the micro-batches in order."""
+        assert self.runner is not None
+        self.runner.copy(copies)
+        return [self.runner.device.run(shape, batch) for shape, batch in parts]
+
+    def abort(self) -> None:
+        """Break every wait of this rank, and of the ranks it shares memory with. For any thread."""
+        for part in (self._comm, self._before, self._after):
+            abort = getattr(part, "abort", None)
+            if abort is not None:
+                abort()
+
+    def close(self) -> None:
+        """Give everything back, the cores last."""
+        if self.runner is not None:
+            self.runner.close()
+        for part in (self._after, self._before, self._comm, self._segment, self._listener, self._store_socket, *self._probes):
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()
+        self._store = self._comm = self.runner = None
+        if self.grant is not None:
+            self.grant.release()
+
+    def _open_store(self, place: Place) -> str:
+        """The meeting point of gloo, on this node's own address and a port that is bound before anybody hears of it."""
+        import torch.distributed as dist
+
+        self._store_socket = wire.listen(place.node_ip)
+        port = self._store_socket.getsockname()[1]
+        descriptor = self._store_socket.dup().detach()
+        self._store = dist.TCPStore(
+            place.node_ip, port, place.gather, True, timedelta(seconds=place.wait_s + 120), wait_for_workers=False, master_listen_fd=descriptor
+        )
+        return f"{place.node_ip}:{port}"
+
+    def _hold_ports(self, ip: str) -> tuple[int, int]:
+        """Two ports for the runtime's own meetings, which binds them itself; held until all of the group have theirs, so none is given twice."""
+        self._probes = [wire.listen(ip), wire.listen(ip)]
+        first, second = (probe.getsockname()[1] for probe in self._probes)
+        return first, second
+
+    def _connect(self, begin: Begin, check: Check) -> None:
+        from rayneuron.parallel import links
+
+        place, rank = self._place, begin.rank
+        if begin.link:
+            name = f"rank {rank} of stage {begin.stage + 1}"
+            self._after = links.Outgoing(links.dial(begin.link, place.token, place.index, name, begin.timeout_s), name)
+        if self._listener is not None:
+            name = f"rank {rank} of stage {begin.stage - 1}"
+            connection = links.accept(self._listener, place.token, name, begin.timeout_s, check)
+            self._before = links.Incoming(connection, name, begin.step_timeout_s)
+            self._listener.close()
+            self._listener = None
+
+    def _collectives(self, begin: Begin) -> Collectives:
+        if begin.ranks == 1:
+            from rayneuron.devices.base import Solo
+
+            return Solo()
+        if begin.segment is not None:
+            from rayneuron.devices.shared_memory import Segment, SharedMemory
+
+            if self._segment is None:
+                self._segment = Segment.attach(begin.segment, begin.ranks)
+            return SharedMemory(self._segment, begin.rank, begin.ranks, peers=begin.peers, timeout_s=begin.step_timeout_s)
+        from rayneuron.devices.collectives import meet
+
+        return meet(self._store, begin.store, self._place.node_ip, begin.rank, begin.ranks, begin.timeout_s, begin.step_timeout_s)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype")
+    return found

@@ -1,0 +1,230 @@
+"""Framed messages between the processes of a group: a length, then msgpack of a known struct; never pickle.
+
+A unix socket without a file (Linux abstract name) on one host, TCP bound to one internal address and port 0 between hosts. The first frame
+must carry the group's token. Whatever is too long, not of the schema or without the token closes the connection and is counted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import resource
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from rayneuron.errors import ConfigError
+
+Message = TypeVar("Message")
+
+FIRST_BYTES = 4096  # longest frame of somebody who has not shown the token yet
+MOST_BYTES = 2**20  # longest frame otherwise, where the caller does not say
+TICK_S = 0.25  # how often a blocked call looks at its deadline
+_HEAD = struct.Struct(">I")
+_READ = 2**16
+
+
+class WireError(Exception):
+    """The other side sent what is no message: too long, cut, or of no known kind."""
+
+
+class Closed(WireError):
+    """The other side has closed the connection, or its process has ended."""
+
+
+def frame(message: msgspec.Struct) -> bytearray:
+    """A message with its length in front."""
+    out = bytearray(_HEAD.size)
+    msgspec.msgpack.Encoder().encode_into(message, out, _HEAD.size)
+    _HEAD.pack_into(out, 0, len(out) - _HEAD.size)
+    return out
+
+
+class Channel(Generic[Message]):
+    """One connection. `kinds`: the union of structs that may arrive. One thread sends and one receives at a time."""
+
+    def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES) -> None:
+        self.socket = connection
+        self.limit_bytes = limit_bytes
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
+        self._buffer = bytearray()
+        tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
+
+    def fileno(self) -> int:
+        """The descriptor, for polling."""
+        return self.socket.fileno()
+
+    def send(self, message: msgspec.Struct, timeout_s: float = 30.0) -> None:
+        """Send one message. Raises Closed, or TimeoutError where the other side does not read."""
+        self.send_frame(frame(message), timeout_s)
+
+    def send_frame(self, data: bytearray | bytes, timeout_s: float = 30.0) -> None:
+        """Send what `frame` made; one frame may go to several channels."""
+        try:
+            sent = self.socket.send(data, socket.MSG_NOSIGNAL)
+            if sent < len(data):
+                self._send_rest(memoryview(data)[sent:], timeout_s)
+        except BlockingIOError:
+            self._send_rest(memoryview(data), timeout_s)
+        except OSError as problem:
+            raise Closed(str(problem)) from None
+
+    def _send_rest(self, left: memoryview, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while left:
+            try:
+                left = left[self.socket.send(left, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"nothing was read for {timeout_s:g} s") from None
+            except OSError as problem:
+                raise Closed(str(problem)) from None
+
+    def receive(self, timeout_s: float | None = None, check: Callable[[], None] | None = None) -> Message:
+        """Wait for the next message. `check` is called every TICK_S and may raise. Raises TimeoutError, WireError, Closed."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            message = self._take()
+            if message is not None:
+                return message
+            try:
+                self._read(0)
+            except BlockingIOError:
+                if check is not None:
+                    check()
+                if until is not None and time.monotonic() > until:
+                    raise TimeoutError(f"no message within {timeout_s:g} s") from None
+
+    def receive_now(self) -> Message | None:
+        """The next message if it is there, None if not. Raises WireError, Closed."""
+        message = self._take()
+        if message is not None:
+            return message
+        try:
+            self._read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        return self._take()
+
+    def _read(self, flags: int) -> None:
+        """One read: the rest of a long frame, or whatever is there."""
+        wanted = _READ
+        if len(self._buffer) >= _HEAD.size:
+            wanted = max(wanted, _HEAD.size + self._length() - len(self._buffer))
+        try:
+            data = self.socket.recv(wanted, flags)
+        except BlockingIOError:
+            raise
+        except OSError as problem:
+            raise Closed(str(problem)) from None
+        if not data:
+            raise Closed("the connection was closed" if not self._buffer else "the connection was closed within a message")
+        self._buffer += data
+
+    def _length(self) -> int:
+        length: int = _HEAD.unpack_from(self._buffer)[0]
+        if length > self.limit_bytes:
+            raise WireError(f"a message of {length} bytes is longer than {self.limit_bytes}")
+        return length
+
+    def _take(self) -> Message | None:
+        if len(self._buffer) < _HEAD.size:
+            return None
+        end = _HEAD.size + self._length()
+        if len(self._buffer) < end:
+            return None
+        whole, self._buffer = self._buffer, self._buffer[end:]  # arrays of the message look into `whole` for as long as they live
+        try:
+            return self._decoder.decode(memoryview(whole)[_HEAD.size : end])
+        except (msgspec.DecodeError, ValueError, RecursionError) as problem:
+            raise WireError(f"no message of a group: {problem}") from None
+
+    def shutdown(self) -> None:
+        """End both directions: whoever waits on this channel, here or there, is told. For any thread."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was closed already
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within about 15 s that the other host is gone without a word (power, network); a process that ends is noticed at once."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5), (socket.TCP_USER_TIMEOUT, 15_000)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listen(ip: str | None = None, backlog: int = 128) -> socket.socket:
+    """A listener: on one address of this node and a port the kernel chooses, or without `ip` on a unix socket that has no file."""
+    if ip is None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0rayneuron-{secrets.token_hex(16)}")
+        listener.listen(backlog)
+        return listener
+    try:
+        return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=backlog)
+    except OSError as problem:
+        raise ConfigError(f"{ip} is no address of this host ({problem.strerror}); Ray must know the node by its internal IP") from None
+
+
+def address(listener: socket.socket) -> str:
+    """How to reach a listener: "unix:NAME", or "tcp:IP:PORT"."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return "unix:" + (name.decode() if isinstance(name, bytes) else name).lstrip("\0")
+    return f"tcp:{name[0]}:{name[1]}"
+
+
+def connect(to: str, timeout_s: float) -> socket.socket:
+    """Connect to what `address` printed, again and again until `timeout_s`. Raises TimeoutError naming it."""
+    kind, _, rest = to.partition(":")
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            if kind == "tcp":
+                ip, _, port = rest.rpartition(":")
+                return socket.create_connection((ip, int(port)), timeout=max(0.1, until - time.monotonic()))
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect("\0" + rest)
+            return connection
+        except OSError as problem:
+            if time.monotonic() + TICK_S > until or kind == "unix":
+                raise TimeoutError(f"{to} does not answer ({problem})") from None
+            time.sleep(TICK_S)
+
+
+def same_token(shown: bytes, expected: bytes) -> bool:
+    """Compare without telling by the time it takes how much was right."""
+    return hmac.compare_digest(shown, expected)
+
+
+def hang_up(poll: select.poll, fd: int) -> None:
+    """Register a descriptor so that `poll` returns when the other side is gone, and not when there is data."""
+    poll.register(fd, select.POLLRDHUP)
+
+
+def allow_files(needed: int) -> None:
+    """Raise the limit of open files of this process to `needed`. Raises ConfigError with the number where the hard limit is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"this process may open {hard} files, the group needs {needed}; write `ulimit -n {needed}` (or LimitNOFILE={needed}) before Ray starts"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
