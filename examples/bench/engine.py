@@ -27,7 +27,7 @@ from rates import decode_rate, prefill_rate
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-VENVS = Path(os.environ.get("RAYNEURON_BENCH_VENVS", "/work/venvs"))
+VENVS = Path(os.environ.get("RAYNEURON_BENCH_VENVS", CHECKOUT.parent / "venvs"))
 BARS = {"prefill 512": 0.95, "decode 1": 1.5, "decode 8": 2.0, "decode 16": 1.8}  # times transformers in bf16 (issue 2)
 
 
