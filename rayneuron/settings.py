@@ -42,3 +42,8 @@ def export(values: Mapping[str, str]) -> None:
 def ledger_dir() -> Path:
     """Where the core locks of this machine live, one folder a node: RAYNEURON_LEDGER, else /tmp/rayneuron-cores."""
     return Path(os.environ.get("RAYNEURON_LEDGER") or "/tmp/rayneuron-cores")
+
+
+def compile_cache_url() -> str | None:
+    """Where compiled programs are kept, as the Neuron SDK names it: NEURON_COMPILE_CACHE_URL, a folder or s3://bucket/prefix."""
+    return os.environ.get("NEURON_COMPILE_CACHE_URL") or None

@@ -58,6 +58,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "neuronx_distributed": ("devices/neuron.py",),
     "libneuronxla": ("devices/neuron.py",),
     "torch_xla": ("devices/neuron.py",),
+    "boto3": ("devices/s3.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
     "pydantic": ("config.py", "serve/"),
