@@ -18,7 +18,7 @@ import pytest
 from rayneuron.errors import ConfigError
 from tests.serve.scripted import eventually, sse
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 GO = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "temperature": 0}
 
@@ -44,7 +44,7 @@ def deploy(path: Path, port: int, user_config: dict[str, Any] | None = None) -> 
     http = {"host": "127.0.0.1", "port": port}
     file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
     serve.context._get_global_client().deploy_apps(file, _blocking=False)
-    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 3, 90, lambda: serve.status().applications)
+    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 3, 300, lambda: serve.status().applications)
 
 
 def states() -> dict[str, str]:
