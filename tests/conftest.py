@@ -13,6 +13,8 @@ from rayneuron.errors import CheckpointError
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whoever reaches for a model hub fails at once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads that spin at every barrier stand still when tests share the cores; sleeping ones do not. Read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")
