@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ Opener = Callable[..., loading.Opened]
 
 LONG_BODY_BYTES = 16 * 1024  # beyond this a body is tokenised off the event loop; below, the hop costs more than the work
 WATCH_PERIOD_S = 0.25
+UNKNOWN_FIELDS = 100  # names of unknown request fields that are logged
 
 
 class EngineServer:
@@ -89,8 +90,6 @@ class EngineServer:
         await asyncio.to_thread(self.engine.close)
         self._text_pool.shutdown(wait=False, cancel_futures=True)
 
-    # -- calls ---------------------------------------------------------------------------------------------------------------------
-
     def admit(self) -> None:
         """Raise NotReady or Busy before any work is spent on a call. O(1)."""
         if not self.ready or self.draining:
@@ -110,9 +109,8 @@ class EngineServer:
             return parse(fields, self.context, request_id=request_id, created=int(time.time()), client_id=client_id)
 
         call = await self.on_text_thread(len(body) if isinstance(body, bytes) else 0, work)
-        for name in set(call.unknown) - self._unknown_fields:
-            self._unknown_fields.add(name)
-            log.warning("request field %r is not known here and was ignored (said once)", name)
+        if call.unknown and len(self._unknown_fields) < UNKNOWN_FIELDS:
+            self._say_unknown(call.unknown)
         self._check_size(call)
         return call
 
@@ -188,8 +186,6 @@ class EngineServer:
         """Refuse new calls with 503 from now on; running ones finish."""
         self.draining = True
 
-    # -- what Ray Serve asks -------------------------------------------------------------------------------------------------------
-
     def check_health(self) -> None:
         """Raise where the engine is dead, or has had work for `stall_timeout_s` without finishing a step. Takes no lock."""
         if not self.ready:
@@ -229,8 +225,6 @@ class EngineServer:
         """What a router decides on: the snapshot."""
         return msgspec.to_builtins(self.load().snapshot)
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------
-
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
         return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences)
@@ -256,6 +250,12 @@ class EngineServer:
         call = await self.parse(parse, body, new_id())
         with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
             return call.reply(await flight.finish())
+
+    def _say_unknown(self, names: Iterable[str]) -> None:
+        """Each name once a process, and no more names than an honest client has: a log is not the client's to fill."""
+        for name in {name[:64] for name in names} - self._unknown_fields:
+            self._unknown_fields.add(name)
+            log.warning("request field %r is not known here and was ignored (said once)", name)
 
     def _check_size(self, call: api.Call) -> None:
         most = self.limits.max_waiting + self.opened.engine.snapshot().slots_total

@@ -126,6 +126,16 @@ async def test_one_call_that_cannot_be_put_into_text_fails_alone(server: EngineS
     server.check_health()
 
 
+async def test_unknown_fields_are_said_once_and_not_for_ever(server: EngineServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="rayneuron"):
+        for _ in range(3):
+            await server.completions({"prompt": "go", "max_tokens": 1, "wishes": 3})
+        assert caplog.text.count("'wishes'") == 1
+        for number in range(300):
+            await server.completions({"prompt": "go", "max_tokens": 1, f"junk{number}": 1})
+    assert 90 <= caplog.text.count("junk") <= 100
+
+
 async def test_stats_for_serve(server: EngineServer) -> None:
     assert server.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0, "running": 0, "sequences": 0, "kv_used": 0}
     assert server.record_routing_stats()["slots_total"] == 4
