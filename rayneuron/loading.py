@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
 from rayneuron.config import Deployment
-from rayneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,6 @@ def open_engine(
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.runner import Runner
         from rayneuron.models import hub
-        from rayneuron.parallel.group import Group
         from rayneuron.parallel.layout import partition
         from rayneuron.parallel.seating import group_layout
         from rayneuron.text import Text
@@ -76,38 +74,41 @@ def open_engine(
         dtype = compute_dtype(config.dtype, raw)
         capacity = _capacity(config, length)
         partition(arch.layers, config.pipeline_parallel)
-    with _timed(seconds, "tokenizer"):
-        text = Text(Path(config.model.tokenizer) if config.model.tokenizer else path, chat_template=config.model.chat_template)
     runner: Runner | Group
     if len(layout.workers) > 1 or config.instance is not None:
-        group = Group(config, layout, arch, capacity, str(dtype).removeprefix("torch."), path, processes=processes, on_lost=on_lost)
-        runner = _opened(group, report, seconds)
+        from rayneuron.parallel.group import Group
+
+        kind = str(dtype).removeprefix("torch.")
+        runner = Group(config, layout, arch, capacity, kind, path, processes=processes, on_lost=on_lost).start()
     else:
         device = devices.open(config.device, dtype=dtype, threads=config.threads or settings.threads())
         runner = Runner(arch, device, capacity)
-        with _timed(seconds, "weights"):
-            runner.load(_weights(config, path, raw, arch, dtype, report))
-        with _timed(seconds, "graphs"):
-            runner.warm(lambda done, total, shape: report("graphs", done, total))
+    try:
+        with _timed(seconds, "tokenizer"):  # while the group's other processes start
+            text = Text(Path(config.model.tokenizer) if config.model.tokenizer else path, chat_template=config.model.chat_template)
+        if isinstance(runner, Runner):
+            with _timed(seconds, "weights"):
+                runner.load(_weights(config, path, raw, arch, dtype, report))
+            with _timed(seconds, "graphs"):
+                runner.warm(lambda done, total, shape: report("graphs", done, total))
+        else:
+            _open_group(runner, report, seconds)
+    except BaseException:
+        runner.close()  # nothing is left of an engine that fails on the way
+        raise
     limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
     engine = Engine(runner, vocab=arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, arch, path, hub.generation_config(path), seconds)
 
 
-def _opened(group: Group, report: Progress, seconds: dict[str, float]) -> Group:
-    """The group, running; nothing is left of one that fails on the way."""
-    try:
-        with _timed(seconds, "group"):
-            group.meet()
-        with _timed(seconds, "weights"):
-            group.load(lambda done, total: report("weights", done, total))
-        with _timed(seconds, "graphs"):
-            group.warm(lambda done, total: report("graphs", done, total))
-    except BaseException:
-        group.close()
-        raise
-    return group
+def _open_group(group: Group, report: Progress, seconds: dict[str, float]) -> None:
+    with _timed(seconds, "group"):
+        group.meet()
+    with _timed(seconds, "weights"):
+        group.load(lambda done, total: report("weights", done, total))
+    with _timed(seconds, "graphs"):
+        group.warm(lambda done, total: report("graphs", done, total))
 
 
 def resolve(path: str) -> Path:

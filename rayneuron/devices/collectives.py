@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ class Gloo:
             x.copy_(whole)
 
     def _done(self, begin: Callable[[], dist.Work]) -> None:
-        """Do one operation to its end. Raises WorkerLost: a connection broke, or the timeout passed (gloo says which rank it waited for)."""
+        """Do one operation to its end. Raises WorkerLost where a connection broke or the timeout passed."""
         try:
             begin().wait()
         except RuntimeError as problem:
@@ -88,7 +89,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def meet(store: dist.Store | None, address: str, ip: str, rank: int, ranks: int, timeout_s: float, step_timeout_s: float) -> Gloo:
+def meet(store: Any, address: str, ip: str, rank: int, ranks: int, timeout_s: float, step_timeout_s: float) -> Gloo:
     """A group without any state of the process: its ranks find each other in the store at `address` ("ip:port"), which one of them holds.
 
     Each listens on its own internal `ip`, whatever its host name or environment say. Raises WorkerLost where a rank has not come.
@@ -96,13 +97,16 @@ def meet(store: dist.Store | None, address: str, ip: str, rank: int, ranks: int,
     host, _, port = address.rpartition(":")
     try:
         if store is None:
-            store = dist.TCPStore(host, int(port), ranks, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), ranks, False, timedelta(seconds=timeout_s), wait_for_workers=False
+            )
         store.set_timeout(timedelta(seconds=timeout_s))
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=ip)]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=ip)]
         options._timeout = timedelta(seconds=step_timeout_s)
         options._threads = 2
-        return Gloo(dist.ProcessGroupGloo(store, rank, ranks, options))
+        return Gloo(gloo(store, rank, ranks, options))
     except (RuntimeError, dist.DistError) as problem:
         reason = " ".join(str(problem).split())[:300]
         raise WorkerLost(f"rank {rank} of {ranks} on {ip} did not meet the others at {address} within {timeout_s:g} s: {reason}") from None

@@ -33,7 +33,7 @@ Peer = tuple[int, int]  # pid, start time in kernel ticks
 
 
 class Segment:
-    """The memory of one group: counters, two slots a rank, a mail slot a rank. `address` (pid, descriptor) is how another process finds it."""
+    """The memory of one group: counters, two slots a rank, a mail slot a rank. `address`: (pid, descriptor), for other processes."""
 
     def __init__(self, descriptor: int, ranks: int, slot_bytes: int) -> None:
         self.ranks = ranks
@@ -60,7 +60,8 @@ class Segment:
             return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), ranks, slot_bytes)
         except OSError as problem:
             raise ConfigError(
-                f"the shared memory of process {pid} cannot be opened ({problem.strerror}); ranks of one host must run as one user in one container"
+                f"the shared memory of process {pid} cannot be opened ({problem.strerror}); "
+                "ranks of one host must run as one user in one container"
             ) from None
 
     def slot(self, place: int) -> int:
@@ -124,7 +125,14 @@ class SharedMemory:
     """
 
     def __init__(
-        self, segment: Segment, rank: int, ranks: int, *, peers: Mapping[int, Peer] | None = None, timeout_s: float = 120.0, native: bool = True
+        self,
+        segment: Segment,
+        rank: int,
+        ranks: int,
+        *,
+        peers: Mapping[int, Peer] | None = None,
+        timeout_s: float = 120.0,
+        native: bool = True,
     ) -> None:
         built = library("shared_memory") if native else None
         if built is None and os.uname().machine != "x86_64":

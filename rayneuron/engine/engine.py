@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rayneuron.devices.base import StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.admission import EngineLimits, admit, validate
-from rayneuron.engine.runner import Runner
+from rayneuron.engine.runner import Runs
 from rayneuron.engine.scheduler import Plan, Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import FinishReason, Request, Snapshot, TokenDelta
@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runs,
         *,
         vocab: int,
         eos_ids: Iterable[int] = (),

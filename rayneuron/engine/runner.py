@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from rayneuron.devices.base import Batch, Collectives, Device, Output, Program, Progress, Shape, Solo, StepOutput, Weights
 from rayneuron.engine.batch import pack
@@ -12,6 +13,20 @@ from rayneuron.engine.scheduler import Plan, wants_scores
 from rayneuron.engine.step import step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+
+
+class Runs(Protocol):
+    """What the engine needs of a runner: one rank here, or a group of them (parallel.group)."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """Rows, lengths and buckets."""
+
+    def run(self, plan: Plan) -> StepOutput:
+        """One step."""
+
+    def close(self) -> None:
+        """Give everything back."""
 
 
 class Runner:

@@ -20,7 +20,7 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, CompileError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.models.arch import Arch
-from rayneuron.parallel import messages, pipeline, seating, wire
+from rayneuron.parallel import arrays, messages, pipeline, seating, wire
 from rayneuron.parallel.children import Children, Processes
 from rayneuron.parallel.holders import process_started
 from rayneuron.parallel.layout import Layout
@@ -41,7 +41,7 @@ _KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, 
 
 
 class Group:
-    """Stands where `engine.runner.Runner` stands. Call `meet`, `load`, `warm` once each, then `run`; `close` after any failure too.
+    """Stands where `engine.runner.Runner` stands. Call `start`, `meet`, `load`, `warm`, each once, then `run`; `close` after a failure too.
 
     `lost` says who was lost, None while all is well. `refused` counts connections that were turned away.
     """
@@ -66,6 +66,7 @@ class Group:
         self.steps = 0
         self.rank = Rank()
         self._on_lost = on_lost
+        self._meeting: Meeting | None = None
         self._watch: Watch | None = None
         self._closed = False
 
@@ -79,18 +80,29 @@ class Group:
         """The cores this process holds in the node's ledger, for its whole share of the group."""
         return self.rank.grant.cores if self.rank.grant else ()
 
-    def meet(self) -> None:
-        """Start the workers, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
-        limits = self.config.group
+    def start(self) -> Group:
+        """Start the workers' processes, and wait for nothing. Raises ConfigError."""
         files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
         wire.allow_files(files)
         others = self.layout.workers[1:]
-        ips = tuple(self.processes.node_ips)
-        meeting = Meeting(ips)
+        self._meeting = meeting = Meeting(self.processes.node_ips)
+        invitations = [self._invitation(meeting, worker.index, worker.node, files) for worker in others]
         try:
-            invitations = [self._invitation(meeting, worker.index, worker.node, files) for worker in others]
             self.processes.start(invitations, [worker.node for worker in others])
-            self.members = meeting.gather(others, ips, limits.start_s, self.processes.gone)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def meet(self) -> None:
+        """Wait for the workers, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
+        if self._meeting is None:
+            self.start()
+        meeting, limits = self._meeting, self.config.group
+        assert meeting is not None
+        ips = tuple(self.processes.node_ips)
+        try:
+            self.members = meeting.gather(self.layout.workers[1:], ips, limits.start_s, self.processes.gone)
         finally:
             self.refused = meeting.refused
             meeting.close()
@@ -122,12 +134,12 @@ class Group:
         divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
         parts = [(shape, pack(p.works, shape, self.capacity.rows, self.capacity.length)) for shape, p in divided]
         self.steps += 1
-        self._send(messages.Step(self.steps, plan.copies, [messages.part(shape, batch) for shape, batch in parts]))
+        self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts]))
         outputs = self._locally(lambda: self.rank.run(plan.copies, parts))
         answers = self._all(Done, f"has not finished step {self.steps}", self.config.group.step_s)
         for answer in answers:
             if answer.outputs:
-                outputs = [messages.step_output(sent) for sent in answer.outputs]
+                outputs = [arrays.step_output(sent) for sent in answer.outputs]
         return pipeline.merge(outputs, [len(p.works) for _, p in divided])
 
     def close(self) -> None:
@@ -146,6 +158,8 @@ class Group:
                     member.channel.shutdown()
             except (wire.WireError, TimeoutError):
                 pass  # it has ended already
+        if self._meeting is not None:
+            self._meeting.close()
         self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
         for member in self.members:
             member.channel.close()

@@ -1,7 +1,8 @@
-"""The way of hidden states from a rank to the same rank of the next stage: one socket, raw bytes of known size, sent by a thread of its own.
+"""The way of hidden states from a rank to the same rank of the next stage: one socket, raw bytes, sent by a thread of its own.
 
-The sender's thread lets a stage begin its next micro-batch while the last one is still on its way. One host: a unix socket, 17-26 us for
-64 KB where gloo takes 130-2300 us (research/ray.md 5); several: TCP between the nodes' internal addresses. Both ends show the group's token.
+The sender's thread lets a stage begin its next micro-batch while the last one is still on its way. On one host a unix socket: 17-26 us
+for 64 KB where gloo takes 130-2300 us (research/ray.md 5); else TCP between the nodes' internal addresses. The connecting side shows the
+group's token.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ class Outgoing:
         while (x := self._queue.get()) is not None:
             if self._error is None:
                 try:
-                    data = memoryview(x.view(-1).view(torch.uint8).numpy())
+                    data = raw(x)
                     self._socket.sendall(_HEAD.pack(len(data)))
                     self._socket.sendall(data)
                 except OSError as problem:
@@ -84,7 +86,7 @@ class Incoming:
         head = bytearray(_HEAD.size)
         self._fill(memoryview(head))
         size = _HEAD.unpack(head)[0]
-        data = memoryview(x.view(-1).view(torch.uint8).numpy())
+        data = raw(x)
         if size != len(data):
             raise WorkerLost(f"{self._name} sent {size} bytes where {len(data)} were due; the stages run different steps")
         self._fill(data)
@@ -110,6 +112,12 @@ class Incoming:
         """Close the connection."""
         shut(self._socket)
         self._socket.close()
+
+
+def raw(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place."""
+    data: Any = x.view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def shut(connection: socket.socket) -> None:

@@ -29,7 +29,7 @@ A_STAGE = 2  # micro-batches a stage: of S stages and M of them, (S - 1) / (M + 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where a rank's hidden states, of `dtype`, come from and go to; None at the ends. `sequence_parallel`: norms on this rank's share of T."""
+    """Where a rank's hidden states, of `dtype`, come from and go to; None at the ends. `sequence_parallel`: norms on its share of T."""
 
     dtype: torch.dtype
     receive: Receive | None = None

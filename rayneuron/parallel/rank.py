@@ -1,6 +1,7 @@
 """One rank of a group, from its place to its steps: the same in worker 0 and in every other worker.
 
-`place` takes what others ask about (cores, shared memory, listeners), `begin` connects, `load`, `warm`, `run` work, `abort` breaks every wait.
+`place` takes what others ask about (cores, shared memory, listeners), `begin` connects, `load`, `warm` and `run` work, `abort` breaks
+every wait.
 """
 
 from __future__ import annotations
@@ -151,13 +152,13 @@ class Rank:
         self._store_socket = wire.listen(place.node_ip)
         port = self._store_socket.getsockname()[1]
         descriptor = self._store_socket.dup().detach()
-        self._store = dist.TCPStore(
-            place.node_ip, port, place.gather, True, timedelta(seconds=place.wait_s + 120), wait_for_workers=False, master_listen_fd=descriptor
-        )
+        limit = timedelta(seconds=place.wait_s + 120)
+        store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        self._store = store(place.node_ip, port, place.gather, True, limit, wait_for_workers=False, master_listen_fd=descriptor)
         return f"{place.node_ip}:{port}"
 
     def _hold_ports(self, ip: str) -> tuple[int, int]:
-        """Two ports for the runtime's own meetings, which binds them itself; held until all of the group have theirs, so none is given twice."""
+        """Two ports for the runtime's own meetings; held until all of the group have theirs, so that none is given twice."""
         self._probes = [wire.listen(ip), wire.listen(ip)]
         first, second = (probe.getsockname()[1] for probe in self._probes)
         return first, second

@@ -70,7 +70,12 @@ def places(config: Deployment, made: Layout, node_ips: Sequence[str], token: byt
 
 
 def begins(
-    config: Deployment, made: Layout, placed: Sequence[Placed], node_ips: Sequence[str], processes: Mapping[int, tuple[int, int]], common: Common
+    config: Deployment,
+    made: Layout,
+    placed: Sequence[Placed],
+    node_ips: Sequence[str],
+    processes: Mapping[int, tuple[int, int]],
+    common: Common,
 ) -> list[Begin]:
     """What each worker is told once all have their places. `processes`: worker -> (pid, start)."""
     instance = counted(config)

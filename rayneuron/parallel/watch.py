@@ -12,7 +12,7 @@ from rayneuron.parallel.meeting import Member
 
 
 class Watch:
-    """Waits for hang-ups of the workers' connections, which the kernel closes with their processes. `on_loss` is called once, by any thread."""
+    """Waits for hang-ups of the workers' connections, which the kernel closes with their processes. `on_loss`: called once."""
 
     def __init__(self, members: Sequence[Member], on_loss: Callable[[str], None]) -> None:
         self.lost: str | None = None

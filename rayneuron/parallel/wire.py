@@ -225,6 +225,7 @@ def allow_files(needed: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"this process may open {hard} files, the group needs {needed}; write `ulimit -n {needed}` (or LimitNOFILE={needed}) before Ray starts"
+            f"this process may open {hard} files, the group needs {needed}; "
+            f"write `ulimit -n {needed}` (or LimitNOFILE={needed}) before Ray starts"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

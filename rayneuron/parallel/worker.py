@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rayneuron.errors import WorkerLost
+from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.parallel import messages, wire
 from rayneuron.parallel.holders import process_started
 from rayneuron.parallel.messages import Begin, Failed, Hello, Load, Place, Progress, Ready, Step, Stop, ToWorker, Warm
@@ -99,8 +99,10 @@ def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
 
 
 def _step(channel: wire.Channel[ToWorker], rank: Rank, step: Step) -> None:
-    outputs = rank.run(step.copies, [(part.shape, messages.batch(part)) for part in step.parts])
-    sent = () if not rank.reports else [messages.output(out) for out in outputs]
+    from rayneuron.parallel import arrays  # torch: only once the environment is as Begin said
+
+    outputs = rank.run(step.copies, [(part.shape, arrays.batch(part)) for part in step.parts])
+    sent = () if not rank.reports else [arrays.output(out) for out in outputs]
     channel.send(messages.Done(step.number, sent), _SEND_S)
 
 
@@ -143,7 +145,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; worker 0 says when to end
     invitation = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Invitation)
-    serve_rank(invitation)
+    try:
+        serve_rank(invitation)
+    except RayNeuronError as error:
+        log.error("worker %d: %s", invitation.index, error)
+        os._exit(1)
+    os._exit(0)  # nothing is left to give back, and taking an interpreter with torch apart takes a second
 
 
 if __name__ == "__main__":

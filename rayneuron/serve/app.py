@@ -4,17 +4,24 @@
 import asyncio
 import gc
 import logging
+import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from starlette.applications import Starlette
 
 from rayneuron import config as deployment
-from rayneuron import loading
+from rayneuron import devices, loading
 from rayneuron.config import Deployment
+from rayneuron.errors import NotReady
+from rayneuron.parallel.layout import Layout
+from rayneuron.parallel.seating import group_layout
+from rayneuron.serve.actors import Actors, check_room, worker_options
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer, Opener
 from rayneuron.serve.telemetry import RayExport
@@ -27,6 +34,8 @@ HEALTH_TIMEOUT_S = 30.0
 DRAIN_CHECK_S = 0.5
 CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
+LEAVE_S = 1.0  # for streams to take their error event, after a worker was lost
+LAST_BYTES_S = 0.2  # and for Serve's proxy to fetch it
 SWITCH_INTERVAL_S = 0.001  # the engine thread and the event loop share one interpreter; the default of 5 ms delays every token by as much
 
 
@@ -37,11 +46,35 @@ class ServedEngine(EngineServer):
     async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
         _log_through_serve()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._event_loop = asyncio.get_running_loop()
+        opener = self._open_group if opener is loading.open_engine and grouped(deployment.parse(config)) else opener
         EngineServer.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: a full collection over it would hold every stream for tens of milliseconds
         self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
+
+    def _open_group(self, config: Deployment, progress: loading.Progress) -> loading.Opened:
+        """Worker 0 of a group, whose other workers are actors in this replica's placement group."""
+        layout = layout_of(config)
+        threads = self.config.threads or int(max(1, config.serving.num_cpus or 1))
+        config = config.model_copy(update={"threads": threads})
+        return loading.open_engine(config, progress, processes=Actors(layout), on_lost=self._lost)
+
+    def _lost(self, reason: str) -> None:
+        """A worker is gone (told by any thread): this process ends, so that Serve replaces the whole group, once."""
+        self._event_loop.call_soon_threadsafe(lambda: self._event_loop.create_task(self._leave(reason)))
+
+    async def _leave(self, reason: str) -> None:
+        log.error("this replica ends: %s", reason)
+        if self.ready:
+            self.draining = True
+            self.flights.fail_all(NotReady("a worker of this model was lost; the replica is being replaced", retry_after_s=5.0))
+        until = time.monotonic() + LEAVE_S
+        while (not self.ready or len(self.flights)) and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(LAST_BYTES_S)
+        os._exit(1)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         return application(self, echo_request_id=False)
@@ -59,6 +92,7 @@ def build(args: dict) -> Application:
 
 def application_of(config: Deployment, opener: Opener = loading.open_engine) -> Application:
     """As `build`, with another way to open the engine."""
+    placement = placement_of(config)
     serving = config.serving
     scale = {"autoscaling_config": serving.autoscaling} if serving.autoscaling else {"num_replicas": serving.num_replicas}
     wanted = serve.deployment(
@@ -70,11 +104,35 @@ def application_of(config: Deployment, opener: Opener = loading.open_engine) -> 
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_RETRIES,
-        ray_actor_options={"num_cpus": serving.num_cpus or 1},
+        **placement,
         **scale,
     )
     arguments = config.model_dump(exclude_unset=True)
     return wanted.bind(arguments) if opener is loading.open_engine else wanted.bind(arguments, opener)
+
+
+def grouped(config: Deployment) -> bool:
+    """Whether the model runs on several ranks or on counted cores, hence in a placement group of its own."""
+    return config.tensor_parallel * config.pipeline_parallel > 1 or config.instance is not None
+
+
+def layout_of(config: Deployment) -> Layout:
+    """Where the ranks of one replica run. Raises ConfigError."""
+    return group_layout(config, devices.ranks_per_process(config.device))
+
+
+def placement_of(config: Deployment) -> dict[str, Any]:
+    """The deployment options that give a replica its CPUs and cores. Raises ConfigError where the cluster could never hold the group."""
+    if not grouped(config):
+        return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
+    layout = layout_of(config)
+    if ray.is_initialized():
+        check_room(layout)
+    return {
+        "ray_actor_options": worker_options(layout, layout.workers[0]),
+        "placement_group_bundles": [dict(bundle) for bundle in layout.bundles],
+        "placement_group_strategy": layout.strategy,
+    }
 
 
 async def _export(export: RayExport) -> None:
