@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import feedforward, quantize, shard
+from rayneuron.models import feedforward, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import Config
+from rayneuron.models.quantization import check_stored, parse, parse_kv
 
 FAMILIES = {
     "bloom": "bloom",
@@ -44,7 +45,7 @@ def family(config: dict[str, Any]) -> ModuleType:
 
 def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a missing key."""
-    return family(config).arch(Config(config), max_model_len)  # type: ignore[no-any-return]
+    return family(config).arch(Config(config), max_model_len)
 
 
 def position_limit(arch: Arch) -> int | None:
@@ -83,10 +84,10 @@ def check(
     if dtype not in DTYPES:
         near = difflib.get_close_matches(dtype, DTYPES, 1)
         raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
-    how = None if quantization is None else quantize.parse(quantization)
+    how = None if quantization is None else parse(quantization)
     if kv_dtype is not None:
-        quantize.kv_dtype(kv_dtype)
-    quantize.check_stored(config, how)
+        parse_kv(kv_dtype)
+    check_stored(config, how)
     if capacity_factor is not None and (capacity_factor <= 0 or not arch.experts):
         raise ConfigError(
             f"capacity_factor {capacity_factor} needs a mixture of experts and a positive number; leave it out to drop no token"

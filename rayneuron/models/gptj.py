@@ -30,5 +30,5 @@ def top(a: Arch) -> Rules:
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
-    bare: Rules = {f"{n}.w": f"attn.{n}_proj.weight" for n in "qkv"} | {"o.w": "attn.out_proj.weight"}
-    return bare | both({"up": "mlp.fc_in", "down": "mlp.fc_out", "ln1": "ln_1"})
+    bare: Rules = {f"{n}.w": f"attn.{n}_proj.weight" for n in "qkv"}
+    return bare | {"o.w": "attn.out_proj.weight"} | both({"up": "mlp.fc_in", "down": "mlp.fc_out", "ln1": "ln_1"})

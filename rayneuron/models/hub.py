@@ -266,7 +266,7 @@ def writer(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]
             raise ValueError(f"{name} was announced as {dtype} {shape}, but is {t.dtype} {tuple(t.shape)}")
         left.remove(name)
         file.seek(8 + len(head) + header[name]["data_offsets"][0])
-        file.write(memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()))
+        file.write(t.contiguous().view(-1).view(torch.uint8).numpy().data)
 
     with partial.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayneuron.models.arch import Arch
 from rayneuron.models.decoder import kv_shapes
-from rayneuron.models.quantize import Quantization
+from rayneuron.models.quantization import Quantization
 from rayneuron.models.rules import shape_of
 from rayneuron.models.weights import load
 
@@ -58,7 +58,7 @@ def estimate(
 
 def held_bytes(weights: Mapping[str, object]) -> int:
     """Bytes of a rank's weights; a tied head counts once."""
-    tensors = {id(t): t for w in [weights["top"], *weights["layers"]] for t in w.values()}  # type: ignore[misc, attr-defined]
+    tensors = {id(t): t for w in [weights["top"], *weights["layers"]] for t in w.values()}  # type: ignore[misc]
     return sum(t.nbytes for t in tensors.values())
 
 

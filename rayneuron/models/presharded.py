@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, quantize, weights
+from rayneuron.models import hub, weights
 from rayneuron.models.arch import Arch
 from rayneuron.models.memory import held_bytes
+from rayneuron.models.quantization import dtype_name, parse, stored
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def shard(
 ) -> Manifest:
     """Cut a model directory for `tp` ranks into `out`, one rank in memory at a time. progress(layers done, layers of all ranks)."""
     config = hub.read_config(path)
-    how = None if quantization is None else quantize.parse(quantization, scheme)
+    how = None if quantization is None else parse(quantization, scheme)
     arch = models.check(config, tp=tp, max_model_len=1, dtype=dtype, quantization=quantization)
     kind, source, target = stored_dtype(dtype, config), hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
     (target / FOLDER).mkdir()
@@ -80,11 +81,9 @@ def shard(
         slowest = max(slowest, time.perf_counter() - started)
         sizes.append(write(arch, held, file_of(target, rank)))
     hub.copy_side_files(path, target)
-    kept = how or quantize.stored(config)
-    manifest = Manifest(
-        FORMAT, arch.model_type, tp, word_of(kind), kept and quantize.dtype_name(kept.dtype), kept and kept.scheme, fused_qkv, arch.layers,
-        sizes, round(slowest, 3),
-    )  # fmt: skip
+    kept = how or stored(config)
+    said = (dtype_name(kept.dtype), kept.scheme) if kept else (None, None)
+    manifest = Manifest(FORMAT, arch.model_type, tp, word_of(kind), *said, fused_qkv, arch.layers, sizes, round(slowest, 3))
     hub.write_json(target / MANIFEST, asdict(manifest))  # last: a directory without it is not whole
     return manifest
 
@@ -131,7 +130,7 @@ def check(manifest: Manifest, *, ranks: int, dtype: torch.dtype, fused: bool, qu
         raise ConfigError(f"the weights are stored in {manifest.dtype}; write dtype: {manifest.dtype}, or shard again")
     if manifest.fused_qkv != fused:
         raise ConfigError(f"the weights were cut with fused_qkv: {str(manifest.fused_qkv).lower()}; write the same, or shard again")
-    if quantization is not None and quantize.dtype_name(quantize.parse(quantization).dtype) != manifest.quantization:
+    if quantization is not None and dtype_name(parse(quantization).dtype) != manifest.quantization:
         raise ConfigError(f"the weights are stored with quantization {manifest.quantization}; leave quantization out, or shard again")
 
 

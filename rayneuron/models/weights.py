@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,8 @@ from rayneuron.errors import CheckpointError
 from rayneuron.models import flash_decoding, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import alibi_slopes
-from rayneuron.models.quantize import QUANTISED, Quantization, is_quantised, parse, quantise, scale_of
+from rayneuron.models.quantization import QUANTISED, Quantization, is_quantised, parse, quantise, scale_of
+from rayneuron.models.reader import Reader
 from rayneuron.models.rotary import frequencies
 from rayneuron.models.rules import Convert, Rules, same, shape_of
 
@@ -54,40 +55,6 @@ class Cut:
         if layer in ("gate", "up", "down") and kind != "b":
             return shard.take_part(t, self.rank, self.ranks, -1 if layer == "down" else -2)
         return t
-
-
-@dataclass(slots=True)
-class Reader:
-    """A checkpoint read name by name, remembering what was read. `base` is put before names of checkpoints saved without it."""
-
-    checkpoint: Mapping[str, Tensor]
-    base: str = ""
-    used: set[str] = field(default_factory=set)
-    names: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        bare = self.base and not any(n.startswith(self.base) for n in self.checkpoint)
-        self.names = {(self.base + n if bare and not n.startswith(("lm_head.", "score.")) else n): n for n in self.checkpoint}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def take(self, name: str) -> Tensor:
-        """The tensor, marked as read. Raises CheckpointError naming a missing one."""
-        if name not in self.names:
-            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint, which holds {len(self.names)} others")
-        self.used.add(name)
-        return self.checkpoint[self.names[name]]
-
-    def release(self, name: str) -> None:
-        """Give the pages of a mapped tensor back."""
-        give = getattr(self.checkpoint, "release", None)
-        if give is not None and name in self.names:
-            give(self.names[name])
-
-    def unread(self, ignore: tuple[str, ...]) -> list[str]:
-        """Names nothing has read and no suffix in `ignore` excuses."""
-        return [n for n in self.names if n not in self.used and not n.endswith(ignore)]
 
 
 def load(
@@ -221,7 +188,8 @@ class Build:
             if whole.dim() == 3 and scale.numel() == 1:
                 scale = scale.reshape(1, 1, 1).expand(len(whole), 1, 1)  # experts are picked by index, their scales likewise
             part, out[key] = self.cut(name, whole), _own(self.cut(key, scale), torch.float32)
-            out[name] = _own(part, part.dtype) if is_quantised(whole.dtype) else quantise(part, out[key], self.quantization)
+            how = None if is_quantised(whole.dtype) else self.quantization
+            out[name] = _own(part, part.dtype) if how is None else quantise(part, out[key], how)
         return out
 
     def scales(self, theirs: str, convert: Convert, count: int) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,7 @@ import transformers as tf
 
 from rayneuron import models
 from rayneuron.devices.base import Solo
-from rayneuron.models import decoder, hub, ops, quantize, weights
+from rayneuron.models import decoder, hub, ops, quantization, weights
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 TOKENS = 512
@@ -67,9 +67,9 @@ def test_smaller_forms_stay_within_their_bounds(form: str, smollm2: Path, ids: t
     if form == "bf16":
         got = perplexity(smollm2, ids, dtype=torch.bfloat16)
     elif form.startswith("kv:"):
-        got = perplexity(smollm2, ids, kv_dtype=quantize.kv_dtype(form.removeprefix("kv:")))
+        got = perplexity(smollm2, ids, kv_dtype=quantization.parse_kv(form.removeprefix("kv:")))
     else:
-        got = perplexity(smollm2, ids, how=quantize.parse(dtype, scheme))
+        got = perplexity(smollm2, ids, how=quantization.parse(dtype, scheme))
     change = got / exact - 1
     print(f"{form}: perplexity {got:.4f}, {100 * change:+.2f} %")
     assert abs(change) < BOUNDS[form] and got != exact

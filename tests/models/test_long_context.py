@@ -15,12 +15,13 @@ from tests.models import cases
 from tests.models.cases import Runner, Saved
 
 LONG = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32768,
 }  # fmt: skip
 KINDS = {
     "default": {"rope_theta": 1e6, "rope_type": "default"},
-    "llama3": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4096, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4096,
+               "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
 }  # fmt: skip
 
@@ -67,7 +68,7 @@ def test_attention_is_the_flash_kernel(heads: int, kv_heads: int, tokens: int) -
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_bigcode", "gpt2", "qwen3_moe"])
 def test_kv_split_by_position_equals_transformers(name: str, ranks: int, tmp_path: Path) -> None:
-    """Flash decoding: each rank holds every n-th position (and one column for others' writes), so KV of replicated heads is not repeated."""
+    """Flash decoding: each rank holds every n-th position, and one column for writes that are others'."""
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=30)
     arch = models.check(hub.read_config(tmp_path), tp=ranks, max_model_len=64, shard_over_sequence=True)
     assert arch.sequence_shards > 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.models import decoder, hub, memory, quantize, weights
+from rayneuron.models import decoder, hub, memory, quantization, weights
 from tests.models import cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_estimate_equals_what_is_held(name: str, tmp_path: Path) -> None:
     for ranks, dtype, how in (
         (1, torch.float32, None),
         (4, torch.bfloat16, None),
-        (2, torch.float32, quantize.parse("int8", "per_channel")),
+        (2, torch.float32, quantization.parse("int8", "per_channel")),
     ):
         said = memory.estimate(arch, family, dtype=dtype, ranks=ranks, rows=3, length=20, quantization=how)
         held = weights.load(arch, family, hub.Checkpoint(tmp_path), dtype=dtype, ranks=ranks, quantization=how)

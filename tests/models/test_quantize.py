@@ -13,7 +13,7 @@ import torch
 from rayneuron import models
 from rayneuron.devices.base import Solo
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, ops, presharded, quantize, weights
+from rayneuron.models import hub, ops, presharded, quantization, quantize, weights
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
@@ -37,7 +37,7 @@ def test_written_checkpoint_loads_and_equals_quantising_while_loading(saved: Sav
     """Two ways to the same numbers at 1 and 4 ranks; per tensor they differ where the hub fuses q, k, v, which then share one scale."""
     report = quantize.quantize(saved.path, dtype, scheme, tmp_path / "out")
     assert report.quantised > 0 and report.written_bytes < report.read_bytes
-    how = quantize.parse(dtype, scheme)
+    how = quantization.parse(dtype, scheme)
     written, loading = logits(tmp_path / "out", saved), logits(saved.path, saved, quantization=how)
     assert (written - logits(tmp_path / "out", saved, 4)).abs().max() < 1e-4
     assert (loading - logits(saved.path, saved, 4, quantization=how)).abs().max() < 1e-4
@@ -50,27 +50,29 @@ def test_written_checkpoint_loads_and_equals_quantising_while_loading(saved: Sav
 
 def test_int8_by_hand() -> None:
     w = torch.tensor([[1.0, -0.5, 0.25], [0.0, 10.0, -20.0]])
-    how = quantize.parse("int8", "per_channel_symmetric")
-    scale = quantize.scale_of(w, how)
+    how = quantization.parse("int8", "per_channel_symmetric")
+    scale = quantization.scale_of(w, how)
     assert scale.tolist() == [[pytest.approx(1 / 127)], [pytest.approx(20 / 127)]]
-    assert quantize.quantise(w, scale, how).tolist() == [[127, -64, 32], [0, 64, -127]] or quantize.quantise(w, scale, how)[0, 1] in (
+    assert quantization.quantise(w, scale, how).tolist() == [[127, -64, 32], [0, 64, -127]] or quantization.quantise(w, scale, how)[
+        0, 1
+    ] in (
         -63,
         -64,
     )
 
 
 def test_float8_e4m3_ends_at_240_as_on_neuron() -> None:
-    how = quantize.parse("f8e4m3", "per_tensor")
+    how = quantization.parse("f8e4m3", "per_tensor")
     w = torch.tensor([[480.0, -480.0, 1.0]])
-    scale = quantize.scale_of(w, how)
-    assert scale.item() == 2.0 and quantize.quantise(w, scale, how).float().tolist() == [[240.0, -240.0, 0.5]]
+    scale = quantization.scale_of(w, how)
+    assert scale.item() == 2.0 and quantization.quantise(w, scale, how).float().tolist() == [[240.0, -240.0, 0.5]]
     assert ops.to_kv(torch.tensor([1e6, -1e6, 3.0]), torch.float8_e4m3fn).float().tolist() == [240.0, -240.0, 3.0]
 
 
 def test_zero_weights_stay_zero() -> None:
-    how = quantize.parse("f8e4m3", "per_channel")
+    how = quantization.parse("f8e4m3", "per_channel")
     w = torch.zeros(2, 4)
-    assert not quantize.quantise(w, quantize.scale_of(w, how), how).float().any()
+    assert not quantization.quantise(w, quantization.scale_of(w, how), how).float().any()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
