@@ -49,13 +49,29 @@ def forward(
     """
     top = weights["top"]
     x = embed(arch, ops, comm, top, tokens, positions) if hidden is None else hidden
-    step = prepare(arch, ops, comm, top, positions, rows, length, x.dtype)
-    first = weights.get("first", 0)
-    for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
-        x = layer(arch, ops, comm, w, cache, x, step, arch.window(first + i))
+    x = ops.layers(arch, ops, comm, weights, kv, x, positions, rows, length)
     if arch.final_norm and not arch.post_norm and "head.w" in top:  # the last stage
         x = ops.norm(top, "norm", x, arch.norm, arch.eps)
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
+
+
+def layers(
+    arch: Arch,
+    ops: Ops,
+    comm: Collectives,
+    weights: Mapping[str, Any],
+    kv: Sequence[Tensor],
+    x: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    length: int,
+) -> Tensor:
+    """This rank's layers on the residual x [B,T,E]."""
+    step = prepare(arch, ops, comm, weights["top"], positions, rows, length, x.dtype)
+    first = weights.get("first", 0)
+    for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
+        x = layer(arch, ops, comm, w, cache, x, step, arch.window(first + i))
+    return x
 
 
 def prepare(
@@ -112,6 +128,11 @@ def layer(arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: 
 
 def _add(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:
     return x + w[name] if name in w else x
+
+
+def greedy(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    """hidden [...,E] -> the likeliest next ids [...] int32, the lowest among equals."""
+    return logits(arch, ops, comm, weights, hidden).argmax(-1).to(torch.int32)
 
 
 def logits(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:

@@ -82,8 +82,18 @@ def shard(
         sizes.append(write(arch, held, file_of(target, rank)))
     hub.copy_side_files(path, target)
     kept = how or stored(config)
-    said = (dtype_name(kept.dtype), kept.scheme) if kept else (None, None)
-    manifest = Manifest(FORMAT, arch.model_type, tp, word_of(kind), *said, fused_qkv, arch.layers, sizes, round(slowest, 3))
+    manifest = Manifest(
+        format=FORMAT,
+        model_type=arch.model_type,
+        tp=tp,
+        dtype=word_of(kind),
+        quantization=dtype_name(kept.dtype) if kept else None,
+        scheme=kept.scheme if kept else None,
+        fused_qkv=fused_qkv,
+        layers=arch.layers,
+        file_bytes=sizes,
+        convert_s=round(slowest, 3),
+    )
     hub.write_json(target / MANIFEST, asdict(manifest))  # last: a directory without it is not whole
     return manifest
 

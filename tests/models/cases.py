@@ -65,7 +65,7 @@ class Saved:
     logits: Tensor
 
 
-def save(config: Any, folder: Path, tokens: int = 40, seed: int = 0) -> Saved:
+def save(config: Any, folder: Path, tokens: int = 24, seed: int = 0) -> Saved:
     """Write a random model; weights are moved off their initial values so that biases and norms matter."""
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(config).eval().float()
@@ -76,7 +76,7 @@ def save(config: Any, folder: Path, tokens: int = 40, seed: int = 0) -> Saved:
     return reference(folder, tokens)
 
 
-def reference(folder: Path, tokens: int = 40) -> Saved:
+def reference(folder: Path, tokens: int = 24) -> Saved:
     """transformers' logits, read from the files."""
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     generator = torch.Generator().manual_seed(1)

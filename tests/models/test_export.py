@@ -14,6 +14,7 @@ from tests.models import cases
 from tests.models.cases import Runner
 
 ONE_OF_EACH = ("llama", "mistral", "mixtral", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom", "gpt_neox", "gptj", "dbrx")
+FAST = ("llama", "mixtral", "gpt2", "bloom")  # between them every kind of norm, position and feed-forward
 FORBIDDEN = ("nonzero", "aten.item", "_local_scalar", "unique", "masked_select", "sym_size")
 
 
@@ -30,7 +31,7 @@ class Whole(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, from inside run_decompositions
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ONE_OF_EACH])
 def test_exports_with_kv_in_place(name: str, tmp_path: Path) -> None:
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=16)
     runner = Runner.open(tmp_path, Solo())
@@ -43,11 +44,13 @@ def test_exports_with_kv_in_place(name: str, tmp_path: Path) -> None:
         bad = [str(n.target) for n in program.graph.nodes if n.op == "call_function" and any(f in str(n.target) for f in FORBIDDEN)]
         assert not bad
         assert not program.range_constraints  # no symbolic shape
-        written = program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()
-        assert len(written) == len(runner.kv) and all(name.startswith("kv_") for name in written)
         mine = [t.clone() for t in runner.kv]
         with torch.no_grad():
             got = program.module()(*inputs)
             want = Whole(runner.arch, 32)(weights, mine, *inputs[2:])
         assert torch.equal(got, want)
         assert all(torch.equal(a, b) for a, b in zip(inputs[1], mine, strict=True)) and inputs[1][0].any()
+        if stop - start > 1:
+            continue  # one shape is enough to see that KV, and nothing else, is written
+        written = program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()
+        assert len(written) == len(runner.kv) and all(name.startswith("kv_") for name in written)

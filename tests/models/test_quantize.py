@@ -18,12 +18,13 @@ from tests.models import cases
 from tests.models.cases import Runner, Saved
 
 DENSE = ("llama", "gpt2", "gpt_bigcode", "bloom", "gpt_neox", "gptj", "opt", "qwen2")
+FAST = ("llama", "gpt2", "bloom", "dbrx", "mixtral")  # every way to store a product
 # Largest change of a logit over its largest value, tiny random models of two layers. int8 keeps 7 bits, e4m3 3, e5m2 2.
 BOUNDS = {("int8", "per_channel"): 0.03, ("int8", "per_tensor"): 0.05, ("f8e4m3", "per_channel"): 0.12, ("f8e4m3", "per_tensor"): 0.12,
           ("f8e5m2", "per_channel"): 0.22, ("f8e5m2", "per_tensor"): 0.22}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[*DENSE, "dbrx", "mixtral"])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in (*DENSE, "dbrx", "mixtral")])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return cases.save(cases.CONFIGS[request.param](), tmp_path_factory.mktemp(request.param), tokens=16)
 
