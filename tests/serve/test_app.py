@@ -132,9 +132,8 @@ def test_errors_keep_their_body_through_the_proxy(client: httpx.Client) -> None:
     ):
         reply = client.post(path, json=body)
         assert reply.status_code == status and reply.json()["error"]["code"] == status
-    limited = client.post(
-        "/v1/completions", json=GO | {"max_tokens": 240, "ignore_eos": True}, headers={"x-request-timeout-seconds": "0.101"}
-    )
+    much = GO | {"max_tokens": 240, "ignore_eos": True, "n": 128, "temperature": 1.0}  # seconds of work
+    limited = client.post("/v1/completions", json=much, headers={"x-request-timeout-seconds": "1"})
     assert limited.status_code == 408 and limited.json()["error"]["type"] == "RequestTimeoutError"
 
 
