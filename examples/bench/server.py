@@ -138,6 +138,12 @@ class Server:
             raise KeyError(f"{name} is not on /metrics")
         return sum(map(float, values))
 
+    async def metric_by(self, name: str, label: str) -> dict[str, float]:
+        """The series of one name on /metrics by one label's value."""
+        _, body = await fetch(self.url, "/metrics")
+        found = re.findall(rf'^{re.escape(name)}{{[^}}]*\b{label}="([^"]*)"[^}}]*}} (\S+)', body.decode(), re.MULTILINE)
+        return {value: float(number) for value, number in found}
+
     def processes(self) -> list[machine.Process]:
         """Everything this server started and that still runs."""
         return [p for p in machine.processes() if p.pid == self._process.pid or self._mark in machine.environment(p.pid)]

@@ -42,7 +42,7 @@ PARTS = (
     ("engine open", f"{MODEL_NAME}: ready after"),
 )
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})")
-ENGINE_PARTS = re.compile(r"(\w+) (\d+\.\d) s(?=[,)])")
+ENGINE_SECONDS = "rayneuron:startup_seconds"
 
 
 @dataclass(slots=True)
@@ -74,12 +74,6 @@ def log_parts(log: str, started: float) -> dict[str, float]:
             at = datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(stamp[2]) / 1000
             found[name] = at - started
     return found
-
-
-def engine_parts(log: str) -> dict[str, float]:
-    """The engine's own account: weights, graphs and so on, in seconds."""
-    line = next((line for line in log.splitlines() if f"{MODEL_NAME}: ready after" in line), "")
-    return {name: float(seconds) for name, seconds in ENGINE_PARTS.findall(line.partition("(")[2].rpartition("(")[2])}
 
 
 async def until_ready(server: Server, path: str, into: Start) -> None:
@@ -116,6 +110,7 @@ async def measure(server: Server) -> Start:
     start.first_ttft_s = reply.ttft_s
     start.first_token_s = reply.stamps[0] - server.started_s
     await asyncio.gather(*probes)
+    start.engine_s = await server.metric_by(ENGINE_SECONDS, "part")
     start.warm_ttft_s = [(await one_token(server, number)).ttft_s for number in range(1, WARM_REQUESTS + 1)]
     return start
 
@@ -131,7 +126,7 @@ def observe(deployment: dict[str, Any], args: argparse.Namespace) -> Start:
         ours = sum(p.cpu_s for p in server.processes() if p.session != server.session)
         start.cores_used_by_others = max(0.0, watch.others() - ours / (time.time() - epoch))
         log = server.log_path.read_text(errors="replace")
-        start.parts_s, start.engine_s = log_parts(log, epoch), engine_parts(log)
+        start.parts_s = log_parts(log, epoch)
     finally:
         server.close()
     return start

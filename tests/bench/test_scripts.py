@@ -121,7 +121,6 @@ def test_start_reads_its_parts_from_the_log() -> None:
     parts = start.log_parts(LOG, began)
     assert [round(seconds, 3) for seconds in parts.values()] == [0.983, 4.778, 6.147, 8.031, 9.747, 14.8]
     assert list(parts) == [name for name, _ in start.PARTS]
-    assert start.engine_parts(LOG) == {"import": 0.0, "weights": 0.4, "graphs": 2.7}
     assert start.log_parts(LOG.replace("Started Serve", "x"), began).keys() == parts.keys() - {"Serve started"}
 
 
@@ -133,6 +132,14 @@ def test_ready_too_early_is_a_missed_bar() -> None:
     assert [row[3] for row in start.bars([honest, early])] == ["met", "MISSED"]
 
 
+METRICS = b"""\
+# TYPE rayneuron:startup_seconds gauge
+rayneuron:startup_seconds{engine="0",model_name="bench",part="weights"} 0.4
+rayneuron:startup_seconds{engine="0",model_name="bench",part="graphs"} 2.7
+rayneuron:startup_seconds_of_another{engine="0",model_name="bench",part="x"} 9
+"""
+
+
 async def test_the_first_200_is_answered_with_a_token() -> None:
     """A server that refuses first, then is ready: `measure` sees the moment and asks at once."""
     asked: list[str] = []
@@ -141,6 +148,8 @@ async def test_the_first_200_is_answered_with_a_token() -> None:
         asked.append(path)
         if method == "POST":
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, STREAM)) + b"0\r\n\r\n")
+        elif path == "/metrics":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(METRICS) + METRICS)
         else:
             ready = len(asked) > 4
             writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % (b"200 OK" if ready else b"503 Loading"))
@@ -157,4 +166,5 @@ async def test_the_first_200_is_answered_with_a_token() -> None:
         measured = await start.measure(Server(fake.url))
     assert set(measured.ready_s) == {"/health", "/v1/models"} and sum(measured.refused.values()) == 4
     assert asked.count("/v1/completions") == 1 + start.WARM_REQUESTS
+    assert measured.engine_s == {"weights": 0.4, "graphs": 2.7}
     assert measured.first_ttft_s > 0 and len(measured.warm_ttft_s) == start.WARM_REQUESTS
