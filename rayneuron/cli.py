@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo_model, _add_config, _add_plan, _add_serve, _add_generate, _add_shard, _add_quantize, _add_version):
+    for add in (_add_demo_model, _add_config, _add_plan, _add_serve, _add_generate, _add_shard, _add_quantize, _add_doctor, _add_version):
         add(commands)
     return parser
 
@@ -227,6 +227,32 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield progress
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser("doctor", help="list cores, groups and who holds them, and what was left behind")
+    command.add_argument("--address", metavar="HOST:PORT", help="also look at this Ray cluster (auto: the one of this machine)")
+    command.add_argument("--instance", metavar="TYPE", help="the type of this machine, to say which of its cores are free")
+    command.add_argument("--clean", action="store_true", help="remove leaked placement groups and records of owners that have ended")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from rayneuron import settings
+    from rayneuron.errors import NotReady
+    from rayneuron.parallel import doctor, instances
+
+    kind = instances.instance(args.instance) if args.instance else None
+    for line in doctor.report(settings.ledger_dir(), kind, clean=args.clean):
+        print(line)
+    if args.address is not None:
+        from rayneuron.serve import leaks
+
+        try:
+            for line in leaks.report(args.address, clean=args.clean):
+                print(line)
+        except ConnectionError as problem:
+            raise NotReady(f"no Ray cluster answers at {args.address}: {problem}") from None
 
 
 def _add_version(commands: Any) -> None:

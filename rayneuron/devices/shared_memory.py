@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,10 +70,11 @@ class Segment:
         return self.first_slot + place * self.slot_bytes
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes with the last tensor that looks at it."""
+        """Unmap and close, unless a view of the memory is still about: then it goes with that view."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class Counters:
@@ -143,6 +145,7 @@ class SharedMemory:
         self._segment = segment
         self._peers = dict(peers or {})
         self._timeout_s = timeout_s
+        self._open, self._ending = True, threading.Lock()
         self._turn = 0
         self._sent, self._received = [0] * ranks, [0] * ranks
         self._mailed: tuple[int, int] | None = None  # who must have taken the mail slot, how often
@@ -216,12 +219,17 @@ class SharedMemory:
             x.copy_(whole)
 
     def abort(self) -> None:
-        """Break every wait of every rank, now and later. For any thread."""
-        self._counters.post(0, 1)
+        """Break every wait of every rank, now and later. For any thread; nothing once closed, when the memory is gone."""
+        with self._ending:
+            if self._open:
+                self._counters.post(0, 1)
 
     def close(self) -> None:
-        """Give the segment back."""
-        self._segment.close()
+        """Give the segment back. No verb may be running or called afterwards."""
+        with self._ending:
+            self._open = False
+            self._counters = None  # type: ignore[assignment]
+            self._segment.close()
 
     def _reduce_at_once(self, built: ctypes.CDLL, x: Tensor, out: Tensor) -> None:
         self._turn += 1

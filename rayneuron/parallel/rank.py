@@ -141,7 +141,7 @@ class Rank:
             close = getattr(part, "close", None)
             if close is not None:
                 close()
-        self._store = self._comm = self.runner = None
+        self._store = self._comm = self._segment = self._before = self._after = self.runner = None
         if self.grant is not None:
             self.grant.release()
 

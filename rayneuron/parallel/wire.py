@@ -73,12 +73,12 @@ class Channel(Generic[Message]):
         """Send what `frame` made; one frame may go to several channels."""
         try:
             sent = self.socket.send(data, socket.MSG_NOSIGNAL)
-            if sent < len(data):
-                self._send_rest(memoryview(data)[sent:], timeout_s)
         except BlockingIOError:
-            self._send_rest(memoryview(data), timeout_s)
+            sent = 0
         except OSError as problem:
             raise Closed(str(problem)) from None
+        if sent < len(data):
+            self._send_rest(memoryview(data)[sent:], timeout_s)
 
     def _send_rest(self, left: memoryview, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s

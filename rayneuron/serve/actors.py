@@ -91,7 +91,7 @@ def check_room(layout: Layout) -> None:
     if len(big) >= len(layout.bundles):
         return
     bundle = ", ".join(f"{name} {amount:g}" for name, amount in layout.bundles[0].items())
-    free = _free()
+    free = free_resources()
     there = "; ".join(
         f"{node['NodeManagerAddress']}: " + ", ".join(_count(name, node, free) for name in layout.bundles[0]) for node in nodes
     )
@@ -106,7 +106,8 @@ def _count(name: str, node: Mapping[str, Any], free: Mapping[str, Mapping[str, f
     return f"{name} {total:g}" + (f" ({free[node['NodeID']].get(name, 0):g} free)" if node["NodeID"] in free else "")
 
 
-def _free() -> Mapping[str, Mapping[str, float]]:
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Node id -> what nobody has booked there; empty where this Ray does not say."""
     try:
         from ray._private.state import available_resources_per_node  # no public call says it a node
 

@@ -1,0 +1,156 @@
+"""Stages and micro-batches: how a step is divided and put together, links between stages, sequence parallelism, and the idle share."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rayneuron.devices.base import StepOutput
+from rayneuron.engine.buckets import Capacity, capacity
+from rayneuron.engine.scheduler import Plan, Work
+from rayneuron.engine.sequence import Sequence
+from rayneuron.errors import WorkerLost
+from rayneuron.parallel import links, pipeline, wire
+from rayneuron.types import Request, SamplingParams
+
+CAPACITY: Capacity = capacity(rows=16, length=256, chunk=128, smallest=64)
+
+
+def plan(tag: str, counts: list[int], **params: object) -> Plan:
+    works = []
+    for i, count in enumerate(counts):
+        request = Request(id=str(i), prompt_ids=[1] * 40, params=SamplingParams(temperature=0.0, **params))  # type: ignore[arg-type]
+        sequence = Sequence(request, 0, [1] * 40, 0, 9, i, prompt_len=40, row=i)
+        works.append(Work(sequence, 40 - count, count))
+    return Plan(tag, works)  # type: ignore[arg-type]
+
+
+def test_rows_are_divided_in_order_and_graphs_exist() -> None:
+    from rayneuron.engine.buckets import inventory
+
+    listed = set(inventory(CAPACITY))
+    for rows in range(1, 17):
+        for wanted in (1, 2, 3, 4, 8):
+            whole = plan("decode", [1] * rows)
+            parts = pipeline.divide(CAPACITY, whole, 2, wanted)
+            assert [w for _, p in parts for w in p.works] == whole.works
+            assert len(parts) == min(wanted, rows) and all(shape in listed for shape, _ in parts)
+            sizes = [len(p.works) for _, p in parts]
+            assert max(sizes) - min(sizes) <= 1 and all(shape.rows >= n for (shape, _), n in zip(parts, sizes, strict=True))
+
+
+def test_nothing_is_divided_where_it_would_not_pay() -> None:
+    assert len(pipeline.divide(CAPACITY, plan("decode", [1] * 16), 2, None)) == 1  # reading the weights four times costs more
+    assert len(pipeline.divide(CAPACITY, plan("prefill", [32] * 4), 2, None)) == 4
+    assert len(pipeline.divide(CAPACITY, plan("prefill", [32] * 4), 1, None)) == 1
+    assert len(pipeline.divide(CAPACITY, plan("prefill", [32] * 4), 1, 4)) == 1
+
+
+def test_parts_return_what_the_whole_would() -> None:
+    """One row that wants logits makes every part return them, so that rows keep their places."""
+    whole = plan("prefill", [8, 8, 8])
+    whole.works[2].sequence.request.params = SamplingParams(temperature=0.0, logprobs=1)
+    assert {shape.output for shape, _ in pipeline.divide(CAPACITY, whole, 2, 3)} == {"logits"}
+    first = StepOutput(ids=torch.tensor([1, 2, 0, 0]), complete=torch.tensor([True, True, False, False]), logits=torch.ones(4, 3))
+    second = StepOutput(ids=torch.tensor([3]), complete=torch.tensor([False]), logits=torch.zeros(1, 3))
+    out = pipeline.merge([first, second], [2, 1])
+    assert out.ids.tolist() == [1, 2, 3] and out.complete.tolist() == [True, True, False]  # type: ignore[union-attr]
+    assert out.logits.shape == (3, 3) and out.logits[2].sum() == 0  # type: ignore[union-attr]
+    greedy = pipeline.merge([StepOutput(ids=torch.tensor([5])), StepOutput(ids=torch.tensor([6, 9]))], [1, 1])
+    assert greedy.ids.tolist() == [5, 6] and greedy.complete is None and greedy.logits is None  # type: ignore[union-attr]
+
+
+def ends(timeout_s: float = 30.0) -> tuple[links.Outgoing, links.Incoming]:
+    a, b = socket.socketpair()
+    return links.Outgoing(a, "the next"), links.Incoming(b, "the stage before", timeout_s)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_arrive_as_they_were_and_sending_does_not_wait(dtype: torch.dtype) -> None:
+    out, into = ends()
+    sent = [torch.randn(4, 64, 1024).to(dtype) for _ in range(6)]  # far more than any socket buffer holds
+    for x in sent:
+        out.send(x)  # nobody has read a byte yet
+    for x in sent:
+        assert torch.equal(into.receive(torch.empty(4, 64, 1024, dtype=dtype)), x)
+    out.close()
+    with pytest.raises(WorkerLost, match="the stage before is gone"):
+        into.receive(torch.empty(1))
+    into.close()
+
+
+def test_a_link_ends_with_a_name() -> None:
+    out, into = ends(0.2)
+    with pytest.raises(WorkerLost, match=r"the stage before has sent nothing for 0\.2 s"):
+        into.receive(torch.empty(2))
+    out.send(torch.ones(3))
+    with pytest.raises(WorkerLost, match="sent 12 bytes where 8 were due"):
+        into.receive(torch.empty(2))
+    into.abort()
+    for _ in range(100):  # the first may still find room in the buffer
+        try:
+            out.send(torch.ones(10**5))
+            time.sleep(0.01)
+        except WorkerLost as error:
+            assert str(error).startswith("the next: ")
+            break
+    else:
+        pytest.fail("the sender never noticed")
+    out.close()
+    into.close()
+
+
+def test_links_want_the_token() -> None:
+    with wire.listen("127.0.0.2") as listener:
+        stranger = socket.create_connection(listener.getsockname()[:2])
+        stranger.sendall(b"\0\0\0\5hello")
+        guess = links.dial(wire.address(listener), b"wrong", 1, "me", 5.0)
+        true = links.dial(wire.address(listener), b"right", 1, "me", 5.0)
+        taken = links.accept(listener, b"right", "rank 0 of stage 0", 20.0, lambda: None)
+        assert taken.getpeername() == true.getsockname()
+        with pytest.raises(WorkerLost, match=r"rank 0 of stage 0 has not connected within 0\.3 s"):
+            links.accept(listener, b"right", "rank 0 of stage 0", 0.3, lambda: None)
+        for connection in (stranger, guess, true, taken):
+            connection.close()
+    with pytest.raises(WorkerLost, match=r"rank 0 of stage 1: tcp:127\.0\.0\.2:1 does not answer"):
+        links.dial("tcp:127.0.0.2:1", b"x", 1, "rank 0 of stage 1", 0.1)
+
+
+@dataclass
+class Line:
+    """Two stages as threads that take `step_s` a micro-batch, with real links: measures how long one waits for the other."""
+
+    step_s: float
+    batches: int
+
+    def idle_share(self) -> float:
+        out, into = ends()
+        began = time.perf_counter()
+
+        def second() -> None:
+            for _ in range(self.batches):
+                into.receive(torch.empty(4, 64))
+                time.sleep(self.step_s)
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        for _ in range(self.batches):
+            time.sleep(self.step_s)
+            out.send(torch.ones(4, 64))
+        thread.join()
+        took = time.perf_counter() - began
+        out.close()
+        into.close()
+        return 1 - self.batches * self.step_s / took
+
+
+def test_stages_overlap() -> None:
+    """GPipe's (S-1)/(M+S-1) is 20 % for 4 micro-batches on 2 stages. Best of several, since the machine may be busy."""
+    assert pipeline.bubble(2, 4) == pytest.approx(0.2) and pipeline.bubble(2, 1) == 0.5 and pipeline.bubble(1, 1) == 0
+    best = min(Line(0.05, 4).idle_share() for _ in range(5))
+    assert 0.19 <= best < 0.25
