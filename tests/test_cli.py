@@ -17,7 +17,7 @@ SMOLLM2 = str(Path(__file__).parent.parent / "deployments" / "smollm2.yaml")
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        [sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, env={**os.environ, **environment}, timeout=400
     )
 
 

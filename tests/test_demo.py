@@ -116,7 +116,7 @@ def test_seeds_and_repeats(cache: Path) -> None:
 def test_two_processes_at_once_make_one_model(cache: Path) -> None:
     script = "import logging, sys; logging.basicConfig(level=20); from rayneuron import demo; print(demo.random('tiny'))"
     running = [subprocess.Popen([sys.executable, "-c", script], stdout=-1, stderr=-1, text=True) for _ in range(3)]
-    said = [process.communicate(timeout=120) for process in running]
+    said = [process.communicate(timeout=400) for process in running]
     assert {out.strip() for out, _ in said} == {str(cache / "models" / "llama-tiny-bf16-seed0")}
     assert sum("wrote the model directory" in err for _, err in said) == 1
     assert not list((cache / "models").glob("*.partial"))
