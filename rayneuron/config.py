@@ -134,8 +134,6 @@ class Deployment(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
-        if self.quantization is not None and self.dtype == "fp16" and self.device == "cpu":
-            raise ValueError("dtype fp16 with quantised weights is not available on the CPU; write dtype: bf16 or fp32")
         if self.max_model_len is not None and self.buckets.token_generation and max(self.buckets.token_generation) > self.max_model_len:
             raise ValueError(
                 f"buckets.token_generation goes to {max(self.buckets.token_generation)}, beyond max_model_len {self.max_model_len}"
