@@ -47,3 +47,8 @@ def ledger_dir() -> Path:
 def compile_cache_url() -> str | None:
     """Where compiled programs are kept, as the Neuron SDK names it: NEURON_COMPILE_CACHE_URL, a folder or s3://bucket/prefix."""
     return os.environ.get("NEURON_COMPILE_CACHE_URL") or None
+
+
+def visible_cores() -> str | None:
+    """The Neuron cores this process may use, as the runtime reads them: NEURON_RT_VISIBLE_CORES."""
+    return os.environ.get("NEURON_RT_VISIBLE_CORES") or None

@@ -1,0 +1,185 @@
+"""What is compiled for Neuron: the step program over named weights and KV, one graph a shape, and two that move KV to and from the host.
+
+B rows, T new tokens, H KV heads of a rank, N positions moved at once, D head size, V vocabulary.
+Rules of the runtime kept here: one forward signature for all graphs, and every graph writes every KV buffer (the first graph that is
+added decides which buffers are states, so a graph that only read one would see it as a weight).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from rayneuron.devices.base import Batch, Collectives, Program, Shape, StepOutput, Weights
+
+KV = "kv"  # states are kv.0, kv.1, ...
+_ALWAYS = ("tokens", "positions", "rows")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
+_REAL = ("temperature", "top_p", "min_p", "uniform")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A graph that reads or writes `positions` positions of one KV row of every layer."""
+
+    tag: Literal["kv_export", "kv_import"]
+    positions: int
+
+
+Target = Shape | Move
+
+
+def served(shape: Shape) -> Shape:
+    """The shape whose graph serves `shape`: sampling computes the last logits anyway, so `sample` is the `logits` graph, left unread."""
+    return replace(shape, output="logits") if shape.output == "sample" else shape
+
+
+def targets(shapes: Sequence[Shape], positions: int) -> list[Target]:
+    """All graphs of an engine, each once: those of `shapes`, and the two that move KV."""
+    return [*dict.fromkeys(served(s) for s in shapes), Move("kv_export", positions), Move("kv_import", positions)]
+
+
+def name(target: Target) -> str:
+    """The graph's name: decode_b4_t1_l128_greedy, kv_export_n128."""
+    if isinstance(target, Move):
+        return f"{target.tag}_n{target.positions}"
+    return f"{target.tag}_b{target.rows}_t{target.tokens}_l{target.length}_{target.output}"
+
+
+def input_names(shape: Shape) -> tuple[str, ...]:
+    """The fields of a Batch that the graph reads."""
+    last = ("last",) if shape.tokens > 1 and shape.output != "scores" else ()
+    return _ALWAYS + last + (_SAMPLING if shape.output == "logits" else ())
+
+
+def example(target: Target, kv_shape: Sequence[int], layers: int, kv_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Inputs of the graph's shapes and dtypes, for tracing. kv_shape [2, rows, H, positions, D]."""
+    if isinstance(target, Move):
+        moved = {"row": torch.zeros(1, dtype=torch.int32), "columns": torch.zeros(target.positions, dtype=torch.int32)}
+        if target.tag == "kv_import":
+            shape = (layers, 2, kv_shape[2], target.positions, kv_shape[4])
+            moved["values"] = torch.zeros(shape, dtype=torch.uint8 if kv_dtype.itemsize == 1 else kv_dtype)
+        return moved
+    sizes = {"tokens": (target.rows, target.tokens), "positions": (target.rows, target.tokens)}
+    return {n: torch.zeros(sizes.get(n, (target.rows,)), dtype=torch.float32 if n in _REAL else torch.int32) for n in input_names(target)}
+
+
+def named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a rank by its name in the graph: top.embed.w, layers.0.qkv.w."""
+    for key, tensor in weights["top"].items():
+        yield f"top.{key}", tensor
+    for i, layer in enumerate(weights["layers"]):
+        for key, tensor in layer.items():
+            yield f"layers.{i}.{key}", tensor
+
+
+class Graph(nn.Module):
+    """The module that is traced once a target. Weights are parameters, KV buffers; `target` says which graph the next trace makes."""
+
+    def __init__(
+        self, program: Program, ops: Any, comm: Collectives, weights: Weights, kv: Sequence[tuple[int, ...]], kv_dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.target: Target | None = None
+        self._program, self._ops, self._comm = program, ops, comm
+        self._first = weights.get("first", 0)
+        self._top, self._layers = list(weights["top"]), [list(layer) for layer in weights["layers"]]
+        seen: set[int] = set()
+        for path, tensor in named(weights):
+            shared = tensor.data_ptr() in seen and tensor.numel() > 0
+            seen.add(tensor.data_ptr())
+            # A tensor under two names (tied embeddings) would become one parameter of the graph, and the other name unknown.
+            self._place(path, nn.Parameter(tensor.clone() if shared else tensor, requires_grad=False))
+        for i, shape in enumerate(kv):
+            self._place(f"{KV}.{i}", torch.zeros(shape, dtype=kv_dtype))
+        self._states = len(kv)
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        positions: Tensor | None = None,
+        rows: Tensor | None = None,
+        last: Tensor | None = None,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        uniform: Tensor | None = None,
+        adapters: Tensor | None = None,
+        row: Tensor | None = None,
+        columns: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The outputs of `target`: ids | ids, complete, logits | logits [B,T,V] | KV [layers,2,H,N,D] | the row moved to."""
+        kv = [self._tensor(f"{KV}.{i}") for i in range(self._states)]
+        target = self.target
+        if isinstance(target, Move):
+            assert row is not None and columns is not None
+            if target.tag == "kv_export":
+                return (export(kv, row, columns),)
+            assert values is not None
+            return (load(kv, row, columns, values),)
+        assert target is not None
+        given = (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, adapters)
+        batch = Batch(*cast("tuple[Any, ...]", given))
+        return outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, target), target)
+
+    def _weights(self) -> dict[str, Any]:
+        top = {key: self._tensor(f"top.{key}") for key in self._top}
+        layers = [{key: self._tensor(f"layers.{i}.{key}") for key in keys} for i, keys in enumerate(self._layers)]
+        return {"top": top, "layers": layers, "first": self._first}
+
+    def _place(self, path: str, tensor: Tensor) -> None:
+        """Put a tensor at a dotted path; torch allows no dots in one name."""
+        *parents, leaf = path.split(".")
+        module: nn.Module = self
+        for part in parents:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = cast(nn.Module, module._modules[part])
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor)
+
+    def _tensor(self, path: str) -> Tensor:
+        """Looked up at every trace: moving a module to another device replaces its tensors."""
+        parent, _, leaf = path.rpartition(".")
+        return cast(Tensor, getattr(self.get_submodule(parent), leaf))
+
+
+def outputs(out: StepOutput, shape: Shape) -> tuple[Tensor, ...]:
+    """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits."""
+    if shape.output == "scores":
+        return (cast(Tensor, out.logits),)
+    if shape.output == "greedy":
+        return (cast(Tensor, out.ids),)
+    return cast(Tensor, out.ids), cast(Tensor, out.complete).to(torch.int32), cast(Tensor, out.logits)
+
+
+def export(kv: Sequence[Tensor], row: Tensor, columns: Tensor) -> Tensor:
+    """row [1], columns [N] int32 -> [layers, 2, H, N, D]; float8 as bytes. The scratch cell is written: see above."""
+    out = []
+    for layer in kv:
+        store = layer if layer.dtype.itemsize > 1 else layer.view(torch.uint8)
+        out.append(store.index_select(1, row)[:, 0].index_select(2, columns))
+        store[:, -1:, :, -1:] = torch.zeros((), dtype=store.dtype, device=store.device)
+    return torch.stack(out)
+
+
+def load(kv: Sequence[Tensor], row: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Write values [layers, 2, H, N, D] at row [1], columns [N]; padding columns point at the scratch column. Returns row."""
+    at = row.expand(columns.shape)
+    for i, layer in enumerate(kv):
+        store = layer if layer.dtype.itemsize > 1 else layer.view(torch.uint8)
+        store[:, at, :, columns] = values[i].permute(2, 0, 1, 3)  # N 2 H D: the indexed dims come first
+    return row + 0
+
+
+def signature(weights: Weights) -> Mapping[str, Any]:
+    """Names, shapes and dtypes of a rank's weights: what a graph depends on of them, quantisation included, and no value."""
+    return {key: [list(t.shape), str(t.dtype).removeprefix("torch.")] for key, t in named(weights)}

@@ -1,0 +1,89 @@
+"""Stand-in: collectives as operators in the traced graph, executed between the threads that play the local ranks."""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from neuronx_distributed.trace import parallel_context
+
+
+class Ring:
+    """The ranks of one run. Every collective of every rank meets here, in the same order."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.barrier, self.box = ranks, threading.Barrier(ranks), [None] * ranks
+
+    def all(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
+        self.box[rank] = (what, x)
+        self.barrier.wait(60)
+        everybody = list(self.box)
+        self.barrier.wait(60)
+        if {(w, t.shape, t.dtype) for w, t in everybody} != {(what, x.shape, x.dtype)}:
+            raise RuntimeError(f"ranks do not run the same collective: {[w for w, _ in everybody]}")
+        return [t for _, t in everybody]
+
+
+class Place(threading.local):
+    """The rank that this thread plays."""
+
+    ring: Ring | None = None
+    rank = 0
+
+
+HERE = Place()
+
+
+def _all(what: str, x: Tensor) -> list[Tensor]:
+    if HERE.ring is None:
+        raise RuntimeError("a collective outside of a run")
+    return HERE.ring.all(HERE.rank, what, x)
+
+
+@torch.library.custom_op("standin::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, ranks: int) -> Tensor:
+    total = _all("all_reduce", x)
+    return torch.stack(total).float().sum(0).to(x.dtype)
+
+
+@all_reduce.register_fake
+def _(x: Tensor, ranks: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("standin::all_gather", mutates_args=())
+def all_gather(x: Tensor, dim: int, ranks: int) -> Tensor:
+    return torch.cat(_all(f"all_gather {dim}", x), dim)
+
+
+@all_gather.register_fake
+def _(x: Tensor, dim: int, ranks: int) -> Tensor:
+    return x.new_empty([n * ranks if i == dim else n for i, n in enumerate(x.shape)])
+
+
+@torch.library.custom_op("standin::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, dim: int, ranks: int) -> Tensor:
+    total = torch.stack(_all(f"reduce_scatter {dim}", x)).float().sum(0).to(x.dtype)
+    return total.chunk(ranks, dim)[HERE.rank].clone()
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, dim: int, ranks: int) -> Tensor:
+    return x.new_empty([n // ranks if i == dim else n for i, n in enumerate(x.shape)])
+
+
+def reduce_from_tensor_model_parallel_region(input_, process_group=None):
+    ranks = parallel_context.size()
+    return input_ if ranks == 1 else all_reduce(input_, ranks)
+
+
+def _gather_along_dim(x, partition_dim, process_group=None, tile_cc=False):
+    ranks = parallel_context.size()
+    return x if ranks == 1 else all_gather(x, partition_dim, ranks)
+
+
+def _reduce_scatter_along_dim(x, partition_dim, computation="sum", process_group=None, tile_cc=False):
+    ranks = parallel_context.size()
+    if x.shape[partition_dim] % ranks:
+        raise RuntimeError(f"unable to create {ranks} partitions along dim {partition_dim} of {tuple(x.shape)}")
+    return x if ranks == 1 else reduce_scatter(x, partition_dim, ranks)

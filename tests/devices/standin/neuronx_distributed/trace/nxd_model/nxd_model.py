@@ -1,0 +1,224 @@
+"""Stand-in: loaded graphs. Cores are claimed until the process ends; memory a core is counted; states are one set for all graphs."""
+
+import fcntl
+import os
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.export.graph_signature import InputKind, OutputKind
+
+from neuronx_distributed.parallel_layers import mappings
+
+_CLAIMED = {}
+_USED = {}
+
+
+def route(inputs):
+    """The router's key: names and shapes of the inputs that are given."""
+    return "(" + ", ".join(f"{name}: {list(tensor.shape)}" for name, tensor in inputs.items()) + ")"
+
+
+@dataclass
+class Executable:
+    """One graph: where each of its arguments comes from, and where its results go."""
+
+    module: torch.fx.GraphModule
+    sources: list
+    results: list
+    inputs: dict
+    shapes: dict
+
+    @classmethod
+    def of(cls, program, model, inputs):
+        kinds = {InputKind.PARAMETER: "weight", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "input"}
+        sources = []
+        for spec in program.graph_signature.input_specs:
+            kind = kinds[spec.kind]
+            if kind == "constant":
+                sources.append((kind, program.constants[spec.target].clone()))
+            elif kind == "input":
+                sources.append((kind, spec.arg.name))
+            else:
+                sources.append((kind, spec.target))
+        results = [(s.kind is OutputKind.BUFFER_MUTATION, s.target) for s in program.graph_signature.output_specs]
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        shapes = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
+        module = torch.fx.GraphModule(torch.nn.Module(), program.graph)
+        return cls(module, sources, results, {n: (tuple(t.shape), t.dtype) for n, t in inputs.items()}, shapes)
+
+    @property
+    def states(self):
+        return {name for mutated, name in self.results if mutated}
+
+    def run(self, weights, states, inputs):
+        given = []
+        for kind, name in self.sources:
+            if kind == "constant":
+                given.append(name)
+            elif kind == "input":
+                given.append(inputs[name])
+            else:
+                given.append(states[name] if name in states else weights[name])
+        out = []
+        for (mutated, name), value in zip(self.results, self.module(*given), strict=True):
+            if mutated:
+                states[name].copy_(value)
+            else:
+                out.append(value)
+        return out
+
+
+class NxDModel(torch.nn.Module):
+    def __init__(self, world_size, start_rank=None, local_ranks_size=None, state_initializer=None, layout_transformer=None):
+        super().__init__()
+        if (start_rank is None) != (local_ranks_size is None):
+            raise AssertionError("start_rank and local_ranks_size must be set together")
+        self.world_size, self.start_rank = world_size, start_rank or 0
+        self.local_ranks_size = local_ranks_size or world_size
+        self.graphs, self.model_params, self.input_shape_map = {}, None, {}
+        self.weights, self.states, self.loaded_on_neuron = None, None, False
+        self.state_names = None
+
+    def add(self, key, executable, parameters):
+        if self.model_params is None:
+            self.model_params = parameters
+        if self.model_params != parameters:
+            raise AssertionError("The model provided appears to have a different signature than all other models added prior.")
+        if self.state_names is None:
+            self.state_names = executable.states
+        if executable.states != self.state_names:
+            raise RuntimeError(f"{key} has other states than the first graph: {sorted(executable.states ^ self.state_names)}")
+        self.graphs[key] = executable
+        names = {n: torch.empty(shape) for n, (shape, _) in executable.inputs.items()}
+        self.input_shape_map.setdefault(route(names), []).append(key)
+
+    def get_available_keys(self):
+        return set(self.graphs)
+
+    def set_weights(self, sharded_checkpoint):
+        if self.loaded_on_neuron:
+            raise ValueError("set_weights() was called when the model was already loaded on neuron.")
+        if len(sharded_checkpoint) != self.local_ranks_size:
+            raise RuntimeError(f"{len(sharded_checkpoint)} checkpoints for {self.local_ranks_size} local ranks")
+        needed = {name for g in self.graphs.values() for kind, name in g.sources if kind in ("weight", "buffer") and name not in self.state_names}
+        shapes = next(iter(self.graphs.values())).shapes
+        for rank, checkpoint in enumerate(sharded_checkpoint):
+            for name in needed:
+                if name not in checkpoint:
+                    raise KeyError(f"weight {name} of rank {rank} is missing")
+                if (tuple(checkpoint[name].shape), checkpoint[name].dtype) != shapes[name]:
+                    raise RuntimeError(f"weight {name} of rank {rank} is {tuple(checkpoint[name].shape)}, traced as {shapes[name][0]}")
+        self.weights = [{name: t.detach().clone() for name, t in c.items()} for c in sharded_checkpoint]
+
+    def to_neuron(self):
+        if self.loaded_on_neuron:
+            return
+        cores = claim(self.local_ranks_size)
+        shapes = next(iter(self.graphs.values())).shapes
+        self.states = [
+            {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in self.state_names} for _ in range(self.local_ranks_size)
+        ]
+        limit = int(os.environ.get("STANDIN_CORE_BYTES", 16 << 30))
+        for core, weights, states in zip(cores, self.weights, self.states, strict=False):
+            size = sum(t.numel() * t.dtype.itemsize for t in (*weights.values(), *states.values()))
+            _USED[core] = _USED.get(core, 0) + size
+            weakref.finalize(self, _free, core, size)
+            if _USED[core] > limit:
+                raise RuntimeError(f"Failed to allocate {size} bytes on core {core}: {_USED[core]} of {limit}")
+        self.loaded_on_neuron = True
+
+    def replace_weights(self, sharded_checkpoint):
+        self.loaded_on_neuron = False
+        self.set_weights(sharded_checkpoint)
+        self.to_neuron()
+
+    def read_from_neuron_buffer(self, buffer_key, rank):
+        return (self.states[rank].get(buffer_key) if buffer_key in self.states[rank] else self.weights[rank][buffer_key]).clone()
+
+    def write_to_neuron_buffer(self, tensor, buffer_key, rank):
+        target = self.states[rank][buffer_key]
+        if target.shape != tensor.shape:
+            raise KeyError(f"Cannot write tensor of shape {tensor.shape} to neuron buffer with shape {target.shape}")
+        target.copy_(tensor)
+
+    def forward(self, *args, model_name=None, forward_mode="default", **kwargs):
+        if not self.loaded_on_neuron:
+            raise RuntimeError("Model not initialized. Call set_weights() followed by to_neuron()")
+        if args or forward_mode not in ("ranked", "async"):
+            raise NotImplementedError("the stand-in takes named, ranked inputs only")
+        first = {n: kwargs[n][0] for n, _ in self.model_params if n in kwargs}
+        if len(first) != len(kwargs):
+            raise AssertionError("Not all kwargs were parsed")
+        names = self.input_shape_map[route(first)]  # KeyError: no graph of these shapes
+        if len(names) > 1 and model_name is None:
+            raise AssertionError(f"Got {len(names)} possible routes but model_name wasn't provided.")
+        if model_name is not None and model_name not in names:
+            raise AssertionError(f"Provided model_name does not match the one found by the shape router: {names}, {model_name}")
+        graph = self.graphs[model_name or names[0]]
+        for name, tensors in kwargs.items():
+            if len(tensors) != self.local_ranks_size:
+                raise AssertionError(f"{name}: {len(tensors)} tensors for {self.local_ranks_size} ranks")
+            if any((tuple(t.shape), t.dtype) != graph.inputs[name] for t in tensors):
+                raise RuntimeError(f"{name} is {tensors[0].dtype} {tuple(tensors[0].shape)}, compiled for {graph.inputs[name]}")
+        ranked = self._run(graph, kwargs)
+        return [list(outputs) for outputs in zip(*ranked, strict=True)]
+
+    def _run(self, graph, kwargs):
+        if self.local_ranks_size != self.world_size:
+            raise NotImplementedError("the stand-in runs all ranks of a model in one process")
+        ring = mappings.Ring(self.local_ranks_size)
+
+        def one(rank):
+            mappings.HERE.ring, mappings.HERE.rank = ring, rank
+            try:
+                with torch.no_grad():
+                    return graph.run(self.weights[rank], self.states[rank], {n: t[rank] for n, t in kwargs.items()})
+            except BaseException:
+                ring.barrier.abort()
+                raise
+
+        if self.local_ranks_size == 1:
+            return [one(0)]
+        with ThreadPoolExecutor(self.local_ranks_size) as pool:
+            return list(pool.map(one, range(self.local_ranks_size)))
+
+    def save(self, path_to_save, save_weights=False):
+        with open(path_to_save, "wb") as file:
+            pickle.dump((self.world_size, self.graphs, self.model_params, self.input_shape_map, self.state_names), file)
+
+    @classmethod
+    def load(cls, path_to_model, start_rank=None, local_ranks_size=None):
+        with open(path_to_model, "rb") as file:
+            world_size, graphs, parameters, routes, states = pickle.load(file)
+        model = cls(world_size, start_rank, local_ranks_size)
+        model.graphs, model.model_params, model.input_shape_map, model.state_names = graphs, parameters, routes, states
+        return model
+
+
+def claim(count):
+    """This process's cores: those NEURON_RT_VISIBLE_CORES names, locked until it exits. Numbered from 0 inside."""
+    visible = os.environ.get("NEURON_RT_VISIBLE_CORES")
+    if visible is None:
+        raise RuntimeError("nrt_init would take every core: NEURON_RT_VISIBLE_CORES is not set")
+    cores = [core for part in visible.split(",") for core in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)]
+    if count > len(cores):
+        raise RuntimeError(f"{count} ranks and {len(cores)} visible cores")
+    folder = Path(os.environ.get("STANDIN_CORES", "/tmp/rayneuron-standin-cores"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for core in cores:
+        if core not in _CLAIMED:
+            descriptor = os.open(folder / str(core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RuntimeError(f"Logical Neuron Core(s) not available: {core} is in use by another process") from None
+            _CLAIMED[core] = descriptor
+    return cores
+
+
+def _free(core, size):
+    _USED[core] -= size
