@@ -6,7 +6,7 @@ Shapes: B rows, T new tokens, E hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ def sequence_parallel(
         y = ops.norm(w, name, x, kind, eps)
         return comm.gather(y, 1) if name in ("ln1", "ln2", "norm") else y
 
-    split = replace(ops, norm=norm)
+    unfused = {f.name: f.default for f in fields(ops) if f.name == "layers"}  # a device's fused form knows nothing of shares
+    split = replace(ops, norm=norm, **unfused)
     last = arch.final_norm and "head.w" in weights["top"]
     out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, mine)
     return out if last else comm.gather(out, 1)

@@ -1,6 +1,7 @@
 """The groups of a cluster: nodes and their cores, placement groups of Serve's replicas, and those whose replica is gone.
 
-Serve's placement groups are detached: where controller and replica die together, nobody removes them (ray#26535) and their cores stay booked.
+Serve's placement groups are detached: where controller and replica die together, nobody removes them (ray#26535), and their cores
+stay booked.
 """
 
 from __future__ import annotations

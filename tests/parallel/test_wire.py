@@ -46,8 +46,8 @@ def test_every_message_survives_the_wire() -> None:
     shape = Shape("decode", 2, 1, 128, "sample")
     array = Array("i4", (2, 1), memoryview(b"\1\0\0\0\2\0\0\0"))
     begin = Begin(
-        config={"model": {"path": "/m"}}, capacity=capacity(rows=2, length=64, chunk=32), dtype="float32", environment={"A": "1"}, threads=1,
-        stage=0, stages=2, rank=1, ranks=2, segment=(1, 2), store="", link="tcp:10.0.0.1:5", peers={0: (7, 8)}, timeout_s=1.5,
+        config={"model": {"path": "/m"}}, capacity=capacity(rows=2, length=64, chunk=32), dtype="float32", environment={"A": "1"},
+        threads=1, stage=0, stages=2, rank=1, ranks=2, segment=(1, 2), store="", link="tcp:10.0.0.1:5", peers={0: (7, 8)}, timeout_s=1.5,
         step_timeout_s=2.5, model="/m",
     )  # fmt: skip
     place = messages.Place(deployment="x", index=1, node_ip="::1", token=b"t", take=8, instance="inf2.48xlarge", share=2)

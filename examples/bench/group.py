@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""What several ranks on one host cost: a step without work, an all-reduce, and decoding with TP 1, TP 2 and PP 2.
+
+  python examples/bench/group.py [--model demo:random:tiny] [--parts step reduce decode]
+
+Step: one batch out to N - 1 workers over unix sockets and their answers back, no model work. Reduce: ranks in step, skew included, sums
+checked; gloo over loopback beside it. Decode: tokens/s of one engine, interleaved rounds, one thread a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SIZES = (2304, 8192, 65536)
+MODES: dict[str, dict[str, Any]] = {"TP 1": {}, "TP 2": {"tensor_parallel": 2}, "PP 2": {"pipeline_parallel": 2}}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """p50 and p99."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+
+
+def step_overhead(workers: int, rounds: int) -> tuple[float, float]:
+    """Milliseconds from packed batch to last answer, p50 and p99; the workers are processes with the group's own channel and messages."""
+    import torch
+
+    from rayneuron.devices.base import Shape
+    from rayneuron.devices.cpu import idle
+    from rayneuron.parallel import arrays, messages, wire
+
+    shape = Shape("decode", 16, 1, 256, "greedy")
+    batch = idle(shape, 16)
+    listener = wire.listen()
+    command = [sys.executable, __file__, "--echo", wire.address(listener)]
+    children = [subprocess.Popen(command) for _ in range(workers - 1)]
+    channels: list[wire.Channel[messages.FromWorker]] = []
+    for _ in children:
+        connection, _ = listener.accept()
+        channels.append(wire.Channel(connection, messages.FromWorker))
+    took = []
+    torch.set_num_threads(1)
+    for number in range(rounds + 50):
+        began = time.perf_counter()
+        frame = wire.frame(messages.Step(number, [], [arrays.part(shape, batch)]))
+        for channel in channels:
+            channel.send_frame(frame)
+        for channel in channels:
+            assert isinstance(channel.receive(10.0), messages.Done)
+        took.append((time.perf_counter() - began) * 1e3)
+    for channel in channels:
+        channel.close()
+    for child in children:
+        child.wait(30)
+    listener.close()
+    return spread(took[50:])
+
+
+def echo(address: str) -> None:
+    """A worker without a model: unpack the batch, answer."""
+    import torch
+
+    from rayneuron.parallel import arrays, messages, wire
+
+    torch.set_num_threads(1)
+    channel: wire.Channel[messages.ToWorker] = wire.Channel(wire.connect(address, 30.0), messages.ToWorker)
+    try:
+        while True:
+            step = channel.receive()
+            assert isinstance(step, messages.Step)
+            for part in step.parts:
+                arrays.batch(part)
+            channel.send(messages.Done(step.number))
+    except wire.Closed:
+        pass
+
+
+def reduce_cost(rounds: int) -> dict[str, dict[int, tuple[float, float]]]:
+    """Microseconds of an all-reduce between two processes by way and size, p50 and p99."""
+    from rayneuron.devices.shared_memory import Segment
+
+    segment = Segment.create(2)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--reduce", f"{segment.address[0]},{segment.address[1]},{port},{rounds}"]
+    children = [subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    out = [child.communicate(timeout=600)[0] for child in children][0]
+    segment.close()
+    return {way: {int(size): tuple(v) for size, v in sizes.items()} for way, sizes in json.loads(out).items()}  # type: ignore[misc]
+
+
+def reduce_rank(place: str, rank: int) -> None:
+    """One of the two."""
+    import torch
+
+    from rayneuron.devices.collectives import join, leave
+    from rayneuron.devices.shared_memory import Segment, SharedMemory
+
+    pid, descriptor, port, rounds = map(int, place.split(","))
+    torch.set_num_threads(1)
+    segment = Segment.attach((pid, descriptor), 2)
+    results: dict[str, dict[int, tuple[float, float]]] = {}
+    for way, comm in (("shared memory", SharedMemory(segment, rank, 2)), ("gloo", join(f"tcp://127.0.0.1:{port}", rank, 2))):
+        results[way] = {}
+        for size in SIZES:
+            took = []
+            mine, total = torch.full((size // 4,), rank + 1.0), torch.full((size // 4,), 3.0)
+            for _ in range(rounds + 50 if way == "shared memory" else min(rounds, 300) + 50):
+                began = time.perf_counter()
+                out = comm.reduce(mine)  # type: ignore[attr-defined]
+                took.append((time.perf_counter() - began) * 1e6)
+                assert torch.equal(out, total)
+            results[way][size] = spread(took[50:])
+    leave()
+    if rank == 0:
+        print(json.dumps(results))
+
+
+def decode_rates(model: str, rows: int, new: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens/s of each mode by round; all engines stay open, one runs at a time."""
+    from rayneuron import LLM, SamplingParams
+
+    options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": rows, "threads": 1, "buckets": {"batch": [rows]}}
+    engines = {name: LLM(model, **options, **shape) for name, shape in MODES.items()}
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    prompts = [[1 + i, 2, 3, 4] for i in range(rows)]
+    rates: dict[str, list[float]] = {name: [] for name in MODES}
+    expected = None
+    for _ in range(rounds + 1):
+        for name, engine in engines.items():
+            began = time.perf_counter()
+            out = [list(r.outputs[0].token_ids) for r in engine.generate(prompts, params)]
+            rates[name].append(rows * new / (time.perf_counter() - began))
+            expected = expected or out
+            if out != expected:
+                print(f"note: {name} gives other tokens (below fp32 the order of sums may decide near ties)")
+    for engine in engines.values():
+        engine.close()
+    return {name: values[1:] for name, values in rates.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["step", "reduce", "decode"], choices=["step", "reduce", "decode"])
+    parser.add_argument("--model", default="demo:smollm2")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--echo", help=argparse.SUPPRESS)
+    parser.add_argument("--reduce", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.echo:
+        return echo(args.echo)
+    if args.reduce:
+        return reduce_rank(args.reduce, args.rank)
+    import machine
+
+    print(json.dumps(machine.facts()), f"load {os.getloadavg()[0]:.1f}", sep="\n")
+    if "step" in args.parts:
+        for workers in (1, 2, 4, 8):
+            middle, tail = step_overhead(workers, args.repeats)
+            print(f"step overhead, {workers} workers: p50 {middle:.3f} ms, p99 {tail:.3f} ms")
+    if "reduce" in args.parts:
+        for way, sizes in reduce_cost(args.repeats).items():
+            for size, (middle, tail) in sizes.items():
+                print(f"all-reduce of {size} bytes, 2 ranks, {way}: p50 {middle:.1f} us, p99 {tail:.1f} us")
+    if "decode" in args.parts:
+        rates = decode_rates(args.model, args.rows, args.new, args.rounds)
+        for name, values in rates.items():
+            ratio = statistics.median(v / base for v, base in zip(values, rates["TP 1"], strict=True))
+            print(f"decode {args.rows} rows, {name}: {statistics.median(values):.1f} tokens/s, {ratio:.2f} x TP 1")
+
+
+if __name__ == "__main__":
+    main()
