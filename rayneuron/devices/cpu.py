@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rayneuron.devices.base import Batch, Collectives, Program, Progress, Shape, Solo, StepOutput, Weights
+from rayneuron.devices.cpu_ops.ops import kernels
 from rayneuron.errors import CompileError
 from rayneuron.models import ops as plain
 
@@ -26,12 +27,22 @@ class Cpu:
     ranks_per_process = 1
 
     def __init__(
-        self, *, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, threads: int = 1, comm: Collectives | None = None
+        self,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        threads: int = 1,
+        comm: Collectives | None = None,
+        native: bool = True,
     ) -> None:
+        """`native`: with the C++ kernels where they can be had; False: torch's own ops."""
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
         self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend)
+        self.kernels = kernels(threads, dtype, self.ops) if native else None
+        if self.kernels is not None:
+            self.ops = self.kernels.ops
         self.kv: list[Tensor] = []
         self._weights: Weights = {}
         self._program: Program | None = None
@@ -40,7 +51,10 @@ class Cpu:
 
     def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
         """Pack the weights and allocate KV; untouched KV pages cost no memory."""
-        self._weights = {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
+        if self.kernels is not None:
+            self._weights = self.kernels.pack(weights, self.dtype)
+        else:
+            self._weights = {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
         self.kv = [torch.zeros(shape, dtype=self.kv_dtype) for shape in kv]
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
@@ -74,6 +88,8 @@ class Cpu:
 
     def close(self) -> None:
         """Drop weights and KV."""
+        if self.kernels is not None:
+            self.kernels.close()
         self.kv, self._weights, self._program = [], {}, None
 
 

@@ -29,8 +29,8 @@ def finish(arch: Arch, ops: Any, comm: Collectives, weights: Weights, hidden: to
         hidden = hidden[torch.arange(shape.rows), batch.last]
     else:
         hidden = hidden[:, 0]
-    logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
     if shape.output == "greedy":
-        return StepOutput(ids=sampling.greedy(logits))
+        return StepOutput(ids=decoder.greedy(arch, ops, comm, weights, hidden))
+    logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
     ids, complete = sampling.sample(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
     return StepOutput(ids=ids, complete=complete, logits=logits)

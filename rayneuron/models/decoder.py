@@ -49,7 +49,7 @@ def forward(
     """
     top = weights["top"]
     x = embed(arch, ops, comm, top, tokens, positions) if hidden is None else hidden
-    x = ops.layers(arch, ops, comm, weights, kv, x, positions, rows, length)
+    x = layers(arch, ops, comm, weights, kv, x, positions, rows, length)
     if arch.final_norm and not arch.post_norm and "head.w" in top:  # the last stage
         x = ops.norm(top, "norm", x, arch.norm, arch.eps)
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
@@ -66,7 +66,11 @@ def layers(
     rows: Tensor,
     length: int,
 ) -> Tensor:
-    """This rank's layers on the residual x [B,T,E]."""
+    """This rank's layers on the residual x [B,T,E], in the device's fused form where it has one."""
+    if ops.layers is not None:
+        fused = ops.layers(arch, ops, comm, weights, kv, x, positions, rows, length)
+        if fused is not None:
+            return fused
     step = prepare(arch, ops, comm, weights["top"], positions, rows, length, x.dtype)
     first = weights.get("first", 0)
     for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
@@ -132,6 +136,9 @@ def _add(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:
 
 def greedy(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:
     """hidden [...,E] -> the likeliest next ids [...] int32, the lowest among equals."""
+    fused = ops.greedy(arch, ops, comm, weights, hidden) if ops.greedy is not None else None
+    if fused is not None:
+        return fused
     return logits(arch, ops, comm, weights, hidden).argmax(-1).to(torch.int32)
 
 

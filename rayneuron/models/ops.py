@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayneuron.models import decoder, feedforward, rotary
+from rayneuron.models import feedforward, rotary
 from rayneuron.models.linear import linear
 
 FP8_LIMIT = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
@@ -25,8 +25,8 @@ class Ops:
     linear(w, name, x); norm(w, name, x, kind, eps); rotate(x, cos, sin, pairs); write_kv(kv, rows, positions, k, v) in place;
     attend(q, kv, rows, length, bias, scale) -> [B,T,H*D]; top_k(x, k) -> values, int64 indices (last dim);
     experts(w, x, which, share, act) -> the weighted sum of the chosen experts of every token.
-    Two fused forms: layers(arch, ops, comm, weights, kv, x, positions, rows, length) -> the residual after this rank's layers, and
-    greedy(arch, ops, comm, weights, hidden) -> the likeliest ids int32. The plain ones are made of the verbs above.
+    Two fused forms a device may have, with the arguments and results of `decoder.layers` and `decoder.greedy`; None is returned for what
+    they do not cover, which the verbs above then do.
     """
 
     linear: Callable[..., Tensor]
@@ -36,8 +36,8 @@ class Ops:
     attend: Callable[..., Tensor]
     top_k: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[..., Tensor]
-    layers: Callable[..., Tensor] = decoder.layers
-    greedy: Callable[..., Tensor] = decoder.greedy
+    layers: Callable[..., Tensor | None] | None = None
+    greedy: Callable[..., Tensor | None] | None = None
 
 
 def norm(w: Mapping[str, Tensor], name: str, x: Tensor, kind: str, eps: float) -> Tensor:

@@ -1,0 +1,97 @@
+// What Python calls, by ctypes: plain pointers and numbers. The caller keeps everything alive.
+#include <algorithm>
+#include <vector>
+
+#include "stack.h"
+
+using namespace rn;
+
+namespace {
+
+// Rows of x [rows][k] as `w` reads them.
+Input encoded(Pool& pool, const Matrix& w, const void* x, Kind kind, int rows, std::vector<char>& room) {
+    const size_t from = (size_t)w.k * (kind == F32 ? 4 : 2), to = w.row_bytes();
+    if (kind == w.kind && from == to) return {(const char*)x, to, nullptr};
+    room.resize(rows * (to + 4));
+    float* scale = (float*)(room.data() + rows * to);
+    const int by = std::max(4, rows / (pool.threads() * 8));
+    pool.run((rows + by - 1) / by, [&](int p) {
+        thread_local std::vector<float> row;
+        row.resize(w.k);
+        for (int i = p * by; i < std::min(rows, (p + 1) * by); i++) {
+            widen_row((const char*)x + i * from, kind, w.k, row.data());
+            encode_row(row.data(), w.k, (Kind)w.kind, w.steps, room.data() + i * to, scale + i);
+        }
+    });
+    return {room.data(), to, scale};
+}
+
+}  // namespace
+
+extern "C" {
+
+// 1: AVX-512, 2: bf16 products, 4: int8 products.
+int rn_features() {
+    int found = 0;
+#ifdef RN_AVX512
+    found |= 1;
+#endif
+#ifdef __AVX512BF16__
+    found |= 2;
+#endif
+#ifdef __AVX512VNNI__
+    found |= 4;
+#endif
+    return found;
+}
+
+Pool* rn_pool_open(int threads) { return new Pool(threads); }
+void rn_pool_close(Pool* pool) { delete pool; }
+
+void rn_linear(Pool* pool, const Matrix* w, const void* x, int x_kind, int rows, void* y, int y_kind) {
+    static thread_local std::vector<char> room;
+    matmul(*pool, *w, encoded(*pool, *w, x, (Kind)x_kind, rows, room), rows,
+           {STORE, NONE, (Kind)y_kind, (char*)y, (size_t)w->n * (y_kind == F32 ? 4 : 2), nullptr, nullptr});
+}
+
+// ids[i]: the output with the largest value of row i, the lowest among equals, of the first `count` outputs.
+void rn_best(Pool* pool, const Matrix* w, const void* x, int x_kind, int rows, int count, int32_t* ids) {
+    static thread_local std::vector<char> room;
+    static thread_local std::vector<float> best;
+    static thread_local std::vector<int32_t> index;
+    Matrix head = *w;
+    head.n = std::min(count, w->n);
+    const int pieces = best_pieces(head);
+    best.resize((size_t)pieces * rows), index.resize((size_t)pieces * rows);
+    matmul(*pool, head, encoded(*pool, *w, x, (Kind)x_kind, rows, room), rows, {BEST, NONE, F32, nullptr, 0, best.data(), index.data()});
+    for (int i = 0; i < rows; i++) {
+        ids[i] = 0;
+        float top = -INFINITY;
+        for (int p = 0; p < pieces; p++) {
+            const size_t at = (size_t)p * rows + i;
+            if (index[at] >= 0 && best[at] > top) top = best[at], ids[i] = index[at];
+        }
+    }
+}
+
+void rn_norm(Pool* pool, const void* x, int kind, int rows, int n, const float* w, const float* b, int how, float eps, void* y) {
+    const size_t bytes = (size_t)n * (kind == F32 ? 4 : 2);
+    const int by = std::max(4, rows / (pool->threads() * 8));
+    pool->run((rows + by - 1) / by, [&](int p) {
+        thread_local std::vector<float> row;
+        row.resize(n);
+        for (int i = p * by; i < std::min(rows, (p + 1) * by); i++) {
+            widen_row((const char*)x + i * bytes, (Kind)kind, n, row.data());
+            norm_row(row.data(), w, b, n, (NormKind)how, eps, row.data());
+            narrow_row(row.data(), (Kind)kind, n, (char*)y + i * bytes);
+        }
+    });
+}
+
+void rn_attend(Pool* pool, const Attention* a, const Span* spans, int count) { attend(*pool, *a, spans, count); }
+
+Stack* rn_stack_open(Pool* pool, const Model* model) { return open_stack(*pool, *model); }
+void rn_stack_close(Stack* stack) { close_stack(stack); }
+int rn_stack_run(Stack* stack, const Call* call, int first, int last, int parts) { return run_stack(stack, *call, first, last, parts); }
+
+}  // extern "C"

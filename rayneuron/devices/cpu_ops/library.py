@@ -1,0 +1,96 @@
+"""The C++ of this folder as a library: compiled once for a source, compiler and processor, kept in the cache, loaded by every process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+from rayneuron import settings
+from rayneuron.devices import cache
+from rayneuron.errors import RayNeuronError
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O2", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-w")  # contraction off: the same source rounds the same everywhere
+NEEDED = frozenset({"avx2", "fma", "f16c"})
+AVX512, BF16, INT8 = 1, 2, 4  # bits of rn_features
+_LONGEST_S = 300.0
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "rn_features": (_I, []),
+    "rn_pool_open": (_P, [_I]),
+    "rn_pool_close": (None, [_P]),
+    "rn_linear": (None, [_P, _P, _P, _I, _I, _P, _I]),
+    "rn_best": (None, [_P, _P, _P, _I, _I, _I, _P]),
+    "rn_norm": (None, [_P, _P, _I, _I, _I, _P, _P, _I, _F, _P]),
+    "rn_attend": (None, [_P, _P, _P, _I]),
+    "rn_stack_open": (_P, [_P, _P]),
+    "rn_stack_close": (None, [_P]),
+    "rn_stack_run": (_I, [_P, _P, _I, _I, _I]),
+}
+
+
+@lru_cache
+def library(march: str = "native", extra: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The kernels, None where they cannot be had (said once in the log). `march`: the instruction set, as the compiler names it."""
+    missing = NEEDED - processor_flags()
+    if missing:
+        log.info("this processor lacks %s: torch's own CPU ops are used", ", ".join(sorted(missing)))
+        return None
+    try:
+        return declared(ctypes.CDLL(str(built(march, extra))))
+    except (OSError, subprocess.SubprocessError, RayNeuronError) as problem:
+        log.warning("the CPU kernels could not be built (%s): torch's own CPU ops are used, at a third of the speed", problem)
+        return None
+
+
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions set."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def built(march: str, extra: tuple[str, ...] = ()) -> Path:
+    """The library's file, compiled at most once a machine kind. Raises OSError where there is no compiler or it fails."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler; install g++")
+    folder = Path(__file__).parent
+    sources = sorted(folder.glob("*.cpp"))
+    key = cache.key(
+        "cpu-kernels",
+        source=cache.source_version(*sources, *folder.glob("*.h")),
+        compiler=_run([compiler, "--version"]).splitlines()[0],
+        flags=[*FLAGS, *extra, march],
+        processor=sorted(processor_flags()) if march == "native" else march,
+        libc=list(platform.libc_ver()),
+    )
+
+    def build(target: Path) -> None:
+        command = [compiler, *FLAGS, *extra, f"-march={march}", "-shared", "-o", str(target / "kernels.so"), *map(str, sources)]
+        _run(command)
+
+    return cache.Cache(str(settings.cache_dir() / "native")).get_or_build(key, build) / "kernels.so"
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor can do, in the kernel's words; empty where that is not told (or the processor is no x86)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+
+
+def _run(command: list[str]) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+    if ran.returncode != 0:
+        raise OSError(f"{command[0]} failed: {ran.stderr.strip()[:300]}")
+    return ran.stdout

@@ -1,0 +1,207 @@
+// Register tiles of M rows x N panels, chosen so that accumulators, weights and one spread input fit the registers.
+#include "matmul.h"
+
+#include <algorithm>
+
+namespace rn {
+namespace {
+
+#ifdef RN_AVX512
+constexpr int MOST_ROWS = 12;
+constexpr int widest(int rows) { return rows <= 2 ? 8 : rows <= 6 ? 4 : 2; }
+#else
+constexpr int MOST_ROWS = 5;
+constexpr int widest(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
+constexpr int AHEAD = 2048;  // bytes of a panel asked for early; the tiles of few rows wait for memory
+
+template <int KIND> struct Acc { using T = V; };
+#ifdef __AVX512VNNI__
+template <> struct Acc<S8> { using T = D; };
+#endif
+
+template <int KIND> static inline typename Acc<KIND>::T step(typename Acc<KIND>::T acc, D w, D x) {
+    if constexpr (KIND == F32) return fma(as_float(w), as_float(x), acc);
+    else if constexpr (KIND == BF16) return dot2(acc, w, x);
+#ifdef __AVX512VNNI__
+    else return _mm512_dpbusd_epi32(acc, x, w);
+#else
+    else return acc;  // nothing is packed as S8 where the processor has no VNNI
+#endif
+}
+
+template <int KIND, int M, int N>
+__attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more) {
+    using A = typename Acc<KIND>::T;
+    A acc[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            D start = more ? dload(out + m * ldo + n * LANES) : dzero();
+            memcpy(&acc[m][n], &start, sizeof(D));
+        }
+    const char* base[(M + 2) / 3];  // rows in threes: base, base + stride, base + 2 stride are addresses of one instruction each
+#pragma GCC unroll 4
+    for (int i = 0; i < (M + 2) / 3; i++) base[i] = x + 3 * i * stride;
+    for (int s = 0; s < steps; s++) {
+        D ww[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const char* at = w + n * panel + (size_t)s * 64;
+            if (M <= 6) _mm_prefetch(at + AHEAD, _MM_HINT_T0);
+            ww[n] = dload(at);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            uint32_t u;
+            memcpy(&u, base[m / 3] + (m % 3) * stride + 4 * (size_t)s, 4);
+            D xx = dset1(u);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) acc[m][n] = step<KIND>(acc[m][n], ww[n], xx);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) memcpy(out + m * ldo + n * LANES, &acc[m][n], sizeof(A));
+}
+
+template <int KIND, int M>
+void strip(const char* w, size_t panel, int panels, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more) {
+    constexpr int N = widest(M);
+    int p = 0;
+    for (; p + N <= panels; p += N) tile<KIND, M, N>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more);
+    if constexpr (N > 2)
+        for (; p + 2 <= panels; p += 2) tile<KIND, M, 2>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more);
+    if constexpr (N > 1)
+        for (; p < panels; p++) tile<KIND, M, 1>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more);
+}
+
+using Strip = void (*)(const char*, size_t, int, const char*, size_t, int, float*, size_t, bool);
+
+template <int KIND> Strip strip_of(int rows) {
+    static constexpr Strip all[] = {
+        strip<KIND, 1>, strip<KIND, 2>, strip<KIND, 3>, strip<KIND, 4>, strip<KIND, 5>,
+#ifdef RN_AVX512
+        strip<KIND, 6>, strip<KIND, 7>, strip<KIND, 8>, strip<KIND, 9>, strip<KIND, 10>, strip<KIND, 11>, strip<KIND, 12>,
+#endif
+    };
+    return all[rows - 1];
+}
+
+Strip strip_of(Kind kind, int rows) {
+    return kind == F32 ? strip_of<F32>(rows) : kind == BF16 ? strip_of<BF16>(rows) : strip_of<S8>(rows);
+}
+
+// Accumulators of one row and panel -> values: integers scaled, the bias added.
+V value(const Matrix& w, const Input& x, int row, int at, const float* acc) {
+    V v = load(acc);
+    if (w.kind == S8) v = mul(to_float(dsub(dload(acc), dload(w.sums + at))), set1(x.scale[row]));
+    if (w.scale) v = mul(v, load(w.scale + at));
+    return w.bias ? add(v, load(w.bias + at)) : v;
+}
+
+void put(const Output& out, int row, int at, int count, V v) {
+    char* y = out.y + row * out.stride;
+    if (out.kind == F32) {
+        float* to = (float*)y + at;
+        if (out.finish == ADD) v = add(load_n(to, count), v);
+        count >= LANES ? store(to, v) : store_n(to, v, count);
+    } else {
+        alignas(64) bf16 t[LANES];
+        narrow(t, v);
+        memcpy((bf16*)y + at, t, sizeof(bf16) * std::min(count, LANES));
+    }
+}
+
+// One finished row of `panels` panels that begin at panel p.
+void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int panels, const float* acc, int slot) {
+    if (out.finish == ACT && w.gated) {
+        for (int i = 0; i < panels; i += 2, acc += 2 * LANES) {
+            const int at = (p + i) * LANES;
+            V gate = activate(out.act, value(w, x, row, at, acc)), up = value(w, x, row, at + LANES, acc + LANES);
+            put(out, row, at / 2, w.n / 2 - at / 2, mul(gate, up));
+        }
+        return;
+    }
+    for (int i = 0; i < panels; i++, acc += LANES) {
+        const int at = (p + i) * LANES;
+        if (at >= w.n) return;
+        V v = value(w, x, row, at, acc);
+        if (out.finish == BEST) {
+            alignas(64) float t[LANES];
+            store(t, v);
+            for (int j = 0; j < LANES && at + j < w.n; j++)
+                if (out.index[slot] < 0 || t[j] > out.best[slot]) out.best[slot] = t[j], out.index[slot] = at + j;
+        } else {
+            put(out, row, at, w.n - at, out.finish == ACT ? activate(out.act, v) : v);
+        }
+    }
+}
+
+// Panels of one piece of work: enough that claiming costs nothing, few enough that the last piece ends soon. Even, for gated pairs.
+int piece_panels(const Matrix& w, int rows) {
+    const size_t bytes = 160 << 10;
+    int most = std::max<size_t>(1, bytes / w.panel_bytes());
+    if (rows > 32) most = 4;
+    return std::max(2, most / 2 * 2 >= 8 ? most / 8 * 8 : most / 2 * 2);
+}
+
+}  // namespace
+
+V activate(Act act, V x) {
+    switch (act) {
+        case SILU: return div(x, add(set1(1), exponential(sub(zero(), x))));
+        case QUICK_GELU: return div(x, add(set1(1), exponential(mul(x, set1(-1.702f)))));
+        case RELU: return maximum(x, zero());
+        case GELU_TANH: {  // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
+            V u = mul(mul(x, set1(0.7978845608028654f)), fma(mul(x, x), set1(0.044715f), set1(1)));
+            return div(x, add(set1(1), exponential(mul(u, set1(-2)))));
+        }
+        case GELU: {  // erf by Abramowitz and Stegun 7.1.26, 1.5e-7 absolute
+            V z = mul(absolute(x), set1(0.70710678118654752f)), t = div(set1(1), fma(z, set1(0.3275911f), set1(1)));
+            V p = fma(t, set1(1.061405429f), set1(-1.453152027f));
+            p = fma(p, t, set1(1.421413741f));
+            p = fma(p, t, set1(-0.284496736f));
+            p = mul(fma(p, t, set1(0.254829592f)), t);
+            V tail = mul(mul(p, exponential(sub(zero(), mul(z, z)))), set1(0.5f));  // (1 - erf z) / 2
+            return mul(x, pick(x, zero(), tail, sub(set1(1), tail)));
+        }
+        default: return x;
+    }
+}
+
+void multiply(Kind kind, const char* w, size_t panel, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more) {
+    const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int b = 0, m = 0; b < blocks; b++) {
+        const int count = (rows - m + blocks - b - 1) / (blocks - b);
+        strip_of(kind, count)(w, panel, panels, x + m * stride, stride, steps, out + m * ldo, ldo, more);
+        m += count;
+    }
+}
+
+int best_pieces(const Matrix& w) { return (w.panels + piece_panels(w, 1) - 1) / piece_panels(w, 1); }
+
+void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
+    const int wide = piece_panels(w, out.finish == BEST ? 1 : rows), pieces = (w.panels + wide - 1) / wide;
+    pool.run(pieces, [&](int piece) {
+        constexpr int MOST_WIDE = 64;
+        alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
+        const int from = piece * wide, to = std::min(w.panels, from + wide);
+        if (out.finish == BEST) std::fill_n(out.index + (size_t)piece * rows, rows, -1);
+        for (int p = from; p < to; p += MOST_WIDE) {
+            const int panels = std::min(MOST_WIDE, to - p);
+            const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+            for (int b = 0, m = 0; b < blocks; b++) {
+                const int count = (rows - m + blocks - b - 1) / (blocks - b);
+                multiply((Kind)w.kind, w.data + p * w.panel_bytes(), w.panel_bytes(), panels, x.rows + m * x.stride, x.stride, count, w.steps, acc,
+                         panels * LANES, false);
+                for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, panels, acc + i * panels * LANES, piece * rows + m + i);
+                m += count;
+            }
+        }
+    });
+}
+
+}  // namespace rn

@@ -1,0 +1,139 @@
+"""Weights as the kernels read them, in huge pages.
+
+N outputs, K inputs. A panel is 16 outputs; it holds, step by step along K, one dword of every output: a float, two bf16 or four int8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LANES = 16
+F32, BF16, S8 = 0, 1, 2
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: S8}
+LOOKED_UP = ("embed.w", "position.w")  # read by row, never multiplied
+_BLOCK_BYTES = 64 << 20
+_HUGE_BYTES = 2 << 20
+
+
+class MatrixFields(ctypes.Structure):
+    """`Matrix` of matmul.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "sums", "bias")),
+        *((name, ctypes.c_int32) for name in ("kind", "n", "k", "panels", "steps", "gated")),
+    ]
+
+
+@dataclass(slots=True)
+class Packed:
+    """One packed weight: `fields` for the kernels, `held` keeps what they point to alive."""
+
+    fields: MatrixFields
+    held: tuple[Any, ...]
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return int(self.fields.n)
+
+    @property
+    def address(self) -> int:
+        """Where the kernels find it."""
+        return ctypes.addressof(self.fields)
+
+
+class Arena:
+    """Memory for weights: few large blocks in huge pages (about +10 % read bandwidth), given back with the last tensor in them."""
+
+    def __init__(self) -> None:
+        self._block: Tensor | None = None
+        self._used = 0
+
+    def take(self, count_bytes: int) -> Tensor:
+        """Uninitialised uint8 [count_bytes], aligned to 64 bytes."""
+        if self._block is None or self._used + count_bytes > self._block.numel():
+            self._block, self._used = _huge(max(count_bytes, _BLOCK_BYTES)), 0
+        part = self._block[self._used : self._used + count_bytes]
+        self._used += -(-count_bytes // 64) * 64
+        return part
+
+
+def _huge(count_bytes: int) -> Tensor:
+    memory = mmap.mmap(-1, count_bytes + _HUGE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    skip = -whole.data_ptr() % _HUGE_BYTES
+    return whole[skip : skip + count_bytes]
+
+
+def pack(w: Mapping[str, Any], arena: Arena, dtype: torch.dtype, int8: bool) -> dict[str, Any]:
+    """A mapping of weights with every product's weight packed; everything else as it is. `int8`: the processor multiplies int8."""
+    return {n: packed(w, n[:-2], arena, dtype, int8) if packable(n, t, dtype) else t for n, t in w.items()}
+
+
+def packable(name: str, t: object, dtype: torch.dtype) -> bool:
+    """Weights of products, where they are computed in fp32 or bf16."""
+    product = name.endswith(".w") and name not in LOOKED_UP
+    return product and isinstance(t, Tensor) and t.dim() == 2 and dtype in (torch.float32, torch.bfloat16)
+
+
+def packed(w: Mapping[str, Any], name: str, arena: Arena, dtype: torch.dtype, int8: bool = True) -> Packed:
+    """The weight `name` with its scale and bias. int8 stays where products compute in it; else small dtypes become `dtype`, exactly."""
+    weight, scale = w[f"{name}.w"], w.get(f"{name}.scale")
+    if weight.dtype != torch.int8 or dtype == torch.float32 or not int8:
+        weight = weight.to(dtype)
+    gated = name == "gate_up"
+    held = [panels(weight, arena, gated)]
+    kind = KINDS[weight.dtype]
+    fields = MatrixFields(kind=kind, n=weight.shape[0], k=weight.shape[1], panels=held[0].shape[0], steps=held[0].shape[1], gated=gated)
+    fields.data = held[0].data_ptr()
+    for field, value in (
+        ("scale", None if scale is None else scale.flatten().float().expand(weight.shape[0])),
+        ("sums", weight.to(torch.int32).sum(1, dtype=torch.int32) * 128 if kind == S8 else None),
+        ("bias", w.get(f"{name}.b")),
+    ):
+        if value is not None:
+            held.append(lanes(value if value.dtype == torch.int32 else value.float(), gated))
+            setattr(fields, field, held[-1].data_ptr())
+    return Packed(fields, tuple(held))
+
+
+def panels(weight: Tensor, arena: Arena, gated: bool) -> Tensor:
+    """[N,K] -> [panels, steps, 16, values of a dword] in the arena; gated: panels of gate and up alternate."""
+    each = 4 // weight.element_size()
+    rows, steps = _rows(weight.shape[0], gated), -(-weight.shape[1] // LANES) * LANES // each
+    whole = weight.new_zeros(rows, steps * each)
+    place(whole, weight, gated)
+    out = arena.take(rows * steps * 4).view(weight.dtype).view(rows // LANES, steps, LANES, each)
+    return out.copy_(whole.view(rows // LANES, LANES, steps, each).transpose(1, 2))
+
+
+def lanes(value: Tensor, gated: bool) -> Tensor:
+    """[N] -> one value a lane of every panel, zeros beyond N."""
+    out = value.new_zeros(_rows(value.shape[0], gated), 1)
+    place(out, value[:, None], gated)
+    return out.flatten()
+
+
+def place(out: Tensor, rows: Tensor, gated: bool) -> None:
+    """Rows [N,K] into padded ones, in the order of panels."""
+    n, k = rows.shape
+    if not gated:
+        out[:n, :k] = rows
+        return
+    pairs = out.view(-1, 2, LANES, out.shape[1])  # panel pair, gate or up, lane
+    for i, part in enumerate(rows.chunk(2)):
+        side = out.new_zeros(pairs.shape[0] * LANES, out.shape[1])
+        side[: n // 2, :k] = part
+        pairs[:, i] = side.view(-1, LANES, out.shape[1])
+
+
+def _rows(n: int, gated: bool) -> int:
+    return 2 * (-(-(n // 2) // LANES) * LANES) if gated else -(-n // LANES) * LANES

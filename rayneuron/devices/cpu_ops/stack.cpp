@@ -1,0 +1,192 @@
+// The residual stays in float from the first layer to the last. Padding and idle rows are left out of all work: a step costs what its
+// true tokens cost, whatever the bucket.
+#include "stack.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace rn {
+namespace {
+
+// Floats that grow and are never given back while the model lives.
+struct Room {
+    std::vector<float> at;
+    float* floats(size_t n) {
+        if (at.size() < n + 32) at.resize(n + 32);
+        return (float*)(((uintptr_t)at.data() + 63) & ~(uintptr_t)63);
+    }
+};
+
+}  // namespace
+
+class Stack {
+   public:
+    Stack(Pool& pool, const Model& model) : pool_(pool), m_(model), layer_(model.layer, model.layer + model.layers) {}
+
+    int run(const Call& c, int first, int last, int parts) {
+        if (parts & BEGIN) begin(c);
+        for (int i = first; i < last && tokens_; i++) {
+            if (parts & ATTENTION) attention(layer_[i], c);
+            if (parts & JOIN_ATTENTION) join(c, layer_[i].o_bias, layer_[i].ln1, true);
+            if (parts & FEED) feed(layer_[i], c);
+            if (parts & JOIN_FEED) join(c, layer_[i].down_bias, layer_[i].ln2, !m_.parallel);
+        }
+        if (parts & END) end(c);
+        return tokens_;
+    }
+
+   private:
+    Pool& pool_;
+    const Model m_;
+    const std::vector<Layer> layer_;
+    std::vector<Span> spans_;
+    std::vector<int32_t> where_, position_;  // of every true token: its place in the batch, its position
+    int tokens_ = 0;
+    Room x_, h_, qkv_, mixed_, inner_, fed_room_;
+    float* x() { return x_.floats((size_t)tokens_ * m_.hidden); }
+
+    int qkv_width() const { return (m_.heads + 2 * m_.kv_heads) * m_.head_dim; }
+
+    template <class F> void each(int n, const F& f) {
+        const int by = std::max(4, n / (pool_.threads() * 8));
+        pool_.run((n + by - 1) / by, [&](int p) {
+            for (int i = p * by; i < std::min(n, (p + 1) * by); i++) f(i);
+        });
+    }
+
+    // Which tokens are true: a position in the last column is padding, the last row is idle.
+    void begin(const Call& c) {
+        spans_.clear(), where_.clear(), position_.clear();
+        for (int b = 0; b < c.batch; b++) {
+            if (c.rows[b] == m_.kv_rows - 1) continue;
+            const int first = (int)where_.size();
+            for (int t = 0; t < c.tokens; t++) {
+                const int at = c.positions[b * c.tokens + t];
+                if (at >= m_.kv_length - 1) continue;
+                where_.push_back(b * c.tokens + t);
+                position_.push_back(at);
+            }
+            if ((int)where_.size() > first) spans_.push_back({c.rows[b], first, (int)where_.size() - first});
+        }
+        tokens_ = (int)where_.size();
+        float* to = x();
+        const size_t bytes = (size_t)m_.hidden * (m_.kind == F32 ? 4 : 2);
+        each(tokens_, [&](int i) { widen_row((const char*)c.x + where_[i] * bytes, (Kind)m_.kind, m_.hidden, to + (size_t)i * m_.hidden); });
+    }
+
+    void end(const Call& c) {
+        const size_t bytes = (size_t)m_.hidden * (m_.kind == F32 ? 4 : 2);
+        if (tokens_ < c.batch * c.tokens) memset(c.y, 0, bytes * c.batch * c.tokens);
+        const float* from = x();
+        each(tokens_, [&](int i) { narrow_row(from + (size_t)i * m_.hidden, (Kind)m_.kind, m_.hidden, (char*)c.y + where_[i] * bytes); });
+    }
+
+    // Rows of floats -> what `w` reads, normed on the way where asked.
+    Input encode(const float* from, int n, const Matrix& w, const Norm* norm, Room& room) {
+        float* scale = room.floats((size_t)tokens_ * (w.steps + 1) + LANES);
+        char* to = (char*)(scale + (tokens_ + LANES - 1) / LANES * LANES);
+        each(tokens_, [&](int i) {
+            const float* row = from + (size_t)i * n;
+            if (!norm) return encode_row(row, n, (Kind)w.kind, w.steps, to + i * w.row_bytes(), scale + i);
+            thread_local std::vector<float> normed;
+            normed.resize(n);
+            norm_row(row, norm->w, norm->b, n, (NormKind)m_.norm, m_.eps, normed.data());
+            encode_row(normed.data(), n, (Kind)w.kind, w.steps, to + i * w.row_bytes(), scale + i);
+        });
+        return {to, w.row_bytes(), scale};
+    }
+
+    void norm_rows(const Norm& norm) {
+        float* at = x();
+        each(tokens_, [&](int i) { norm_row(at + (size_t)i * m_.hidden, norm.w, norm.b, m_.hidden, (NormKind)m_.norm, m_.eps, at + (size_t)i * m_.hidden); });
+    }
+
+    // A product whose result is added to the residual, or is this rank's summand.
+    Output onto(const Call& c, bool second = false) {
+        const size_t stride = (size_t)m_.hidden * 4;
+        return c.summand ? Output{second && m_.parallel ? ADD : STORE, NONE, F32, (char*)c.summand, stride, nullptr, nullptr} : Output{ADD, NONE, F32, (char*)x(), stride, nullptr, nullptr};
+    }
+
+    // Norms of heads, rotation, and the new keys and values into their slots.
+    void place(const Layer& w, float* qkv) {
+        const int d = m_.head_dim, width = qkv_width();
+        const size_t value = m_.kind == F32 ? 4 : 2, head = (size_t)m_.kv_length * d * value, half = (size_t)m_.kv_rows * m_.kv_heads * head;
+        std::vector<int32_t>& row = row_of_;
+        row.resize(tokens_);
+        for (const Span& s : spans_) std::fill_n(row.begin() + s.first, s.count, s.row);
+        each(tokens_, [&](int i) {
+            float* at = qkv + (size_t)i * width;
+            if (m_.clip > 0)
+                for (int j = 0; j < width; j += LANES) store_n(at + j, minimum(maximum(load_n(at + j, width - j), set1(-m_.clip)), set1(m_.clip)), width - j);
+            for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
+                const Norm& norm = h < m_.heads ? w.q_norm : w.k_norm;
+                if (m_.qk_norm) norm_row(at + h * d, norm.w, norm.b, d, (NormKind)m_.norm, m_.eps, at + h * d);
+                if (m_.cos) rotate_row(at + h * d, m_.cos + (size_t)position_[i] * m_.half, m_.sin + (size_t)position_[i] * m_.half, m_.half, m_.pairs);
+            }
+            for (int g = 0; g < m_.kv_heads; g++) {
+                char* k = w.kv + ((size_t)row[i] * m_.kv_heads + g) * head + (size_t)position_[i] * d * value;
+                narrow_row(at + (m_.heads + g) * d, (Kind)m_.kind, d, k);
+                narrow_row(at + (m_.heads + m_.kv_heads + g) * d, (Kind)m_.kind, d, k + half);
+            }
+        });
+    }
+    std::vector<int32_t> row_of_;
+
+    void attention(const Layer& w, const Call& c) {
+        float* qkv = qkv_.floats((size_t)tokens_ * qkv_width());
+        const Norm* norm = m_.post_norm ? nullptr : &w.ln1;
+        const Input in = encode(x(), m_.hidden, w.qkv, norm, h_);
+        if (m_.parallel) enter_feed(w);  // before the residual changes
+        matmul(pool_, w.qkv, in, tokens_, {STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr});
+        place(w, qkv);
+        const int width = m_.heads * m_.head_dim;
+        const bool direct = w.o.kind == BF16 && w.o.steps * 2 == width;  // attention can write what the product reads
+        const Kind kind = direct ? BF16 : F32;
+        float* mixed = mixed_.floats((size_t)tokens_ * width);
+        attend(pool_, {qkv, (size_t)qkv_width(), w.kv, m_.slopes, position_.data(), (char*)mixed, (size_t)width * (direct ? 2 : 4), (Kind)m_.kind, kind,
+                       m_.kv_rows, m_.kv_heads, m_.kv_length, m_.head_dim, m_.heads, w.window, m_.scale},
+               spans_.data(), (int)spans_.size());
+        const Input out = direct ? Input{(const char*)mixed, (size_t)width * 2, nullptr} : encode(mixed, width, w.o, nullptr, h_);
+        matmul(pool_, w.o, out, tokens_, onto(c));
+        if (m_.post_norm && !c.summand) norm_rows(w.ln1);
+    }
+
+    Input fed_{};
+    void enter_feed(const Layer& w) {
+        fed_ = encode(x(), m_.hidden, w.up, m_.post_norm ? nullptr : w.second ? &w.ln2 : &w.ln1, fed_room_);
+    }
+
+    void feed(const Layer& w, const Call& c) {
+        if (!m_.parallel) enter_feed(w);
+        const int width = m_.inner;
+        const bool direct = w.down.kind == BF16 && w.down.steps * 2 == width;
+        float* inner = inner_.floats((size_t)tokens_ * width);
+        matmul(pool_, w.up, fed_, tokens_, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, (size_t)width * (direct ? 2 : 4), nullptr, nullptr});
+        const Input in = direct ? Input{(const char*)inner, (size_t)width * 2, nullptr} : encode(inner, width, w.down, nullptr, h_);
+        matmul(pool_, w.down, in, tokens_, onto(c, true));
+        if (m_.post_norm && !c.summand) norm_rows(w.ln2);
+    }
+
+    // The ranks' sum (once a sum) and a bias into the residual.
+    void join(const Call& c, const float* bias, const Norm& norm, bool sum) {
+        float* at = x();
+        const int n = m_.hidden;
+        each(tokens_, [&](int i) {
+            float* to = at + (size_t)i * n;
+            const float* from = c.summand + (size_t)i * n;
+            for (int j = 0; j < n; j += LANES) {
+                V v = load_n(to + j, n - j);
+                if (sum) v = add(v, load_n(from + j, n - j));
+                if (bias) v = add(v, load_n(bias + j, n - j));
+                store_n(to + j, v, n - j);
+            }
+        });
+        if (m_.post_norm) norm_rows(norm);
+    }
+};
+
+Stack* open_stack(Pool& pool, const Model& model) { return new Stack(pool, model); }
+void close_stack(Stack* stack) { delete stack; }
+int run_stack(Stack* stack, const Call& call, int first, int last, int parts) { return stack->run(call, first, last, parts); }
+
+}  // namespace rn
