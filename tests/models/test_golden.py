@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from rayneuron.devices.base import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
@@ -28,3 +30,15 @@ def test_equals_transformers(saved: Saved, ranks: int) -> None:
         for got in prompts:
             assert (got - saved.logits).abs().max() < TOLERANCE
     assert saved.logits.abs().max() > 0.3
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_smaller_dtypes_stay_within_their_bounds(saved: Saved, dtype: torch.dtype, bound: float) -> None:
+    """Largest change of a logit over the largest logit, against transformers in float32: bf16 has 8 bits of mantissa, fp16 has 11.
+
+    A mixture's router may choose another expert for a token, so of those the median token counts.
+    """
+    got = cases.on_ranks(2, lambda comm: cases.run(Runner.open(saved.path, comm, dtype=dtype), saved.ids, 16))[0]
+    change = (got - saved.logits).abs().amax(-1) / saved.logits.abs().max()
+    mixture = "experts.down.w" in Runner.open(saved.path, Solo()).weights["layers"][-1]
+    assert 0 < (change.median() if mixture else change.max()) < bound
