@@ -79,6 +79,7 @@ class Serving(_Section):
     stall_timeout_s: float = Field(120.0, gt=0, description="No step finished for so long while work is pending: the replica is unhealthy.")
     api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
     log_prompts: bool = False
+    trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
 
@@ -90,6 +91,19 @@ class GroupLimits(_Section):
     load_s: float = Field(600.0, gt=0, description="Without any progress of a worker that loads or warms up.")
     step_s: float = Field(120.0, gt=0, description="For one step.")
     cores_s: float = Field(30.0, ge=0, description="For cores that an ending process still holds.")
+
+
+class Compile(_Section):
+    """Graphs compiled ahead: where they are kept, what the compiler is told."""
+
+    cache: str | None = Field(None, description="A folder or s3://bucket/prefix; default: NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron.")
+    required: bool = Field(False, description="Compile nothing at start: what is not in the cache is an error that names the difference.")
+    artifact: str | None = Field(None, description="A folder written by `rayneuron compile --out`, instead of the cache.")
+    optimization: int | None = Field(None, ge=1, le=3, description="neuronx-cc -O of every graph; default: 1 for prefill, 2 otherwise.")
+    tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
+    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts.")
+    flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
+    async_mode: bool = Field(False, description="The device computes a step while the host prepares the next.")
 
 
 class Deployment(_Section):
@@ -114,6 +128,7 @@ class Deployment(_Section):
     fused_qkv: bool = True
     seed: int | None = Field(None, description="Seed of requests that bring none; default: from the system.")
     buckets: Buckets = Buckets.model_construct()
+    compile: Compile = Compile.model_construct()
     sampling_defaults: dict[str, Any] = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -76,6 +77,8 @@ class EngineServer:
         for part, seconds in opened.seconds.items():
             self.telemetry.series[metrics.STARTUP].set(seconds, part)
         self._watch = event_loop.create_task(self._watch_engine())
+        gc.collect()
+        gc.freeze()  # a full collection over tokenizer and weights holds every stream for a third of a second
         self.ready = True
         startup.done(opened.seconds)
 
@@ -241,6 +244,7 @@ class EngineServer:
             max_model_len=engine.capacity.length,
             vocab_size=engine.vocab,
             defaults=openai.sampling_defaults(self.opened.generation, overrides),
+            trust_chat_template=self.config.serving.trust_request_chat_template,
         )
 
     async def _answer(self, parse: Parse, body: Json) -> Json:
