@@ -12,13 +12,17 @@ from torch import Tensor
 
 from rayneuron.models import linear as plain
 
+# With AVX-512 torch 2.13's kernel reads past the row where `in` is no multiple of 16: NaN, wrong numbers, or a crash (found by our test).
+WIDTH = 16
 FEW_ROWS = 4  # the kernel reads the weight once a row: up to here it beats oneDNN in bf16, beyond it the weight is dequantised first
 
 
 def packable(w: Mapping[str, Tensor], name: str) -> bool:
-    """Whether `name` is an int8 weight with one scale an output channel."""
+    """Whether `name` is an int8 weight the kernel may have: one scale an output channel, `in` a multiple of WIDTH."""
     weight, scale = w[name + ".w"], w.get(name + ".scale")
-    return weight.dtype is torch.int8 and weight.dim() == 2 and scale is not None and scale.numel() == weight.shape[0]
+    if weight.dtype is not torch.int8 or weight.dim() != 2 or weight.shape[1] % WIDTH or not weight.is_contiguous():
+        return False
+    return scale is not None and scale.numel() == weight.shape[0]
 
 
 def linear(w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

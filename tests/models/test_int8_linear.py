@@ -12,13 +12,14 @@ from rayneuron.models import linear, quantization
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("out", "inner"), [(48, 32), (50, 70)])
+@pytest.mark.parametrize(("out", "inner"), [(48, 32), (49, 48), (50, 70), (48, 40)])  # 70 and 40: torch's kernel reads past the row
 def test_packed_equals_dequantised(rows: int, bias: bool, dtype: torch.dtype, out: int, inner: int) -> None:
     how, draw = quantization.parse("int8", "per_channel"), torch.Generator().manual_seed(rows)
     whole = torch.randn(out, inner, generator=draw)
     scale = quantization.scale_of(whole, how)
     w = {"up.w": quantization.quantise(whole, scale, how), "up.scale": scale} | ({"up.b": torch.randn(out).to(dtype)} if bias else {})
     x = torch.randn(rows, 1, inner, generator=draw).to(dtype)
+    assert int8.packable(w, "up") == (inner % 16 == 0)
     exact = x.double() @ (w["up.w"].double() * scale.double()).T + (w["up.b"].double() if bias else 0)
     for form in (int8.linear, linear.linear):
         got = form(w, "up", x)
