@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayneuron.devices.base import Collectives
 from rayneuron.devices.cpu_ops import library
-from rayneuron.devices.cpu_ops.packing import BF16, F32, Arena, Packed, pack
+from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, Arena, MatrixFields, Packed, pack, zeros
 from rayneuron.devices.cpu_ops.stack import Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
@@ -49,16 +49,32 @@ class Kernels:
         layers = [pack(w, arena, dtype, self.int8) for w in weights["layers"]]
         return {**weights, "top": pack(weights["top"], arena, dtype, self.int8), "layers": layers}
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """KV: in huge pages, since every head of every row is a place of its own and a page walk costs as much as a tile of work."""
+        return zeros(shape, dtype)
+
     def linear(self, w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype, the head's in float32: rows that want logits and rows that do not must choose alike."""
         weight = w[name + ".w"]
         if not isinstance(weight, Packed):
             return self._base.linear(w, name, x)
         x = x.contiguous()
+        if weight.fields.gated:
+            return self._unpaired(weight, x)
         out = torch.empty(*x.shape[:-1], weight.outputs, dtype=torch.float32 if name == "head" else x.dtype)
         rows = x.numel() // x.shape[-1]
         self.found.rn_linear(self.team, weight.address, x.data_ptr(), KIND[x.dtype], rows, out.data_ptr(), KIND[out.dtype])
         return out
+
+    def _unpaired(self, weight: Packed, x: Tensor) -> Tensor:
+        """[gate, up] of a product whose panels alternate: whole panels first, then each side's own, without the padding."""
+        fields = MatrixFields.from_buffer_copy(weight.fields)
+        fields.n, fields.gated = weight.fields.panels * LANES, 0
+        out = torch.empty(*x.shape[:-1], fields.n, dtype=x.dtype)
+        rows = x.numel() // x.shape[-1]
+        self.found.rn_linear(self.team, ctypes.addressof(fields), x.data_ptr(), KIND[x.dtype], rows, out.data_ptr(), KIND[out.dtype])
+        sides = out.unflatten(-1, (-1, 2, LANES)).transpose(-3, -2).flatten(-2)  # [..., 2, padded]
+        return sides[..., : weight.outputs // 2].flatten(-2)
 
     def norm(self, w: Mapping[str, Any], name: str, x: Tensor, kind: str, eps: float) -> Tensor:
         """As `models.ops.norm`, computed in float32 and rounded once."""
