@@ -148,6 +148,13 @@ class Group:
             return
         self._closed = True
         orderly = self.lost is None
+        try:
+            self._dismiss(orderly)
+        finally:
+            self.rank.close()
+
+    def _dismiss(self, orderly: bool) -> None:
+        """See the other workers off."""
         if self._watch is not None:
             self._watch.stop()
         for member in self.members:
@@ -163,7 +170,6 @@ class Group:
         self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
         for member in self.members:
             member.channel.close()
-        self.rank.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------------------
 
@@ -212,6 +218,8 @@ class Group:
                 self._blame()
             if self.lost is not None:
                 raise WorkerLost(self.lost) from error
+            if isinstance(error, WorkerLost):
+                raise self._lose(f"worker 0 waited in vain: {error}") from error
             if not isinstance(error, ConfigError | CheckpointError | Busy):
                 self._lose(f"worker 0 failed: {type(error).__name__}: {error}")
             raise

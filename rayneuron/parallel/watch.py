@@ -42,6 +42,7 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
         os.close(self._wake_write)
+        os.close(self._wake_read)
 
     def _run(self) -> None:
         poll = select.poll()
@@ -49,6 +50,5 @@ class Watch:
         for fd in self._names:
             wire.hang_up(poll, fd)
         gone = [self._names[fd] for fd, _ in poll.poll() if fd in self._names]
-        os.close(self._wake_read)
         if gone:
             self.lose(f"{' and '.join(gone)} is gone: its connection was closed")

@@ -33,9 +33,11 @@ def children() -> set[int]:
     """Living children of this process, zombies aside."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if process_started(int(pid)) is not None:
-                found.add(int(pid))
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:
+            continue  # a thread that ended meanwhile
+        found.update(int(pid) for pid in pids if process_started(int(pid)) is not None)
     return found
 
 
@@ -135,14 +137,10 @@ def test_counted_cores_are_held_while_the_group_lives(tiny: Path, tmp_path: Path
         group = llm.engine.runner
         assert isinstance(group, Group)
         pids = [os.getpid(), *(member.hello.pid for member in group.members)]
-        assert [(h.cores, h.pid, h.deployment) for h in node.holders()] == [
-            (group.cores, pids[0], llm.config.model.served_name), ((2, 3), pids[2], llm.config.model.served_name)
-        ]  # fmt: skip
-        environment = dict(
-            line.split("=", 1) for line in Path(f"/proc/{pids[0]}/environ").read_text().split("\0") if line.startswith("RAYNEURON_LEDGER=")
-        )
-        assert environment is not None
-        with pytest.raises(RayNeuronError, match=r"worker 0|wants 8 of the 8 cores"):
+        held = {h.pid: h.cores for h in node.holders() if h.deployment == llm.config.model.served_name}
+        assert held.keys() == {pids[0], pids[2]} and held[pids[0]] == group.cores  # rank 0 of each stage, for both of its ranks
+        assert set(held.values()) == {(0, 1), (2, 3)}
+        with pytest.raises(RayNeuronError, match=r"wants 4 of the 8 cores.*held: 0-1 by pid"):
             LLM(tiny, **SMALL, tensor_parallel=4, pipeline_parallel=2, instance="cores:8", group=PATIENT | {"cores_s": 0})
     assert node.free() == set(range(8))
 
@@ -239,8 +237,12 @@ def test_a_rank_killed_while_generating(shape: str, victim: int, how: signal.Sig
     took = time.monotonic() - killed
     assert took < 10, "within 2 s on a quiet machine; this one may be busy"
     assert f"worker {victim}," in errors[0] and str(pids[victim]) in errors[0], errors
-    assert len(errors) == 3 and len(lost) == 1 and not loop.alive
     loop.close()
+    assert len(errors) == 3 and not loop.alive
+    until = time.monotonic() + 10
+    while not lost and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(lost) == 1
     assert not set(pids.values()) & children()
 
 
@@ -280,9 +282,9 @@ llm = LLM({str(tiny)!r}, **{SMALL!r}, tensor_parallel=2, instance="cores:8", gro
 print(*(member.hello.pid for member in llm.engine.runner.members), flush=True)
 time.sleep(600)
 """
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
     worker = int(owner.stdout.readline())  # type: ignore[union-attr]
     started = process_started(worker)
     assert started is not None
