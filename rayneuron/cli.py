@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_demo_model, _add_config, _add_plan, _add_serve, _add_generate, _add_shard, _add_quantize, _add_doctor, _add_version):
+    for add in (
+        *(_add_demo_model, _add_config, _add_plan, _add_compile, _add_serve, _add_generate, _add_shard, _add_quantize),
+        *(_add_doctor, _add_version),
+    ):
         add(commands)
     return parser
 
@@ -131,6 +134,27 @@ def _in_memory(content: Any) -> Path:
     descriptor = os.memfd_create("deployment", 0)
     os.write(descriptor, yaml.safe_dump(dict(content), sort_keys=False).encode())
     return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _add_compile(commands: Any) -> None:
+    command = commands.add_parser("compile", help="compile everything a deployment needs, before it is served")
+    _add_deployment(command)
+    command.add_argument("--out", type=Path, metavar="DIR", help="also copy it there, for `compile.artifact` on another node")
+    command.set_defaults(run=_compile)
+
+
+def _compile(args: argparse.Namespace) -> None:
+    from rayneuron import deployment_file
+    from rayneuron.compiling import compile_ahead
+
+    file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
+    for name, deployment in file.deployments.items():
+        if args.application not in (None, name):
+            continue
+        out = args.out / name if args.out is not None and len(file.deployments) > 1 and args.application is None else args.out
+        print(f"{name}: {deployment.model.served_name} on {deployment.device}")
+        with _bar("graphs") as progress:
+            print(compile_ahead(deployment, out, print, progress), flush=True)
 
 
 def _add_generate(commands: Any) -> None:

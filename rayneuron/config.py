@@ -96,12 +96,16 @@ class GroupLimits(_Section):
 class Compile(_Section):
     """Graphs compiled ahead: where they are kept, what the compiler is told."""
 
-    cache: str | None = Field(None, description="A folder or s3://bucket/prefix; default: NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron.")
+    cache: str | None = Field(
+        None, description="A folder or s3://bucket/prefix; default: NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron."
+    )
     required: bool = Field(False, description="Compile nothing at start: what is not in the cache is an error that names the difference.")
     artifact: str | None = Field(None, description="A folder written by `rayneuron compile --out`, instead of the cache.")
     optimization: int | None = Field(None, ge=1, le=3, description="neuronx-cc -O of every graph; default: 1 for prefill, 2 otherwise.")
     tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
-    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts.")
+    mixed_accumulation: bool | None = Field(
+        None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts."
+    )
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
     async_mode: bool = Field(False, description="The device computes a step while the host prepares the next.")
 

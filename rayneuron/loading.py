@@ -16,6 +16,7 @@ from rayneuron.config import Deployment
 if TYPE_CHECKING:
     import torch
 
+    from rayneuron.devices import Ahead
     from rayneuron.engine.engine import Engine
     from rayneuron.models.arch import Arch
     from rayneuron.parallel.children import Processes
@@ -72,7 +73,7 @@ def open_engine(
         length = model_length(config, raw)
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, dtype=config.dtype, quantization=config.quantization)
         dtype = compute_dtype(config.dtype, raw)
-        capacity = _capacity(config, length)
+        capacity = capacity_of(config, length)
         partition(arch.layers, config.pipeline_parallel)
     runner: Runner | Group
     if len(layout.workers) > 1 or config.instance is not None:
@@ -81,14 +82,15 @@ def open_engine(
         kind = str(dtype).removeprefix("torch.")
         runner = Group(config, layout, arch, capacity, kind, path, processes=processes, on_lost=on_lost).start()
     else:
-        device = devices.open(config.device, dtype=dtype, threads=config.threads or settings.threads())
-        runner = Runner(arch, device, capacity)
+        made = ahead(config, length)
+        device = devices.open(config.device, ahead=made, dtype=dtype, threads=config.threads or settings.threads())
+        runner = Runner(arch, device, capacity, getattr(device, "comm", None))
     try:
         with _timed(seconds, "tokenizer"):  # while the group's other processes start
             text = Text(Path(config.model.tokenizer) if config.model.tokenizer else path, chat_template=config.model.chat_template)
         if isinstance(runner, Runner):
             with _timed(seconds, "weights"):
-                runner.load(_weights(config, path, raw, arch, dtype, report))
+                runner.load(rank_weights(config, path, raw, arch, dtype, report, made))
             with _timed(seconds, "graphs"):
                 runner.warm(lambda done, total, shape: report("graphs", done, total))
         else:
@@ -138,7 +140,8 @@ def compute_dtype(name: str, raw: dict[str, Any]) -> torch.dtype:
     return torch.float32 if stored == "float32" else torch.bfloat16
 
 
-def _capacity(config: Deployment, length: int) -> Any:
+def capacity_of(config: Deployment, length: int) -> Any:
+    """The engine's capacity, from the deployment's numbers and lists."""
     from rayneuron.engine.buckets import capacity
 
     return capacity(
@@ -153,19 +156,47 @@ def _capacity(config: Deployment, length: int) -> Any:
     )
 
 
-def _weights(config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress) -> dict[str, Any]:
+def ahead(config: Deployment, length: int) -> Ahead:
+    """What the `compile` section and the layout say to a device that is compiled ahead. All ranks are this process's."""
+    from rayneuron.devices import Ahead
+    from rayneuron.devices.neuron_sdk import CompilerOptions
+
+    said = config.compile
+    return Ahead(
+        ranks=config.tensor_parallel,
+        length=length,
+        cache=said.cache,
+        required=said.required,
+        artifact=Path(said.artifact) if said.artifact else None,
+        async_mode=said.async_mode,
+        options=CompilerOptions(said.optimization, said.tiling, said.mixed_accumulation, said.flags),
+    )
+
+
+def rank_weights(
+    config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress, made: Ahead
+) -> dict[str, Any]:
+    """Weights of the ranks this process drives: those of the first, and under "ranks" all of them where there are several."""
     from rayneuron import models
     from rayneuron.models import hub, weights
 
     checkpoint = hub.Checkpoint(path, allow_pickle=config.model.allow_pickle)
-    return weights.load(
-        arch,
-        models.family(raw),
-        checkpoint,
-        dtype=dtype,
-        fused=config.fused_qkv,
-        progress=lambda done, total: report("weights", done, total),
-    )
+    local = range(made.start_rank, made.start_rank + (made.local_ranks or made.ranks))
+    loaded = [
+        weights.load(
+            arch,
+            models.family(raw),
+            checkpoint,
+            dtype=dtype,
+            rank=rank,
+            ranks=made.ranks,
+            fused=config.fused_qkv,
+            quantization=config.quantization,
+            progress=lambda done, total, i=i: report("weights", i * total + done, total * len(local)),  # type: ignore[misc]
+        )
+        for i, rank in enumerate(local)
+    ]
+    return loaded[0] if len(loaded) == 1 else {**loaded[0], "ranks": loaded}
 
 
 @contextmanager

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rayneuron.devices.base import Device
-from rayneuron.errors import ConfigError
+from rayneuron.devices.base import Device, Program, Progress, Shape
+from rayneuron.devices.neuron_sdk import CompilerOptions
+from rayneuron.errors import CompileError, ConfigError
+
+if TYPE_CHECKING:
+    from rayneuron.devices.cache import Cache
 
 NAMES = ("cpu", "neuron", "null")
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a device that is compiled ahead needs to know beside its rank: which ranks this process drives, and where graphs come from.
+
+    length: the longest context; lnc: physical cores a logical one, None for the chip's own; cache: a folder or s3://, None for the
+    environment's; required: build nothing; artifact: a folder written by `rayneuron compile --out`.
+    """
+
+    ranks: int = 1
+    start_rank: int = 0
+    local_ranks: int | None = None
+    length: int = 0
+    lnc: int | None = None
+    cache: str | None = None
+    required: bool = False
+    artifact: Path | None = None
+    async_mode: bool = False
+    options: CompilerOptions = field(default_factory=CompilerOptions)
+
+    def opened(self) -> Cache:
+        """The compile cache."""
+        from rayneuron.devices.cache import Cache
+
+        return Cache(self.cache, require=self.required)
+
+
 def check(name: str) -> None:
-    """Raise ConfigError for a device that this version cannot open."""
+    """Raise ConfigError for a device that this installation cannot open."""
     if name not in NAMES:
         raise ConfigError(f"device {name!r} is unknown; write one of {', '.join(NAMES)}")
-    if name != "cpu":
-        raise ConfigError(f"device {name!r} is not part of this version yet; write device: cpu")
+    if name == "neuron":
+        from rayneuron.devices.neuron import sdk
+
+        sdk()
+    elif name == "null":
+        raise ConfigError("device 'null' runs nothing: it belongs to the simulator; write device: cpu")
 
 
 def ranks_per_process(name: str) -> int:
@@ -23,9 +61,61 @@ def ranks_per_process(name: str) -> int:
     return 1024 if name == "neuron" else 1
 
 
-def open(name: str, **options: Any) -> Device:
-    """The device `name`; options are its constructor's. Raises ConfigError for an unknown or unavailable one."""
+def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
+    """The device `name`. options: dtype, kv_dtype, threads, comm; `ahead` for one that is compiled ahead. Raises ConfigError."""
     check(name)
+    if name == "neuron":
+        from rayneuron.devices.neuron_device import Neuron
+
+        a = ahead or Ahead()
+        return Neuron(
+            dtype=options["dtype"],
+            kv_dtype=options.get("kv_dtype"),
+            ranks=a.ranks,
+            start_rank=a.start_rank,
+            local_ranks=a.local_ranks,
+            length=a.length,
+            lnc=a.lnc,
+            options=a.options,
+            cache=a.opened(),
+            artifact=a.artifact,
+            async_mode=a.async_mode,
+        )
     from rayneuron.devices.cpu import Cpu
 
+    if ahead is not None and ahead.artifact is not None:
+        _native().adopt(ahead.artifact, "cpu-kernels")
     return Cpu(**options)
+
+
+def precompile(device: Device, program: Program, shapes: Sequence[Shape], tell: Callable[[str], None], progress: Progress) -> Path:
+    """Build what `device`, with its weights loaded, would build at start, after telling what that is. Returns the cache entry's folder.
+
+    Raises CompileError where nothing can be built.
+    """
+    from rayneuron.devices.neuron_device import Neuron
+
+    if isinstance(device, Neuron):
+        targets = device.targets(shapes)
+        tell(device.listing(targets))
+        return device.artifact(program, targets, progress, shapes[0])
+    from rayneuron.devices.cpu_ops import library
+
+    counts = ", ".join(f"{sum(s.tag == tag for s in shapes)} {tag}" for tag in dict.fromkeys(s.tag for s in shapes))
+    tell(f"the CPU runs its {len(shapes)} shapes ({counts}) with one library of C++ kernels, built once for this processor")
+    progress(0, 1, shapes[0])
+    try:
+        entry = library.built("native").parent
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise CompileError(
+            f"the C++ kernels cannot be built here ({problem}); install gcc, or run without: torch's own ops are used"
+        ) from None
+    progress(1, 1, shapes[0])
+    return entry
+
+
+def _native() -> Cache:
+    from rayneuron import settings
+    from rayneuron.devices.cache import Cache
+
+    return Cache(str(settings.cache_dir() / "native"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron import settings
-from rayneuron.devices.folder import MANIFEST, Folder
+from rayneuron.devices.folder import MANIFEST, Folder, damage
 from rayneuron.devices.s3 import S3
 from rayneuron.errors import CompileError, ConfigError
 
@@ -27,6 +28,7 @@ Build = Callable[[Path], None]  # writes the entry's files into the folder it is
 Waiting = Callable[[str, float], None]  # what is waited for, seconds waited so far
 
 MOST_WAIT_S = 3 * 3600.0  # the longest compile anybody reported took about an hour
+_MOST_SAID = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _TELL_EVERY_S = 0.05, 2.0, 10.0
 FORBIDDEN = ("path", "weights", "port", "url", "folder", "directory", "address", "log_level")
 
@@ -82,20 +84,36 @@ def source_version(*files: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def difference(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Fields that differ, in words: "tp is 2 there, 4 here"."""
-    names = sorted({*wanted, *found})
-    absent = object()
-    return [
-        f"{name} is {_short(found.get(name, 'absent'))} there, {_short(wanted.get(name, 'absent'))} here"
-        for name in names
-        if wanted.get(name, absent) != found.get(name, absent)
-    ]
+def difference(wanted: Mapping[str, Any], found: Mapping[str, Any], within: str = "") -> list[str]:
+    """Fields that differ, in words: "tp is 2 there, 4 here", "graphs has decode_b4 only here"."""
+    out: list[str] = []
+    for name in sorted({*wanted, *found}):
+        here, there = wanted.get(name, "absent"), found.get(name, "absent")
+        if here == there:
+            continue
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            out += difference(here, there, f"{within}{name}.")
+        elif _words(here) and _words(there):
+            parts = [("only here", sorted({*here} - {*there})), ("only there", sorted({*there} - {*here}))]
+            out += [f"{within}{name} has {_short(', '.join(names))} {where}" for where, names in parts if names]
+        else:
+            out.append(f"{within}{name} is {_short(there)} there, {_short(here)} here")
+    return out
+
+
+def said(differences: Sequence[str]) -> str:
+    """The shortest few differences, which say most, and how many more there are."""
+    more = len(differences) - _MOST_SAID
+    return "; ".join(sorted(differences, key=len)[:_MOST_SAID]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value) and len(set(value)) == len(value)
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value, sort_keys=True) if not isinstance(value, str) else value
-    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+    return text if len(text) <= 400 else f"{text[:300]}... ({len(text)} characters)"
 
 
 class Cache:
@@ -151,6 +169,24 @@ class Cache:
             found = self.get(key)  # the one we waited for has built it
             return found if found is not None else self._build(key, build, deadline_s, report)
 
+    def adopt(self, path: Path, kind: str) -> Path:
+        """Take over an entry from a folder that `rayneuron compile --out` wrote. Raises ConfigError: damaged, or of another kind."""
+        problem = damage(path)
+        if problem is not None:
+            raise ConfigError(
+                f"{path} holds no whole compiled entry ({problem}); write it with `rayneuron compile DEPLOYMENT.yaml --out {path}`"
+            )
+        manifest = entry(path)
+        if manifest["kind"] != kind:
+            raise ConfigError(f"{path} holds {manifest['kind']}, and this device needs {kind}; compile this deployment again")
+        name = str(manifest["digest"])
+        found = self.folder.get(name)
+        if found is not None:
+            return found
+        with self.folder.draft(name) as draft:
+            shutil.copytree(path, draft, dirs_exist_ok=True)
+            return self.folder.publish(name, draft)
+
     def miss(self, key: Key) -> str:
         """Why nothing fits: the difference to the nearest entry of the same kind."""
         entries = [*self.folder.manifests(), *(self.shared.manifests() if self.shared else [])]
@@ -160,7 +196,7 @@ class Cache:
         if not others:
             return f"{what}, and nothing else of its kind; run `rayneuron compile` with this deployment file first"
         nearest = min((difference(mine, other) for other in others), key=len)
-        return f"{what}; the nearest differs: {'; '.join(nearest)}. Run `rayneuron compile` with this deployment file, or change it back"
+        return f"{what}; the nearest differs: {said(nearest)}. Run `rayneuron compile` with this deployment file, or change it back"
 
     def _alone(self, key: Key, deadline_s: float, report: Waiting) -> Any:
         """The lock of this key, waited for. A lock whose owner died is free at once: the kernel lets go of it."""

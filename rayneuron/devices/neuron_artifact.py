@@ -96,7 +96,7 @@ def opened(path: Path, key: Key) -> Path:
     differing = caching.difference(dict(key.fields), said["key"])
     if differing:
         raise ConfigError(
-            f"the compiled graphs in {path} do not fit this deployment: {'; '.join(differing)}. Change the deployment, or compile again"
+            f"the compiled graphs in {path} do not fit this deployment: {caching.said(differing)}. Change the deployment, or compile again"
         )
     return path
 

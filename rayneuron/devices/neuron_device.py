@@ -108,11 +108,16 @@ class Neuron:
         """The graphs that serve `shapes`."""
         return neuron_graphs.targets(shapes, min(MOVED_POSITIONS, self._kv[0][3]))
 
+    def listing(self, targets: Sequence[Target]) -> str:
+        """What is going to be compiled, for people."""
+        weights = sum(t.numel() * t.dtype.itemsize for _, t in neuron_graphs.named(self._held[0]))
+        return neuron_artifact.listing(targets, self._kv, self.kv_dtype.itemsize, weights)
+
     def key(self, program: Program, targets: Sequence[Target]) -> Key:
         """What the compiled graphs depend on."""
         return neuron_artifact.graphs_key(
             program, targets, self._held[0], self._kv, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
-            {neuron_graphs.name(t): self._arguments(t) for t in targets},
+            {t.tag: self._arguments(t) for t in targets},
         )  # fmt: skip
 
     def artifact(self, program: Program, targets: Sequence[Target], progress: Progress, shape: Shape) -> Path:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from datetime import datetime
 from pathlib import Path
 
@@ -33,7 +34,9 @@ class ModelBuilder:
         for name, tensor in kwargs.items():
             if tensor.dtype not in NARROW:
                 raise RuntimeError(f"input {name} is {tensor.dtype}; the device has none")
-        program = torch.export.export(self.model, (), dict(kwargs), strict=False).run_decompositions({})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, from inside run_decompositions
+            program = torch.export.export(self.model, (), dict(kwargs), strict=False).run_decompositions({})
         for node in program.graph.nodes:
             if node.op == "call_function" and any(word in str(node.target) for word in FORBIDDEN):
                 raise RuntimeError(f"HLO generation failed: {node.target}")

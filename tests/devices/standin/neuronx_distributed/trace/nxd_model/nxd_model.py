@@ -47,6 +47,7 @@ class Executable:
         results = [(s.kind is OutputKind.BUFFER_MUTATION, s.target) for s in program.graph_signature.output_specs]
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
+        program.graph._tracer_cls = torch.fx.Tracer  # the exporting one cannot be pickled
         module = torch.fx.GraphModule(torch.nn.Module(), program.graph)
         return cls(module, sources, results, {n: (tuple(t.shape), t.dtype) for n, t in inputs.items()}, shapes)
 

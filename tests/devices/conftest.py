@@ -1,0 +1,38 @@
+"""The stand-in for AWS's packages, put where imports find it for as long as a test asks for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+STANDIN = Path(__file__).parent / "standin"
+NAMES = ("torch_neuronx", "neuronx_distributed")
+
+
+@pytest.fixture(scope="session")
+def standin_modules() -> Iterator[dict[str, object]]:
+    """Imported once a session: its operators can be registered only once."""
+    sys.path.insert(0, str(STANDIN))
+    import neuronx_distributed.trace.model_builder_v2  # noqa: F401
+    import torch_neuronx.utils  # noqa: F401
+
+    found = {name: module for name, module in sys.modules.items() if name.split(".")[0] in NAMES}
+    sys.path.remove(str(STANDIN))
+    for name in found:
+        del sys.modules[name]
+    yield found
+
+
+@pytest.fixture
+def standin(standin_modules: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """`device: neuron` works in this test, on eight cores of an Inf2 and with a compile cache of its own."""
+    for name, module in standin_modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(str(STANDIN))
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    monkeypatch.setenv("STANDIN_CORES", str(tmp_path / "cores"))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
+    return tmp_path
