@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rayneuron.devices import int8
 from rayneuron.devices.base import Batch, Collectives, Program, Progress, Shape, Solo, StepOutput, Weights
 from rayneuron.devices.cpu_ops.ops import kernels
 from rayneuron.errors import CompileError
+from rayneuron.models import feedforward
 from rayneuron.models import ops as plain
 
 LOOKED_UP = ("embed.w", "position.w")  # read by row, never multiplied
@@ -39,7 +41,7 @@ class Cpu:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend)
+        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=feedforward.grouped_experts)
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops
@@ -55,7 +57,8 @@ class Cpu:
             self._weights = self.kernels.pack(weights, self.dtype)
         else:
             self._weights = {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
-        self.kv = [torch.zeros(shape, dtype=self.kv_dtype) for shape in kv]
+        zeros = torch.zeros if self.kernels is None else self.kernels.zeros
+        self.kv = [zeros(shape, dtype=self.kv_dtype) for shape in kv]
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled, but oneDNN builds a kernel for each number of new tokens, and the allocator grows: meet them all now."""
@@ -158,7 +161,7 @@ def linear(w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
     weight = w[name + ".w"]
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, w.get(name + ".b"), "none", [], "")
-    return plain.PLAIN.linear(w, name, x)
+    return int8.linear(w, name, x)
 
 
 def write_kv(kv: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
@@ -168,17 +171,19 @@ def write_kv(kv: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) 
     if positions.shape[1] == 1 and rows.shape[0] > 1:
         kv[:, rows, :, positions[:, 0]] = torch.stack((k[:, 0], v[:, 0]), 1)  # B 2 K D: the indexed dims come first
         return None
-    for i, (row, start, count) in enumerate(
-        zip(rows.tolist(), positions[:, 0].tolist(), _true_counts(positions, kv.shape[3] - 1), strict=True)
-    ):
+    runs = _runs(positions, kv.shape[3] - 1)
+    if runs is None:
+        return plain.write_kv(kv, rows, positions, k, v)
+    for i, (row, (start, count)) in enumerate(zip(rows.tolist(), runs, strict=True)):
         kv[0, row, :, start : start + count] = k[i, :count].transpose(0, 1)
         kv[1, row, :, start : start + count] = v[i, :count].transpose(0, 1)
 
 
-def _true_counts(positions: Tensor, scratch_column: int) -> list[int]:
-    """New tokens of each row that are not padding; true positions are consecutive."""
+def _runs(positions: Tensor, scratch_column: int) -> list[tuple[int, int]] | None:
+    """(first position, count) of every row's true tokens; None where a row's are not consecutive (flash decoding)."""
     counts: list[int] = (positions != scratch_column).sum(1).tolist()
-    return counts
+    runs = [(at[0], n) for at, n in zip(positions.tolist(), counts, strict=True) if at[:n] == list(range(at[0], at[0] + n))]
+    return runs if len(runs) == len(counts) else None
 
 
 def attend(q: Tensor, kv: Tensor, rows: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:

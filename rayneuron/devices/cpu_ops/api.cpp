@@ -61,7 +61,7 @@ void rn_best(Pool* pool, const Matrix* w, const void* x, int x_kind, int rows, i
     static thread_local std::vector<int32_t> index;
     Matrix head = *w;
     head.n = std::min(count, w->n);
-    const int pieces = best_pieces(head);
+    const int pieces = best_pieces(head, rows, pool->threads());
     best.resize((size_t)pieces * rows), index.resize((size_t)pieces * rows);
     matmul(*pool, head, encoded(*pool, *w, x, (Kind)x_kind, rows, room), rows, {BEST, NONE, F32, nullptr, 0, best.data(), index.data()});
     for (int i = 0; i < rows; i++) {

@@ -112,8 +112,26 @@ float soften(const Attention& a, float slope, float* scores, int start, int from
     return shrink;
 }
 
-// Tokens [t0, t1) of one span and all query heads of KV head g.
-void piece(const Attention& a, const Span& span, int g, int t0, int t1) {
+// Tokens [from, to) of one span and all query heads of one KV head.
+struct Piece {
+    int span, head, from, to;
+};
+
+// The first position any of these tokens sees, rounded down to a tile.
+int first_tile(const Attention& a, const Span& span, const Piece& p) {
+    int begin = a.length;
+    for (int t = p.from; t < p.to; t++) begin = std::min(begin, a.window ? std::max(0, a.positions[span.first + t] - a.window + 1) : 0);
+    return begin / TILE * TILE;
+}
+
+const char* keys_of(const Attention& a, const Span& span, int head) {
+    return a.kv + ((size_t)span.row * a.kv_heads + head) * a.length * a.size * (a.kind == F32 ? 4 : 2);
+}
+
+// `next`: the piece this thread does after this one, whose first tile is fetched while the last one of this is computed.
+void attend_piece(const Attention& a, const Span* spans, const Piece& p, const Piece* next) {
+    const Span& span = spans[p.span];
+    const int g = p.head, t0 = p.from, t1 = p.to;
     const Sizes z(a.kind, a.size);
     const int group = a.heads / a.kv_heads, queries = (t1 - t0) * group;
     const size_t tile_bytes = (size_t)TILE * z.width * z.bytes, score_bytes = (size_t)queries * TILE * 4;
@@ -139,22 +157,19 @@ void piece(const Attention& a, const Span& span, int g, int t0, int t1) {
     std::fill_n(acc, (size_t)queries * (z.width + LANES), 0.0f);
     std::fill_n(most, queries, LOW);
 
-    int begin = a.length, end = 0;  // what any of these tokens sees
-    for (int t = t0; t < t1; t++) {
-        begin = std::min(begin, a.window ? std::max(0, at[t] - a.window + 1) : 0);
-        end = std::max(end, at[t] + 1);
-    }
-    const size_t head_bytes = (size_t)a.length * a.size * z.bytes;
-    const char* k = a.kv + ((size_t)span.row * a.kv_heads + g) * head_bytes;
-    const char* v = k + (size_t)a.rows * a.kv_heads * head_bytes;
-    for (int start = begin / TILE * TILE; start < end; start += TILE) {
+    int end = 0;
+    for (int t = t0; t < t1; t++) end = std::max(end, at[t] + 1);
+    const size_t position_bytes = (size_t)a.size * z.bytes, half = (size_t)a.rows * a.kv_heads * a.length * position_bytes;
+    const char *k = keys_of(a, span, g), *after = nullptr;
+    if (next) after = keys_of(a, spans[next->span], next->head) + first_tile(a, spans[next->span], *next) * position_bytes;
+    for (int start = first_tile(a, span, p); start < end; start += TILE) {
         const int count = std::min(TILE, end - start);
-        const size_t skip = (size_t)start * a.size * z.bytes;
+        const char *here = k + start * position_bytes, *coming = start + TILE < end ? here + TILE * position_bytes : after;
         const int panels = (count + LANES - 1) / LANES;
         const bool inside = z.size == z.width && start + panels * LANES <= a.length;  // what is read beyond `end` is masked
-        const char* rows = inside ? k + skip : padded(k + skip, count, z, copy);
+        const char* rows = inside ? here : padded(here, count, z, copy);
         for (int p = 0; p < panels; p++) columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)p * LANES * z.steps);
-        multiply(a.kind, keys, (size_t)z.steps * 64, panels, q, (size_t)z.steps * 4, queries, z.steps, scores, TILE, false);
+        multiply(a.kind, keys, (size_t)z.steps * 64, panels, q, (size_t)z.steps * 4, queries, z.steps, scores, TILE, false, coming);
         for (int t = t0, r = 0; t < t1; t++)
             for (int j = 0; j < group; j++, r++) {
                 const int from = a.window ? at[t] - a.window + 1 - start : 0, to = std::min(at[t] + 1 - start, TILE);
@@ -164,9 +179,10 @@ void piece(const Attention& a, const Span& span, int g, int t0, int t1) {
                 if (shrink != 1.0f)
                     for (int i = 0; i < z.width; i += LANES) store(acc + (size_t)r * z.width + i, mul(load(acc + (size_t)r * z.width + i), set1(shrink)));
             }
-        pack_values(a.kind, z.size == z.width ? v + skip : padded(v + skip, count, z, copy), count, z, values);
+        pack_values(a.kind, z.size == z.width ? here + half : padded(here + half, count, z, copy), count, z, values);
         const int steps = (count * z.bytes + 3) / 4;
-        multiply(a.kind, values, (size_t)TILE * z.bytes * LANES, z.panels, weights, (size_t)TILE * z.bytes, queries, steps, acc, z.width, true);
+        multiply(a.kind, values, (size_t)TILE * z.bytes * LANES, z.panels, weights, (size_t)TILE * z.bytes, queries, steps, acc, z.width, true,
+                 coming ? coming + half : nullptr);
     }
     for (int t = t0, r = 0; t < t1; t++)
         for (int j = 0; j < group; j++, r++) {
@@ -189,9 +205,6 @@ void piece(const Attention& a, const Span& span, int g, int t0, int t1) {
 }  // namespace
 
 void attend(Pool& pool, const Attention& a, const Span* spans, int count) {
-    struct Piece {
-        int span, head, from, to;
-    };
     static thread_local std::vector<Piece> pieces;
     pieces.clear();
     const int tokens = std::max(1, MOST_QUERIES / (a.heads / a.kv_heads));
@@ -199,7 +212,11 @@ void attend(Pool& pool, const Attention& a, const Span* spans, int count) {
         for (int t = (spans[s].count - 1) / tokens * tokens; t >= 0; t -= tokens)  // the longest first
             for (int g = 0; g < a.kv_heads; g++) pieces.push_back({s, g, t, std::min(spans[s].count, t + tokens)});
     const Piece* all = pieces.data();
-    pool.run((int)pieces.size(), [&, all](int i) { piece(a, spans[all[i].span], all[i].head, all[i].from, all[i].to); });
+    const int n = (int)pieces.size(), by = std::max(1, n / (pool.threads() * 8));
+    pool.run((n + by - 1) / by, [&, all](int i) {
+        const int last = std::min(n, (i + 1) * by);
+        for (int p = i * by; p < last; p++) attend_piece(a, spans, all[p], p + 1 < last ? all + p + 1 : nullptr);
+    });
 }
 
 }  // namespace rn

@@ -8,12 +8,13 @@ namespace {
 
 #ifdef RN_AVX512
 constexpr int MOST_ROWS = 12;
-constexpr int widest(int rows) { return rows <= 2 ? 8 : rows <= 6 ? 4 : 2; }
+constexpr int widest(int rows) { return rows <= 6 ? 4 : 2; }
 #else
 constexpr int MOST_ROWS = 5;
 constexpr int widest(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
-constexpr int AHEAD = 2048;  // bytes of a panel asked for early; the tiles of few rows wait for memory
+constexpr int MOST_WIDE = 64;    // panels of finished values kept before they are used
+constexpr size_t AHEAD = 4096;  // bytes of a panel asked for early
 
 template <int KIND> struct Acc { using T = V; };
 #ifdef __AVX512VNNI__
@@ -31,7 +32,7 @@ template <int KIND> static inline typename Acc<KIND>::T step(typename Acc<KIND>:
 }
 
 template <int KIND, int M, int N>
-__attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more) {
+__attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
     using A = typename Acc<KIND>::T;
     A acc[M][N];
 #pragma GCC unroll 16
@@ -49,7 +50,7 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
             const char* at = w + n * panel + (size_t)s * 64;
-            if (M <= 6) _mm_prefetch(at + AHEAD, _MM_HINT_T0);
+            _mm_prefetch(at + ahead, _MM_HINT_T0);
             ww[n] = dload(at);
         }
 #pragma GCC unroll 16
@@ -68,17 +69,17 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
 }
 
 template <int KIND, int M>
-void strip(const char* w, size_t panel, int panels, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more) {
+void strip(const char* w, size_t panel, int panels, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
     constexpr int N = widest(M);
     int p = 0;
-    for (; p + N <= panels; p += N) tile<KIND, M, N>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more);
+    for (; p + N <= panels; p += N) tile<KIND, M, N>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more, ahead);
     if constexpr (N > 2)
-        for (; p + 2 <= panels; p += 2) tile<KIND, M, 2>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more);
+        for (; p + 2 <= panels; p += 2) tile<KIND, M, 2>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more, ahead);
     if constexpr (N > 1)
-        for (; p < panels; p++) tile<KIND, M, 1>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more);
+        for (; p < panels; p++) tile<KIND, M, 1>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more, ahead);
 }
 
-using Strip = void (*)(const char*, size_t, int, const char*, size_t, int, float*, size_t, bool);
+using Strip = void (*)(const char*, size_t, int, const char*, size_t, int, float*, size_t, bool, size_t);
 
 template <int KIND> Strip strip_of(int rows) {
     static constexpr Strip all[] = {
@@ -140,12 +141,12 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
     }
 }
 
-// Panels of one piece of work: enough that claiming costs nothing, few enough that the last piece ends soon. Even, for gated pairs.
-int piece_panels(const Matrix& w, int rows) {
-    const size_t bytes = 160 << 10;
-    int most = std::max<size_t>(1, bytes / w.panel_bytes());
-    if (rows > 32) most = 4;
-    return std::max(2, most / 2 * 2 >= 8 ? most / 8 * 8 : most / 2 * 2);
+// Panels of one piece of work: so many pieces that no thread waits long for the last, so few that claiming them costs nothing. Even, for
+// gated pairs.
+int piece_panels(const Matrix& w, int rows, int threads) {
+    if (rows > MOST_ROWS) return 2;
+    const int by_bytes = (int)((160 << 10) / w.panel_bytes()), by_share = w.panels / (threads * 6);
+    return std::max(2, std::min({by_bytes, by_share, MOST_WIDE}) / 2 * 2);
 }
 
 }  // namespace
@@ -172,31 +173,35 @@ V activate(Act act, V x) {
     }
 }
 
-void multiply(Kind kind, const char* w, size_t panel, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more) {
+void multiply(Kind kind, const char* w, size_t panel, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more,
+              const char* next) {
     const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const size_t ahead = next ? (size_t)next - (size_t)w : 0;
     for (int b = 0, m = 0; b < blocks; b++) {
         const int count = (rows - m + blocks - b - 1) / (blocks - b);
-        strip_of(kind, count)(w, panel, panels, x + m * stride, stride, steps, out + m * ldo, ldo, more);
+        strip_of(kind, count)(w, panel, panels, x + m * stride, stride, steps, out + m * ldo, ldo, more, b ? 0 : ahead);
         m += count;
     }
 }
 
-int best_pieces(const Matrix& w) { return (w.panels + piece_panels(w, 1) - 1) / piece_panels(w, 1); }
+int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + piece_panels(w, rows, threads) - 1) / piece_panels(w, rows, threads); }
 
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
-    const int wide = piece_panels(w, out.finish == BEST ? 1 : rows), pieces = (w.panels + wide - 1) / wide;
+    const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
+    const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int group = blocks == 1 ? MOST_WIDE : 2;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
-        constexpr int MOST_WIDE = 64;
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
         const int from = piece * wide, to = std::min(w.panels, from + wide);
         if (out.finish == BEST) std::fill_n(out.index + (size_t)piece * rows, rows, -1);
-        for (int p = from; p < to; p += MOST_WIDE) {
-            const int panels = std::min(MOST_WIDE, to - p);
-            const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (int p = from; p < to; p += group) {
+            const int panels = std::min(group, to - p);
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
-                multiply((Kind)w.kind, w.data + p * w.panel_bytes(), w.panel_bytes(), panels, x.rows + m * x.stride, x.stride, count, w.steps, acc,
-                         panels * LANES, false);
+                // The last rows to meet these panels fetch the next ones, so that memory never rests.
+                const size_t ahead = blocks == 1 ? AHEAD : b == blocks - 1 ? group * w.panel_bytes() : 0;
+                strip_of((Kind)w.kind, count)(w.data + p * w.panel_bytes(), w.panel_bytes(), panels, x.rows + m * x.stride, x.stride, w.steps, acc,
+                                              panels * LANES, false, ahead);
                 for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, panels, acc + i * panels * LANES, piece * rows + m + i);
                 m += count;
             }

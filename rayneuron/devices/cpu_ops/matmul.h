@@ -46,10 +46,12 @@ struct Output {
 
 V activate(Act act, V x);
 
-// out[m][panel * 16 + lane] (+)= rows x panels; out has ldo floats a row (ints for S8).
-void multiply(Kind kind, const char* w, size_t panel_bytes, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more);
+// out[m][panel * 16 + lane] (+)= rows x panels; out has ldo floats a row (ints for S8). `next`: memory of the panels' size that is read
+// after this, fetched meanwhile; null: nothing.
+void multiply(Kind kind, const char* w, size_t panel_bytes, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more,
+              const char* next);
 
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out);
-int best_pieces(const Matrix& w);
+int best_pieces(const Matrix& w, int rows, int threads);
 
 }  // namespace rn

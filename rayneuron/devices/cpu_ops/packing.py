@@ -6,6 +6,7 @@ N outputs, K inputs. A panel is 16 outputs; it holds, step by step along K, one 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class Arena:
         part = self._block[self._used : self._used + count_bytes]
         self._used += -(-count_bytes // 64) * 64
         return part
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed tensor in huge pages; what is not touched costs no memory."""
+    return _huge(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _huge(count_bytes: int) -> Tensor:

@@ -107,12 +107,12 @@ class Stack:
     def _between_ranks(self, comm: Collectives, x: Tensor) -> None:
         """Halves of layers, each followed by the sum over ranks of [true tokens, E] in float32."""
         tokens = self._run(0, 0, BEGIN)
-        own = torch.empty(tokens, x.shape[-1])
         halves = [(ATTENTION, JOIN_ATTENTION), (FEED, JOIN_FEED)]
         if self._arch.parallel:
             halves = [(ATTENTION | FEED, JOIN_ATTENTION | JOIN_FEED)]
         for i in range(self._layers if tokens else 0):
             for part, join in halves:
+                own = torch.empty(tokens, x.shape[-1])  # a new one each time: another rank may still be reading the last
                 self._call.summand = own.data_ptr()
                 self._run(i, i + 1, part)
                 total = comm.reduce(own).contiguous()
