@@ -130,6 +130,9 @@ class Deployment(_Section):
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
     threads: int | None = Field(None, ge=1, description="CPU threads of one rank; default: this rank's share of the cores.")
     fused_qkv: bool = True
+    group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
+    shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
+    capacity_factor: float | None = Field(None, gt=0, description="Experts take at most this share of tokens; default: no token dropped.")
     seed: int | None = Field(None, description="Seed of requests that bring none; default: from the system.")
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
@@ -137,6 +140,11 @@ class Deployment(_Section):
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
     serving: Serving = Serving.model_construct()
+
+    def model_options(self) -> dict[str, Any]:
+        """What `models.check` is told besides degree and length."""
+        names = ("dtype", "quantization", "kv_dtype", "group_query_attention", "shard_over_sequence", "capacity_factor")
+        return {name: getattr(self, name) for name in names}
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -71,10 +71,11 @@ def open_engine(
         path = resolve(config.model.path)
         raw = hub.read_config(path)
         length = model_length(config, raw)
-        arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, dtype=config.dtype, quantization=config.quantization)
+        arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, **config.model_options())
         dtype = compute_dtype(config.dtype, raw)
         capacity = capacity_of(config, length)
         partition(arch.layers, config.pipeline_parallel)
+        log.info("a rank will hold %s", _estimate(config, raw, arch, dtype, capacity))
     runner: Runner | Group
     if len(layout.workers) > 1 or config.instance is not None:
         from rayneuron.parallel.group import Group
@@ -83,7 +84,8 @@ def open_engine(
         runner = Group(config, layout, arch, capacity, kind, path, processes=processes, on_lost=on_lost).start()
     else:
         made = ahead(config, length)
-        device = devices.open(config.device, ahead=made, dtype=dtype, threads=config.threads or settings.threads())
+        threads = config.threads or settings.threads()
+        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads)
         runner = Runner(arch, device, capacity, getattr(device, "comm", None))
     try:
         with _timed(seconds, "tokenizer"):  # while the group's other processes start
@@ -177,26 +179,46 @@ def rank_weights(
     config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress, made: Ahead
 ) -> dict[str, Any]:
     """Weights of the ranks this process drives: those of the first, and under "ranks" all of them where there are several."""
-    from rayneuron import models
-    from rayneuron.models import hub, weights
+    from rayneuron.models import presharded
 
-    checkpoint = hub.Checkpoint(path, allow_pickle=config.model.allow_pickle)
     local = range(made.start_rank, made.start_rank + (made.local_ranks or made.ranks))
     loaded = [
-        weights.load(
+        presharded.open_weights(
+            path,
+            raw,
             arch,
-            models.family(raw),
-            checkpoint,
             dtype=dtype,
             rank=rank,
             ranks=made.ranks,
             fused=config.fused_qkv,
             quantization=config.quantization,
+            allow_pickle=config.model.allow_pickle,
             progress=lambda done, total, i=i: report("weights", i * total + done, total * len(local)),  # type: ignore[misc]
         )
         for i, rank in enumerate(local)
     ]
     return loaded[0] if len(loaded) == 1 else {**loaded[0], "ranks": loaded}
+
+
+def _estimate(config: Deployment, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, capacity: Any) -> str:
+    """The memory of the largest rank, by arithmetic, before anything is read."""
+    from rayneuron import models
+    from rayneuron.models import memory, quantization
+
+    how = quantization.parse(config.quantization) if config.quantization else quantization.stored(raw)
+    return str(
+        memory.estimate(
+            arch,
+            models.family(raw),
+            dtype=dtype,
+            ranks=config.tensor_parallel,
+            rows=capacity.rows + 1,
+            length=capacity.length + 1,
+            kv_dtype=models.kv_type(config.kv_dtype),
+            quantization=how,
+            stages=config.pipeline_parallel,
+        )
+    )
 
 
 @contextmanager

@@ -73,12 +73,12 @@ def _repeats(ids: Ids[int], size: int) -> set[int]:
 
 def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     """Log-probability of `token` under a row [V] of unedited logits, its rank, and the `count` likeliest."""
-    return _describe(logits.float().log_softmax(-1)[None], [token], count)[0]
+    return _describe(logits.double().log_softmax(-1)[None], [token], count)[0]
 
 
 def prompt_logprobs(logits: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
     """The same for positions [T, V]: row i predicts tokens[i]."""
-    return _describe(logits.float().log_softmax(-1), tokens, count)
+    return _describe(logits.double().log_softmax(-1), tokens, count)
 
 
 def _describe(logp: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:

@@ -6,13 +6,16 @@ import difflib
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import feedforward, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import Config
 from rayneuron.models.quantization import check_stored, parse, parse_kv
+
+if TYPE_CHECKING:
+    import torch
 
 FAMILIES = {
     "bloom": "bloom",
@@ -46,6 +49,11 @@ def family(config: dict[str, Any]) -> ModuleType:
 def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a missing key."""
     return family(config).arch(Config(config), max_model_len)
+
+
+def kv_type(name: str | None) -> torch.dtype | None:
+    """The dtype of `kv_dtype`; None where KV has the compute dtype. Raises ConfigError."""
+    return None if name is None else parse_kv(name)
 
 
 def position_limit(arch: Arch) -> int | None:

@@ -91,7 +91,7 @@ class Rank:
         """Read this rank's share of the weights. Raises CheckpointError."""
         from rayneuron import devices, models
         from rayneuron.engine.runner import Runner
-        from rayneuron.models import hub, weights
+        from rayneuron.models import hub, presharded
         from rayneuron.parallel.pipeline import Stage, stage_step
 
         begin, config = self._begin, self._config
@@ -99,19 +99,17 @@ class Rank:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} is not on this node; every node of a group needs the model under the same path")
         raw = hub.read_config(path)
-        arch = models.check(
-            raw, tp=begin.ranks, max_model_len=begin.capacity.length, dtype=config.dtype, quantization=config.quantization
-        )  # fmt: skip
+        arch = models.check(raw, tp=begin.ranks, max_model_len=begin.capacity.length, **config.model_options())
         dtype = _dtype(begin.dtype)
         stage = Stage(
             dtype, self._before.receive if self._before else None, self._after.send if self._after else None, config.sequence_parallel
         )  # fmt: skip
-        device = devices.open(config.device, dtype=dtype, threads=begin.threads, comm=self._comm)
+        kv_dtype = models.kv_type(config.kv_dtype)
+        device = devices.open(config.device, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
         self.runner = Runner(arch, device, begin.capacity, self._comm, partial(stage_step, arch, stage))
-        checkpoint = hub.Checkpoint(path, allow_pickle=config.model.allow_pickle)
-        loaded = weights.load(
-            arch, models.family(raw), checkpoint, dtype=dtype, rank=begin.rank, ranks=begin.ranks, fused=config.fused_qkv,
-            stage=begin.stage, stages=begin.stages, quantization=config.quantization, progress=progress,
+        loaded = presharded.open_weights(
+            path, raw, arch, dtype=dtype, rank=begin.rank, ranks=begin.ranks, fused=config.fused_qkv, stage=begin.stage,
+            stages=begin.stages, quantization=config.quantization, allow_pickle=config.model.allow_pickle, progress=progress,
         )  # fmt: skip
         self.runner.load(loaded)
 
