@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayneuron.devices.base import Collectives
 from rayneuron.devices.cpu_ops import library
-from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, Arena, MatrixFields, Packed, pack, zeros
+from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, Arena, MatrixFields, Packed, pack, pack_experts, zeros
 from rayneuron.devices.cpu_ops.stack import Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
@@ -41,11 +41,12 @@ class Kernels:
         self.int8 = bool(found.rn_features() & library.INT8)
         self.ops = replace(base, linear=self.linear, norm=self.norm, layers=self.layers, greedy=self.greedy)
         self._base = base
+        self._arena = Arena()
         self._stacks: dict[int, Stack | None] = {}
 
     def pack(self, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         """The weights of one rank, packed layer by layer."""
-        arena = Arena()
+        arena = self._arena
         layers = [pack(w, arena, dtype, self.int8) for w in weights["layers"]]
         return {**weights, "top": pack(weights["top"], arena, dtype, self.int8), "layers": layers}
 
@@ -120,6 +121,8 @@ class Kernels:
         key = id(weights["layers"])
         if key not in self._stacks:
             usable = refused(arch, weights["layers"], kv) is None
+            for w in weights["layers"] if usable else ():
+                pack_experts(w, self._arena, kv[0].dtype, self.int8)
             self._stacks[key] = Stack(self.found, self.team, arch, comm, weights, kv) if usable else None
         return self._stacks[key]
 

@@ -84,6 +84,18 @@ def pack(w: Mapping[str, Any], arena: Arena, dtype: torch.dtype, int8: bool) -> 
     return {n: packed(w, n[:-2], arena, dtype, int8) if packable(n, t, dtype) else t for n, t in w.items()}
 
 
+def pack_experts(w: dict[str, Any], arena: Arena, dtype: torch.dtype, int8: bool) -> None:
+    """The stacked weights of experts [X,N,K] in `w`, each packed alone: a list takes their place."""
+    for name in ("experts.gate_up", "experts.down"):
+        if f"{name}.w" in w:
+            scales = w.get(f"{name}.scale", [None] * len(w[f"{name}.w"]))
+            short = name.removeprefix("experts.")
+            w[f"{name}.w"] = [
+                packed({f"{short}.w": each, f"{short}.scale": scale}, short, arena, dtype, int8)
+                for each, scale in zip(w[f"{name}.w"], scales, strict=True)
+            ]
+
+
 def packable(name: str, t: object, dtype: torch.dtype) -> bool:
     """Weights of products, where they are computed in fp32 or bf16."""
     product = name.endswith(".w") and name not in LOOKED_UP

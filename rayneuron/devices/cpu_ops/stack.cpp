@@ -42,7 +42,7 @@ class Stack {
     std::vector<Span> spans_;
     std::vector<int32_t> where_, position_;  // of every true token: its place in the batch, its position
     int tokens_ = 0;
-    Room x_, h_, qkv_, mixed_, inner_, fed_room_;
+    Room x_, h_, qkv_, mixed_, inner_, fed_room_, gathered_;
     float* x() { return x_.floats((size_t)tokens_ * m_.hidden); }
 
     int qkv_width() const { return (m_.heads + 2 * m_.kv_heads) * m_.head_dim; }
@@ -82,10 +82,10 @@ class Stack {
     }
 
     // Rows of floats -> what `w` reads, normed on the way where asked.
-    Input encode(const float* from, int n, const Matrix& w, const Norm* norm, Room& room) {
-        float* scale = room.floats((size_t)tokens_ * (w.steps + 1) + LANES);
-        char* to = (char*)(scale + (tokens_ + LANES - 1) / LANES * LANES);
-        each(tokens_, [&](int i) {
+    Input encode(const float* from, int rows, int n, const Matrix& w, const Norm* norm, Room& room) {
+        float* scale = room.floats((size_t)rows * (w.steps + 1) + LANES);
+        char* to = (char*)(scale + (rows + LANES - 1) / LANES * LANES);
+        each(rows, [&](int i) {
             const float* row = from + (size_t)i * n;
             if (!norm) return encode_row(row, n, (Kind)w.kind, w.steps, to + i * w.row_bytes(), scale + i);
             thread_local std::vector<float> normed;
@@ -135,7 +135,7 @@ class Stack {
     void attention(const Layer& w, const Call& c) {
         float* qkv = qkv_.floats((size_t)tokens_ * qkv_width());
         const Norm* norm = m_.post_norm ? nullptr : &w.ln1;
-        const Input in = encode(x(), m_.hidden, w.qkv, norm, h_);
+        const Input in = encode(x(), tokens_, m_.hidden, w.qkv, norm, h_);
         if (m_.parallel) enter_feed(w);  // before the residual changes
         matmul(pool_, w.qkv, in, tokens_, {STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr});
         place(w, qkv);
@@ -146,26 +146,78 @@ class Stack {
         attend(pool_, {qkv, (size_t)qkv_width(), w.kv, m_.slopes, position_.data(), (char*)mixed, (size_t)width * (direct ? 2 : 4), (Kind)m_.kind, kind,
                        m_.kv_rows, m_.kv_heads, m_.kv_length, m_.head_dim, m_.heads, w.window, m_.scale},
                spans_.data(), (int)spans_.size());
-        const Input out = direct ? Input{(const char*)mixed, (size_t)width * 2, nullptr} : encode(mixed, width, w.o, nullptr, h_);
+        const Input out = direct ? Input{(const char*)mixed, (size_t)width * 2, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
         matmul(pool_, w.o, out, tokens_, onto(c));
         if (m_.post_norm && !c.summand) norm_rows(w.ln1);
     }
 
     Input fed_{};
     void enter_feed(const Layer& w) {
-        fed_ = encode(x(), m_.hidden, w.up, m_.post_norm ? nullptr : w.second ? &w.ln2 : &w.ln1, fed_room_);
+        fed_ = encode(x(), tokens_, m_.hidden, w.up, m_.post_norm ? nullptr : w.second ? &w.ln2 : &w.ln1, fed_room_);
     }
 
     void feed(const Layer& w, const Call& c) {
         if (!m_.parallel) enter_feed(w);
+        if (w.expert_up) return mixture(w, c);
         const int width = m_.inner;
         const bool direct = w.down.kind == BF16 && w.down.steps * 2 == width;
         float* inner = inner_.floats((size_t)tokens_ * width);
         matmul(pool_, w.up, fed_, tokens_, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, (size_t)width * (direct ? 2 : 4), nullptr, nullptr});
-        const Input in = direct ? Input{(const char*)inner, (size_t)width * 2, nullptr} : encode(inner, width, w.down, nullptr, h_);
+        const Input in = direct ? Input{(const char*)inner, (size_t)width * 2, nullptr} : encode(inner, tokens_, width, w.down, nullptr, h_);
         matmul(pool_, w.down, in, tokens_, onto(c, true));
         if (m_.post_norm && !c.summand) norm_rows(w.ln2);
     }
+
+    // Every expert on exactly the tokens that chose it; a token's shares are added in the order of its experts.
+    void mixture(const Layer& w, const Call& c) {
+        const int k = m_.top_k, e = m_.hidden;
+        float* scores = inner_.floats((size_t)tokens_ * m_.experts);
+        matmul(pool_, w.up, fed_, tokens_, {STORE, NONE, F32, (char*)scores, (size_t)m_.experts * 4, nullptr, nullptr});
+        which_.resize((size_t)tokens_ * k), share_.resize((size_t)tokens_ * k);
+        for (int i = 0; i < tokens_; i++) choose(scores + (size_t)i * m_.experts, m_.experts, k, m_.renormalise, &which_[(size_t)i * k], &share_[(size_t)i * k]);
+        const Norm* norm = m_.post_norm ? nullptr : w.second ? &w.ln2 : &w.ln1;
+        const Input all = w.expert_up->kind == w.up.kind ? fed_ : encode(x(), tokens_, e, *w.expert_up, norm, fed_room_);
+        float* total = mixed_.floats((size_t)tokens_ * e);
+        memset(total, 0, (size_t)tokens_ * e * 4);
+        for (int expert = 0; expert < m_.experts; expert++) {
+            chosen_.clear(), chosen_share_.clear();
+            for (int j = 0; j < tokens_ * k; j++)
+                if (which_[j] == expert) chosen_.push_back(j / k), chosen_share_.push_back(share_[j]);
+            if (!chosen_.empty()) one_expert(w.expert_up[expert], w.expert_down[expert], all, total);
+        }
+        const bool add = !c.summand || m_.parallel;
+        float* to = c.summand ? c.summand : x();
+        each(tokens_, [&](int i) {
+            for (int j = 0; j < e; j += LANES) {
+                const size_t at = (size_t)i * e + j;
+                V v = load_n(total + at, e - j);
+                store_n(to + at, add ? rn::add(load_n(to + at, e - j), v) : v, e - j);
+            }
+        });
+        if (m_.post_norm && !c.summand) norm_rows(w.ln2);
+    }
+
+    void one_expert(const Matrix& up, const Matrix& down, const Input& all, float* total) {
+        const int n = (int)chosen_.size(), e = m_.hidden, width = down.k;
+        float* scale = gathered_.floats((size_t)n * (up.steps + 1) + LANES);
+        char* rows = (char*)(scale + (n + LANES - 1) / LANES * LANES);
+        for (int i = 0; i < n; i++) {
+            memcpy(rows + i * up.row_bytes(), all.rows + chosen_[i] * all.stride, up.row_bytes());
+            scale[i] = all.scale[chosen_[i]];
+        }
+        float* inner = inner_.floats((size_t)n * width);
+        matmul(pool_, up, {rows, up.row_bytes(), scale}, n, {ACT, (Act)m_.act, F32, (char*)inner, (size_t)width * 4, nullptr, nullptr});
+        const Input in = encode(inner, n, width, down, nullptr, h_);
+        float* out = qkv_.floats((size_t)n * e);
+        matmul(pool_, down, in, n, {STORE, NONE, F32, (char*)out, (size_t)e * 4, nullptr, nullptr});
+        each(n, [&](int i) {
+            float* to = total + (size_t)chosen_[i] * e;
+            const V share = set1(chosen_share_[i]);
+            for (int j = 0; j < e; j += LANES) store_n(to + j, fma(load_n(out + (size_t)i * e + j, e - j), share, load_n(to + j, e - j)), e - j);
+        });
+    }
+    std::vector<int32_t> which_, chosen_;
+    std::vector<float> share_, chosen_share_;
 
     // The ranks' sum (once a sum) and a bias into the residual.
     void join(const Call& c, const float* bias, const Norm& norm, bool sum) {
@@ -184,6 +236,20 @@ class Stack {
         if (m_.post_norm) norm_rows(norm);
     }
 };
+
+void choose(const float* scores, int experts, int k, bool renormalise, int32_t* which, float* share) {
+    float most = scores[0], total = 0, kept = 0;
+    for (int e = 1; e < experts; e++) most = std::max(most, scores[e]);
+    for (int e = 0; e < experts; e++) total += expf(scores[e] - most);
+    for (int i = 0; i < k; i++) {
+        int best = -1;
+        for (int e = 0; e < experts; e++)
+            if (std::find(which, which + i, e) == which + i && (best < 0 || scores[e] > scores[best])) best = e;
+        which[i] = best, share[i] = expf(scores[best] - most) / total;
+        kept += share[i];
+    }
+    for (int i = 0; i < k && renormalise; i++) share[i] /= kept;
+}
 
 Stack* open_stack(Pool& pool, const Model& model) { return new Stack(pool, model); }
 void close_stack(Stack* stack) { delete stack; }

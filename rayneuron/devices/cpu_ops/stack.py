@@ -35,7 +35,7 @@ class LayerFields(ctypes.Structure):
     _fields_ = [
         *((name, MatrixFields) for name in ("qkv", "o", "up", "down")),
         *((name, NormFields) for name in NORMS),
-        *((name, _P) for name in ("o_bias", "down_bias", "kv")),
+        *((name, _P) for name in ("expert_up", "expert_down", "o_bias", "down_bias", "kv")),
         *((name, _I) for name in ("window", "second")),
     ]
 
@@ -47,6 +47,7 @@ class ModelFields(ctypes.Structure):
         *((name, _P) for name in ("layer", "cos", "sin", "slopes")),
         *((name, _I) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "half", "pairs")),
         *((name, _I) for name in ("norm", "post_norm", "parallel", "gated", "act", "qk_norm", "kind", "kv_rows", "kv_length")),
+        *((name, _I) for name in ("experts", "top_k", "renormalise")),
         *((name, _F) for name in ("eps", "clip", "scale")),
     ]
 
@@ -59,11 +60,13 @@ class CallFields(ctypes.Structure):
 
 def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Sequence[Tensor]) -> str | None:
     """Why these layers cannot run as a stack; None where they can."""
-    needed = ("qkv.w", "o.w", "down.w", "gate_up.w" if arch.gated else "up.w")
+    dense = ("down.w", "gate_up.w" if arch.gated else "up.w")
     for w in layers:
-        for name in needed:
+        for name in ("qkv.w", "o.w", *(("router.w",) if "router.w" in w else dense)):
             if not isinstance(w.get(name), Packed):
                 return f"{name} is not one packed product"
+    if arch.experts and (arch.capacity_factor is not None or not arch.gated or arch.parallel):
+        return "experts drop tokens, have no gate, or read what attention reads"
     if arch.sequence_shards > 1:
         return "KV is split by position"
     if not kv or kv[0].dtype not in (torch.float32, torch.bfloat16):
@@ -130,7 +133,7 @@ class Stack:
                 for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True))
             )
         )
-        down = weights["layers"][0]["down.w"].fields if self._layers else MatrixFields()
+        inner = next((w["down.w"].fields.k for w in weights["layers"] if "down.w" in w), 0)
         model = ModelFields(
             layer=ctypes.addressof(layers),
             layers=self._layers,
@@ -138,7 +141,7 @@ class Stack:
             heads=plan.q_heads,
             kv_heads=plan.kv_heads,
             head_dim=arch.head_dim,
-            inner=down.k,
+            inner=inner,
             half=arch.rope.dim // 2 if arch.position == "rope" else 0,
             pairs=arch.rope.pairs,
             norm=arch.norm == "layer",
@@ -147,6 +150,9 @@ class Stack:
             gated=arch.gated,
             act=ACTS[arch.act],
             qk_norm=arch.qk_norm,
+            experts=arch.experts,
+            top_k=arch.top_k,
+            renormalise=arch.renormalise,
             kind=F32 if kv[0].dtype == torch.float32 else BF16,
             kv_rows=kv[0].shape[1],
             kv_length=kv[0].shape[3],
@@ -164,16 +170,13 @@ class Stack:
         return model
 
     def _layer(self, w: Mapping[str, Any], kv: Tensor, window: int, ranks: int) -> LayerFields:
-        up = w["gate_up.w"] if self._arch.gated else w["up.w"]
-        made = LayerFields(
-            w["qkv.w"].fields,
-            w["o.w"].fields,
-            up.fields,
-            w["down.w"].fields,
-            kv=kv.data_ptr(),
-            window=window,
-            second=not self._arch.parallel or "ln2.w" in w,
-        )
+        up = w["router.w"] if "router.w" in w else w["gate_up.w"] if self._arch.gated else w["up.w"]
+        made = LayerFields(w["qkv.w"].fields, w["o.w"].fields, up.fields, kv=kv.data_ptr(), window=window)
+        made.second = not self._arch.parallel or "ln2.w" in w
+        if "router.w" in w:
+            made.expert_up, made.expert_down = (self._experts(w, f"experts.{name}") for name in ("gate_up", "down"))
+        else:
+            made.down = w["down.w"].fields
         for name in NORMS:
             getattr(made, name).w, getattr(made, name).b = self._keep(w.get(name + ".w")), self._keep(w.get(name + ".b"))
         for name, matrix in (("o", made.o), ("down", made.down)):
@@ -185,6 +188,12 @@ class Stack:
             elif bias is not None:
                 setattr(made, name + "_bias", self._keep(bias))
         return made
+
+    def _experts(self, w: Mapping[str, Any], name: str) -> int:
+        """The address of one Matrix an expert."""
+        made = (MatrixFields * len(w[name + ".w"]))(*(e.fields for e in w[name + ".w"]))
+        self._held.append(made)
+        return ctypes.addressof(made)
 
     def _keep(self, t: Tensor | None) -> int | None:
         """The address of t as float32, kept alive."""
