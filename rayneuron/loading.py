@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from rayneuron.devices import Ahead
     from rayneuron.engine.engine import Engine
+    from rayneuron.engine.runner import Runner
     from rayneuron.models.arch import Arch
     from rayneuron.parallel.children import Processes
     from rayneuron.parallel.group import Group
+    from rayneuron.parallel.layout import Layout
     from rayneuron.text import Text
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,36 @@ class Opened:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A deployment that its model directory can run, as far as can be known without reading a weight."""
+
+    config: Deployment
+    path: Path
+    raw: dict[str, Any]
+    arch: Arch
+    dtype: torch.dtype
+    capacity: Any
+    layout: Layout
+
+
+def check(config: Deployment) -> Checked:
+    """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
+    from rayneuron import devices, models
+    from rayneuron.models import hub
+    from rayneuron.parallel.layout import partition
+    from rayneuron.parallel.seating import group_layout
+
+    devices.check(config.device)
+    layout = group_layout(config, devices.ranks_per_process(config.device))
+    path = resolve(config.model.path)
+    raw = hub.read_config(path)
+    length = model_length(config, raw)
+    arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, **config.model_options())
+    partition(arch.layers, config.pipeline_parallel)
+    return Checked(config, path, raw, arch, compute_dtype(config.dtype, raw), capacity_of(config, length), layout)
+
+
 def open_engine(
     config: Deployment,
     progress: Progress | None = None,
@@ -56,63 +88,68 @@ def open_engine(
     seconds: dict[str, float] = {}
     report = progress or _silent
     with _timed(seconds, "import"):
-        from rayneuron import devices, models
         from rayneuron.engine.admission import EngineLimits
         from rayneuron.engine.engine import Engine
-        from rayneuron.engine.runner import Runner
         from rayneuron.models import hub
-        from rayneuron.parallel.layout import partition
-        from rayneuron.parallel.seating import group_layout
         from rayneuron.text import Text
 
-    devices.check(config.device)
-    layout = group_layout(config, devices.ranks_per_process(config.device))
     with _timed(seconds, "check"):
-        path = resolve(config.model.path)
-        raw = hub.read_config(path)
-        length = model_length(config, raw)
-        arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, **config.model_options())
-        dtype = compute_dtype(config.dtype, raw)
-        capacity = capacity_of(config, length)
-        partition(arch.layers, config.pipeline_parallel)
-        log.info("a rank will hold %s", _estimate(config, raw, arch, dtype, capacity))
-    runner: Runner | Group
-    if len(layout.workers) > 1 or config.instance is not None:
-        from rayneuron.parallel.group import Group
-
-        kind = str(dtype).removeprefix("torch.")
-        runner = Group(config, layout, arch, capacity, kind, path, processes=processes, on_lost=on_lost).start()
-    else:
-        made = ahead(config, length)
-        threads = config.threads or settings.threads()
-        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads)
-        runner = Runner(arch, device, capacity, getattr(device, "comm", None))
+        checked = check(config)
+        log.info("a rank will hold %s", estimate(checked))
+    runner = _runner(checked, processes, on_lost)
     try:
-        with _timed(seconds, "tokenizer"):  # while the group's other processes start
-            text = Text(Path(config.model.tokenizer) if config.model.tokenizer else path, chat_template=config.model.chat_template)
-        if isinstance(runner, Runner):
-            with _timed(seconds, "weights"):
-                runner.load(rank_weights(config, path, raw, arch, dtype, report, made))
-            with _timed(seconds, "graphs"):
-                runner.warm(lambda done, total, shape: report("graphs", done, total))
-        else:
-            _open_group(runner, report, seconds)
+        with _timed(seconds, "tokenizer"):  # while the other processes of a group start
+            source = Path(config.model.tokenizer) if config.model.tokenizer else checked.path
+            text = Text(source, chat_template=config.model.chat_template)
+        _prepare(runner, checked, report, seconds)
     except BaseException:
         runner.close()  # nothing is left of an engine that fails on the way
         raise
     limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
-    engine = Engine(runner, vocab=arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
+    engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
-    return Opened(engine, text, arch, path, hub.generation_config(path), seconds)
+    return Opened(engine, text, checked.arch, checked.path, hub.generation_config(checked.path), seconds)
 
 
-def _open_group(group: Group, report: Progress, seconds: dict[str, float]) -> None:
+def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[str], None] | None) -> Runner | Group:
+    from rayneuron import devices, models
+
+    config = checked.config
+    if len(checked.layout.workers) > 1 or config.instance is not None:
+        from rayneuron.parallel.group import Group
+
+        kind = str(checked.dtype).removeprefix("torch.")
+        group = Group(config, checked.layout, checked.arch, checked.capacity, kind, checked.path, processes=processes, on_lost=on_lost)
+        return group.start()
+    from rayneuron.engine.runner import Runner
+
+    device = devices.open(
+        config.device,
+        ahead=ahead(config, checked.capacity.length),
+        dtype=checked.dtype,
+        kv_dtype=models.kv_type(config.kv_dtype),
+        threads=config.threads or settings.threads(),
+    )
+    return Runner(checked.arch, device, checked.capacity, getattr(device, "comm", None))
+
+
+def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
+    """Load weights and make every graph ready; first the processes of a group meet."""
+    from rayneuron.engine.runner import Runner
+
+    if isinstance(runner, Runner):
+        with _timed(seconds, "weights"):
+            made = ahead(checked.config, checked.capacity.length)
+            runner.load(rank_weights(checked.config, checked.path, checked.raw, checked.arch, checked.dtype, report, made))
+        with _timed(seconds, "graphs"):
+            runner.warm(lambda done, total, shape: report("graphs", done, total))
+        return
     with _timed(seconds, "group"):
-        group.meet()
+        runner.meet()
     with _timed(seconds, "weights"):
-        group.load(lambda done, total: report("weights", done, total))
+        runner.load(lambda done, total: report("weights", done, total))
     with _timed(seconds, "graphs"):
-        group.warm(lambda done, total: report("graphs", done, total))
+        runner.warm(lambda done, total: report("graphs", done, total))
 
 
 def resolve(path: str) -> Path:
@@ -200,22 +237,22 @@ def rank_weights(
     return loaded[0] if len(loaded) == 1 else {**loaded[0], "ranks": loaded}
 
 
-def _estimate(config: Deployment, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, capacity: Any) -> str:
+def estimate(checked: Checked) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
     from rayneuron import models
     from rayneuron.models import memory, quantization
 
-    how = quantization.parse(config.quantization) if config.quantization else quantization.stored(raw)
+    config, capacity = checked.config, checked.capacity
     return str(
         memory.estimate(
-            arch,
-            models.family(raw),
-            dtype=dtype,
+            checked.arch,
+            models.family(checked.raw),
+            dtype=checked.dtype,
             ranks=config.tensor_parallel,
             rows=capacity.rows + 1,
             length=capacity.length + 1,
             kv_dtype=models.kv_type(config.kv_dtype),
-            quantization=how,
+            quantization=quantization.parse(config.quantization) if config.quantization else quantization.stored(checked.raw),
             stages=config.pipeline_parallel,
         )
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -77,8 +76,6 @@ class EngineServer:
         for part, seconds in opened.seconds.items():
             self.telemetry.series[metrics.STARTUP].set(seconds, part)
         self._watch = event_loop.create_task(self._watch_engine())
-        gc.collect()
-        gc.freeze()  # a full collection over tokenizer and weights holds every stream for a third of a second
         self.ready = True
         startup.done(opened.seconds)
 
