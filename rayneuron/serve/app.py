@@ -3,7 +3,6 @@
 # No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
 import asyncio
 import gc
-import gc
 import logging
 import os
 import sys
@@ -51,7 +50,6 @@ class ServedEngine(EngineServer):
         opener = self._open_group if opener is loading.open_engine and grouped(deployment.parse(config)) else opener
         EngineServer.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
-        gc.freeze()  # a full collection over tokenizer and weights would hold every stream for a third of a second
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: a full collection over it would hold every stream for tens of milliseconds
         self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
