@@ -115,18 +115,26 @@ class Graph(nn.Module):
         values: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The outputs of `target`: ids | ids, complete, logits | logits [B,T,V] | KV [layers,2,H,N,D] | the row moved to."""
-        kv = [self._tensor(f"{KV}.{i}") for i in range(self._states)]
+        states = [self._tensor(f"{KV}.{i}") for i in range(self._states)]
+        # torch-xla donates a buffer that is written itself, and none that is written through a view of it (examples/hlo_check). So the
+        # program writes values, and each state is written once, at the end. A clone of a value is no operation in a functional graph.
+        kv = [state.clone() for state in states]
         target = self.target
         if isinstance(target, Move):
             assert row is not None and columns is not None
             if target.tag == "kv_export":
-                return (export(kv, row, columns),)
-            assert values is not None
-            return (load(kv, row, columns, values),)
-        assert target is not None
-        given = (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, adapters)
-        batch = Batch(*cast("tuple[Any, ...]", given))
-        return outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, target), target)
+                out: tuple[Tensor, ...] = (export(kv, row, columns),)
+            else:
+                assert values is not None
+                out = (load(kv, row, columns, values),)
+        else:
+            assert target is not None
+            given = (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, adapters)
+            batch = Batch(*cast("tuple[Any, ...]", given))
+            out = outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, target), target)
+        for state, value in zip(states, kv, strict=True):
+            state.copy_(value)
+        return out
 
     def _weights(self) -> dict[str, Any]:
         top = {key: self._tensor(f"top.{key}") for key in self._top}

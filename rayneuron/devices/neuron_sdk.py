@@ -29,11 +29,11 @@ class Release:
     chips: tuple[str, ...]
 
 
+# From the first with ModelBuilder v2 on; 2.26 has only v1, whose graphs keep no readable KV.
 RELEASES: Mapping[tuple[int, int], Release] = MappingProxyType(
     {
         r.distributed: r
         for r in (
-            Release("2.26", (0, 15), (*TWO_CORE_CHIPS, "trn2")),
             Release("2.27", (0, 16), (*TWO_CORE_CHIPS, "trn2", "trn3")),
             Release("2.28", (0, 17), (*TWO_CORE_CHIPS, "trn2", "trn3")),
             Release("2.29", (0, 18), ("trn2", "trn3")),

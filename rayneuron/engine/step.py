@@ -26,7 +26,7 @@ def finish(arch: Arch, ops: Any, comm: Collectives, weights: Weights, hidden: to
     if shape.output == "scores":
         return StepOutput(logits=decoder.logits(arch, ops, comm, weights, hidden))
     if shape.tokens > 1:
-        hidden = hidden[torch.arange(shape.rows), batch.last]
+        hidden = hidden[torch.arange(shape.rows, dtype=torch.int32, device=batch.last.device), batch.last]
     else:
         hidden = hidden[:, 0]
     if shape.output == "greedy":

@@ -112,7 +112,7 @@ def blocked_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Te
     place = (ends - blocks)[sorted_expert] * BLOCK + inside  # row of each sorted pair among the padded blocks
     total = min(n * k, (n * k) // BLOCK + count)
     rows = x.new_zeros(total * BLOCK, x.shape[1]).index_copy(0, place, x[order // k])
-    owner = torch.searchsorted(ends, torch.arange(total, device=x.device), right=True).clamp(max=count - 1)
+    owner = (torch.arange(total, device=x.device)[:, None] >= ends).sum(1).clamp(max=count - 1)  # searchsorted has no XLA form
     out = [_one_block(w, owner[i], rows[i * BLOCK : (i + 1) * BLOCK], act) for i in range(total)]
     summands = torch.cat(out)[place] * share.flatten()[order][:, None]
     return torch.zeros_like(x).index_add(0, order // k, summands)

@@ -238,8 +238,8 @@ def test_what_is_required_and_absent(standin: Path, tiny: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("distributed", "chip", "sdk"),
     [
-        ("0.17.26814", "inf2", "2.28"), ("0.17.26814", "trn1", "2.28"), ("0.17.26814", "trn2", "2.28"), ("0.15.22404", "inf2", "2.26"),
-        ("0.18.27753", "trn2", "2.29"), ("0.18.27753", "inf2", None), ("0.19.28492", "trn1", None), ("0.15.22404", "trn3", None),
+        ("0.17.26814", "inf2", "2.28"), ("0.17.26814", "trn1", "2.28"), ("0.17.26814", "trn2", "2.28"), ("0.15.22404", "inf2", None),
+        ("0.18.27753", "trn2", "2.29"), ("0.18.27753", "inf2", None), ("0.19.28492", "trn1", None), ("0.16.1", "trn1", "2.27"),
         ("0.99.1", "trn2", None), ("unknown", "inf2", None),
     ],
 )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Bucket lists and selection against NxD Inference's rules as tables (research/neuron.md F1), and our padding against F2."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayneuron.engine import prefix_buckets as nxd
+from rayneuron.engine.buckets import powers
+from rayneuron.errors import CompileError, ConfigError
+
+NXDI = os.environ.get("RAYNEURON_NXDI")
+PREFIX = nxd.prefix_contexts(2048)
+
+
+def test_lists() -> None:
+    assert nxd.context_lengths(1024) == [128, 256, 512, 1024]
+    assert nxd.context_lengths(1000, bucketing=False) == [1000]
+    assert nxd.prefix_contexts(1024) == [(512, 0), (512, 512), (512, 1024), (1024, 0), (1024, 512), (1024, 1024)]
+    assert nxd.prefix_contexts(1024, [256, 128], [64]) == [(128, 0), (128, 64), (256, 0), (256, 64)]
+    assert nxd.prefix_steps(1024) == [(1, 256), (1, 512), (1, 1024)]
+    assert nxd.prefix_steps(1024, [700, 300]) == [(1, 300), (1, 700)]
+    assert nxd.batch_steps(8, [1, 4], [128, 256]) == [(8, 128), (8, 256), (4, 128), (4, 256), (1, 128), (1, 256)]
+    with pytest.raises(ConfigError, match="goes to 16"):
+        nxd.batch_steps(8, [16], [128])
+
+
+@pytest.mark.parametrize(
+    ("width", "speculated", "fit", "expected"),
+    [
+        (1, 0, "first", 128), (127, 0, "first", 128), (128, 0, "first", 256), (511, 0, "first", 512), (512, 0, "first", 512),
+        (124, 4, "first", 256), (123, 4, "first", 128), (508, 4, "first", 512), (1, 0, "second", 256), (127, 0, "second", 256),
+        (128, 0, "second", 512), (300, 0, "second", 512),
+    ],
+)  # fmt: skip
+def test_select(width: int, speculated: int, fit: nxd.Fit, expected: int) -> None:
+    assert nxd.select([128, 256, 512], width, speculated, fit) == expected
+
+
+def test_select_beyond() -> None:
+    with pytest.raises(CompileError, match="513 positions exceed the largest bucket 512"):
+        nxd.select([128, 512], 513)
+    assert nxd.select([128, 512], 513, truncate=True) == 512
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "expected"), [(1, 128, (1, 128)), (2, 128, (4, 128)), (4, 129, (4, 256)), (5, 1, (8, 128)), (8, 256, (8, 256))]
+)
+def test_select_batch(rows: int, width: int, expected: tuple[int, int]) -> None:
+    buckets = nxd.batch_steps(8, [1, 4], [128, 256])
+    assert nxd.select_batch(buckets, rows, width) == expected
+
+
+def test_select_batch_beyond() -> None:
+    buckets = nxd.batch_steps(8, [1], [128])
+    assert nxd.select_batch(buckets, 8, 200, truncate=True) == (8, 128)
+    for rows, width in ((9, 1), (8, 129)):
+        with pytest.raises(CompileError, match="exceed the largest bucket 8 x 128"):
+            nxd.select_batch(buckets, rows, width)
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "block", "expected"),
+    [
+        (100, 200, 0, (512, 0, 200)),  # 300 in all: computed whole
+        (1, 256, 0, (512, 0, 256)),  # 257, the least of that rule
+        (12, 500, 0, (512, 0, 500)),  # 512, the most
+        (100, 100, 0, (512, 0, 100)),  # 412 places are free: the whole prefix moves
+        (100, 1000, 0, (512, 1024, 412)),  # 588 stay, in the bucket of 1024
+        (100, 900, 0, (512, 512, 412)),  # 488 stay
+        (512, 512, 0, (512, 512, 0)),  # nothing is free
+        (600, 600, 0, (1024, 512, 424)),
+        (2000, 0, 0, (2048, 0, 0)),
+        (100, 900, 32, (512, 1024, 352)),  # 380 free of which 11 blocks of 32 move: 548 stay
+        (490, 1000, 32, (1024, 1024, 480)),  # 522 with the draft's block; 502 free, 15 blocks: 520 stay
+    ],
+)
+def test_select_prefix(new: int, cached: int, block: int, expected: tuple[int, int, int]) -> None:
+    assert nxd.select_prefix(PREFIX, new, cached, block) == nxd.PrefixFit(*expected)
+
+
+@given(st.integers(1, 2048), st.integers(0, 2048))
+def test_a_prefix_is_never_lost(new: int, cached: int) -> None:
+    """Every token is in one of the two dimensions, and none is computed that is neither new nor cached."""
+    fit = nxd.select_prefix(PREFIX, new, cached)
+    assert (fit.prefill, fit.prefix) in PREFIX
+    assert new + fit.recomputed <= fit.prefill and cached - fit.recomputed <= fit.prefix and fit.recomputed <= cached
+
+
+def test_select_prefix_beyond() -> None:
+    with pytest.raises(CompileError, match="2049 new tokens"):
+        nxd.select_prefix(PREFIX, 2049, 0)
+    with pytest.raises(CompileError, match="prefix of 2100"):
+        nxd.select_prefix(PREFIX, 512, 2100)
+
+
+@pytest.mark.parametrize(
+    ("longest", "speculated", "fit", "expected"),
+    [(255, 0, "first", 256), (256, 0, "first", 512), (250, 6, "first", 512), (250, 5, "first", 256), (10, 0, "second", 512)],
+)
+def test_select_prefix_step(longest: int, speculated: int, fit: nxd.Fit, expected: int) -> None:
+    assert nxd.select_prefix_step(nxd.prefix_steps(1024), 1, longest, speculated, fit) == (1, expected)
+
+
+def test_select_prefix_step_beyond() -> None:
+    with pytest.raises(CompileError, match="1 tokens behind 1024"):
+        nxd.select_prefix_step(nxd.prefix_steps(1024), 1, 1024)
+    assert nxd.select_prefix_step(nxd.prefix_steps(1024), 1, 1024, truncate=True) == (1, 1024)
+
+
+@pytest.mark.skipif(NXDI is None, reason="RAYNEURON_NXDI names no neuronx-distributed-inference source")
+def test_lists_against_the_real_source() -> None:
+    """The generating functions of the real file, executed alone."""
+    source = (Path(NXDI or "") / "neuronx_distributed_inference" / "modules" / "autobucketing.py").read_text()
+    names = ("generate_buckets", "generate_2d_buckets_for_prefix_caching", "generate_2d_buckets_for_batch_bucketing")
+    picked = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name in names]
+    code = "from math import *\nimport math\n" + re.sub(r"-> .*:\n", ":\n", "\n".join(ast.unparse(n) for n in picked))
+    real: dict[str, object] = {"log2": math.log2, "List": list, "Any": object}
+    exec(code, real)  # noqa: S102
+    for low in (1, 128, 256, 512):
+        for high in (*range(low, 700, 37), 1000, 1024, 1448, 1449, 2048, 4096, 32768):
+            assert powers(low, high) == real["generate_buckets"](low, high), (low, high)
+    for longest in (512, 1000, 2048, 5000):
+        two = real["generate_2d_buckets_for_prefix_caching"](512, longest, 512, longest, True)
+        assert nxd.prefix_contexts(longest) == [tuple(b) for b in two]
+    config = types.SimpleNamespace(token_generation_batches=[1, 4], tkg_batch_size=8)
+    two = real["generate_2d_buckets_for_batch_bucketing"](config, [128, 256])
+    assert nxd.batch_steps(8, [1, 4], [128, 256]) == [tuple(b) for b in two]
+
+
+@pytest.mark.skipif(NXDI is None, reason="RAYNEURON_NXDI names no neuronx-distributed-inference source")
+def test_selection_against_the_real_source() -> None:
+    """The real methods, executed alone, over a grid."""
+    import torch
+
+    source = (Path(NXDI or "") / "neuronx_distributed_inference" / "models" / "model_wrapper.py").read_text()
+    names = ("_get_seq_bucket", "_get_batch_and_seq_bucket", "get_target_2d_bucket_for_prefix_caching")
+    picked = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name in names]
+    real: dict[str, object] = {"torch": torch, "FUSED_SPECULATION_MODEL_TAG": "f", "CONTEXT_ENCODING_MODEL_TAG": "c"}
+    exec("\n".join(ast.unparse(n) for n in picked), real)  # noqa: S102
+
+    def owner(buckets: list, tag: str, eagle: int = 0) -> types.SimpleNamespace:
+        config = types.SimpleNamespace(
+            buckets=[list(b) for b in buckets] if isinstance(buckets[0], tuple) else buckets,
+            allow_input_truncation=False, enable_fused_speculation=False, enable_eagle_speculation=bool(eagle), pa_block_size=eagle,
+            speculation_length=0,
+        )  # fmt: skip
+        return types.SimpleNamespace(neuron_config=config, tag=tag, async_mode=False)
+
+    lengths = [128, 256, 512]
+    for width in range(1, 513, 7):
+        for fit in ("first", "second"):
+            assert nxd.select(lengths, width, 0, fit) == real["_get_seq_bucket"](owner(lengths, "t"), lengths, width, 0, f"{fit}_fit")
+    steps = nxd.batch_steps(8, [1, 4], lengths)
+    for rows in range(1, 9):
+        for width in (1, 128, 129, 512):
+            theirs = real["_get_batch_and_seq_bucket"](owner(steps, "t"), [list(b) for b in steps], rows, width, 0, "first_fit")
+            assert nxd.select_batch(steps, rows, width) == tuple(theirs)
+    for block in (0, 32):
+        for new in (1, 100, 256, 480, 512, 700, 1500):
+            for cached in (0, 1, 100, 256, 300, 511, 700, 1000, 2048):
+                args = [None] * 13 + [torch.tensor([[new]]), torch.tensor([[cached]])]
+                theirs = real["get_target_2d_bucket_for_prefix_caching"](owner(PREFIX, "c", block), *args)
+                fit = nxd.select_prefix(PREFIX, new, cached, block)
+                assert (fit.prefill, fit.prefix) == tuple(theirs.tolist()), (new, cached, block)
+    decode = nxd.prefix_steps(1024)
+    for cached in (1, 255, 256, 511, 512, 1023):
+        for way in ("first", "second"):
+            args = [None] * 13 + [torch.tensor([[1]]), torch.tensor([[cached]])]
+            theirs = real["get_target_2d_bucket_for_prefix_caching"](owner(decode, "t"), *args, strategy=f"{way}_fit")
+            assert nxd.select_prefix_step(decode, 1, cached, 0, way) == tuple(theirs.tolist())
