@@ -6,6 +6,7 @@ B rows, T new tokens, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,8 @@ class Kernels:
         self._base = base
         self._arena = Arena()
         self._stacks: dict[int, Stack | None] = {}
+        self._end = weakref.finalize(self, found.rn_pool_close, self.team)  # threads end with their owner, closed or forgotten
+        self._end.atexit = False  # an engine thread may still be inside a step then
 
     def pack(self, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         """The weights of one rank, packed layer by layer."""
@@ -132,6 +135,4 @@ class Kernels:
             if made is not None:
                 made.close()
         self._stacks = {}
-        if self.team is not None:
-            self.found.rn_pool_close(self.team)
-        self.team = None
+        self._end()
