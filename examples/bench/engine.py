@@ -52,6 +52,7 @@ def peers(threads: int) -> dict[str, Peer]:
         "rayneuron": Peer("peer_rayneuron.py", env={"PYTHONPATH": str(CHECKOUT)}),
         "transformers": Peer("peer_transformers.py"),
         "vllm": Peer("peer_vllm.py", "vllm", vllm),
+        "llamacpp": Peer("peer_llamacpp.py", "llamacpp"),
     }
 
 
