@@ -13,7 +13,7 @@ from rayneuron.config import Deployment, parse
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import decoder, hub, shard, weights
-from rayneuron.models.quantize import Quantization
+from rayneuron.models.quantization import Quantization
 from rayneuron.parallel.memory import dtype, head_counts, memory, parameters, sizes
 from tests.models import cases
 
