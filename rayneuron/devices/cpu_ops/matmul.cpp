@@ -7,10 +7,10 @@ namespace rn {
 namespace {
 
 #ifdef RN_AVX512
-constexpr int MOST_ROWS = 12;
-constexpr int widest(int rows) { return rows <= 6 ? 4 : 2; }
+constexpr int MOST_ROWS = 16, GOOD_ROWS = 12;  // the most one tile takes; what tiles of many rows are cut to
+constexpr int widest(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
 #else
-constexpr int MOST_ROWS = 5;
+constexpr int MOST_ROWS = 5, GOOD_ROWS = 5;
 constexpr int widest(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 constexpr int MOST_WIDE = 64;    // panels of finished values kept before they are used
@@ -43,14 +43,14 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
             memcpy(&acc[m][n], &start, sizeof(D));
         }
     const char* base[(M + 2) / 3];  // rows in threes: base, base + stride, base + 2 stride are addresses of one instruction each
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < (M + 2) / 3; i++) base[i] = x + 3 * i * stride;
     for (int s = 0; s < steps; s++) {
         D ww[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
             const char* at = w + n * panel + (size_t)s * 64;
-            _mm_prefetch(at + ahead, _MM_HINT_T0);
+            _mm_prefetch(at + ahead, _MM_HINT_T1);
             ww[n] = dload(at);
         }
 #pragma GCC unroll 16
@@ -86,6 +86,7 @@ template <int KIND> Strip strip_of(int rows) {
         strip<KIND, 1>, strip<KIND, 2>, strip<KIND, 3>, strip<KIND, 4>, strip<KIND, 5>,
 #ifdef RN_AVX512
         strip<KIND, 6>, strip<KIND, 7>, strip<KIND, 8>, strip<KIND, 9>, strip<KIND, 10>, strip<KIND, 11>, strip<KIND, 12>,
+        strip<KIND, 13>, strip<KIND, 14>, strip<KIND, 15>, strip<KIND, 16>,
 #endif
     };
     return all[rows - 1];
@@ -94,6 +95,9 @@ template <int KIND> Strip strip_of(int rows) {
 Strip strip_of(Kind kind, int rows) {
     return kind == F32 ? strip_of<F32>(rows) : kind == BF16 ? strip_of<BF16>(rows) : strip_of<S8>(rows);
 }
+
+// Few rows take one tile, so that memory streams past once; many take tiles of the best shape.
+int blocks_of(int rows) { return rows <= MOST_ROWS ? 1 : (rows + GOOD_ROWS - 1) / GOOD_ROWS; }
 
 // Accumulators of one row and panel -> values: integers scaled, the bias added.
 V value(const Matrix& w, const Input& x, int row, int at, const float* acc) {
@@ -175,7 +179,7 @@ V activate(Act act, V x) {
 
 void multiply(Kind kind, const char* w, size_t panel, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more,
               const char* next) {
-    const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int blocks = blocks_of(rows);
     const size_t ahead = next ? (size_t)next - (size_t)w : 0;
     for (int b = 0, m = 0; b < blocks; b++) {
         const int count = (rows - m + blocks - b - 1) / (blocks - b);
@@ -188,7 +192,7 @@ int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + pie
 
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
-    const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int blocks = blocks_of(rows);
     const int group = blocks == 1 ? MOST_WIDE : 2;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
@@ -198,8 +202,7 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
             const int panels = std::min(group, to - p);
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
-                // The last rows to meet these panels fetch the next ones, so that memory never rests.
-                const size_t ahead = blocks == 1 ? AHEAD : b == blocks - 1 ? group * w.panel_bytes() : 0;
+                const size_t ahead = blocks == 1 ? AHEAD : group * w.panel_bytes();  // memory never rests
                 strip_of((Kind)w.kind, count)(w.data + p * w.panel_bytes(), w.panel_bytes(), panels, x.rows + m * x.stride, x.stride, w.steps, acc,
                                               panels * LANES, false, ahead);
                 for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, panels, acc + i * panels * LANES, piece * rows + m + i);
