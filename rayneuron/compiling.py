@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,22 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
     """
     from rayneuron import devices, loading, models, settings
     from rayneuron.engine.buckets import inventory
-    from rayneuron.engine.step import step
-    from rayneuron.models import decoder, hub
+    from rayneuron.models import decoder
 
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
-    devices.check(config.device)
-    path = loading.resolve(config.model.path)
-    raw = hub.read_config(path)
-    length = loading.model_length(config, raw)
-    arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, dtype=config.dtype, quantization=config.quantization)
-    dtype = loading.compute_dtype(config.dtype, raw)
-    capacity = loading.capacity_of(config, length)
-    made = replace(loading.ahead(config, length), local_ranks=1, artifact=None, required=False)
-    device: Any = devices.open(config.device, ahead=made, dtype=dtype, threads=config.threads or settings.threads())
+    checked = loading.check(config)
+    arch, capacity = checked.arch, checked.capacity
+    made = replace(loading.ahead(config, capacity.length), local_ranks=1, artifact=None, required=False)
+    threads = config.threads or settings.threads()
+    device: Any = devices.open(
+        config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads
+    )  # fmt: skip
     try:
-        weights = loading.rank_weights(config, path, raw, arch, dtype, _silent, made)
+        weights = loading.rank_weights(config, checked.path, checked.raw, arch, checked.dtype, _silent, made)
         device.load(weights, decoder.kv_shapes(arch, capacity.rows + 1, capacity.length + 1, made.ranks))
-        shapes = inventory(capacity)
-        found = devices.precompile(device, partial(step, arch), shapes, tell, lambda done, total, shape: progress(done, total))
+        program = loading.program(config, arch)
+        found = devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))
     finally:
         device.close()
     if out is None:

@@ -110,6 +110,15 @@ class Compile(_Section):
     async_mode: bool = Field(False, description="The device computes a step while the host prepares the next.")
 
 
+class OnDeviceSampling(_Section):
+    """How the device draws: as transformers does, or as NxD Inference does with its documented edges."""
+
+    neuron_compat: bool = Field(False, description="Drop the token that crosses top_p; top_k 0 draws evenly of the candidates; no min_p.")
+    global_topk: int = Field(256, ge=0, description="With neuron_compat: candidates before all filters; 0: the whole vocabulary.")
+    deterministic: bool = Field(False, description="With neuron_compat: 0.5 instead of a random number.")
+    top_p_min_tokens: int = Field(1, ge=1, description="With neuron_compat: tokens top_p always keeps.")
+
+
 class Deployment(_Section):
     """The `args` of one Serve application: one model."""
 
@@ -136,6 +145,7 @@ class Deployment(_Section):
     seed: int | None = Field(None, description="Seed of requests that bring none; default: from the system.")
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
+    on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
     sampling_defaults: dict[str, Any] = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()

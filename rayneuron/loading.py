@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
 from rayneuron.config import Deployment
+from rayneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from rayneuron.devices import Ahead
+    from rayneuron.devices.base import Program
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
     from rayneuron.models.arch import Arch
@@ -118,6 +120,8 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
     if len(checked.layout.workers) > 1 or config.instance is not None:
         from rayneuron.parallel.group import Group
 
+        if config.on_device_sampling.neuron_compat:
+            raise ConfigError("on_device_sampling.neuron_compat is not available for a model of several processes; leave it out")
         kind = str(checked.dtype).removeprefix("torch.")
         group = Group(config, checked.layout, checked.arch, checked.capacity, kind, checked.path, processes=processes, on_lost=on_lost)
         return group.start()
@@ -130,7 +134,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
         kv_dtype=models.kv_type(config.kv_dtype),
         threads=config.threads or settings.threads(),
     )
-    return Runner(checked.arch, device, checked.capacity, getattr(device, "comm", None))
+    return Runner(checked.arch, device, checked.capacity, getattr(device, "comm", None), program(config, checked.arch))
 
 
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
@@ -193,6 +197,20 @@ def capacity_of(config: Deployment, length: int) -> Any:
         lengths=config.buckets.token_generation,
         smallest=config.buckets.smallest,
     )
+
+
+def program(config: Deployment, arch: Arch) -> Program:
+    """What a step of this deployment is, where one process holds the whole model."""
+    from functools import partial
+
+    from rayneuron.engine.neuron_sampling import NeuronSampling
+    from rayneuron.engine.step import step
+
+    said = config.on_device_sampling
+    if not said.neuron_compat:
+        return partial(step, arch)
+    rule = NeuronSampling(deterministic=said.deterministic, global_topk=said.global_topk, top_p_min_tokens=said.top_p_min_tokens)
+    return partial(step, arch, rule=rule)
 
 
 def ahead(config: Deployment, length: int) -> Ahead:

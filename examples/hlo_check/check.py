@@ -152,6 +152,7 @@ def check_groups(name: str, ranks: int) -> str:
     graph.target = target
     device = torch_xla.device()
     graph.to(device)
+    torch_xla._XLAC._set_all_reduce_token(str(device), None)  # else the collectives of an earlier graph are chained in front
     with torch.no_grad():
         out = graph(**{k: t.to(device) for k, t in inputs(graph, target).items()})
     context = torch_xla._XLAC.lowering.LoweringContext()

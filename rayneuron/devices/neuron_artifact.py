@@ -17,7 +17,7 @@ from rayneuron.errors import CompileError, ConfigError
 
 CONFIG = "neuron_config.json"
 _PACKAGE = Path(__file__).parent.parent
-_SOURCES = ("engine/step.py", "engine/sampling.py", "devices/base.py", "devices/neuron_graphs.py")
+_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py", "devices/neuron_graphs.py")
 _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for small graphs, no promise
 
 

@@ -49,7 +49,19 @@ def test_tokens_are_the_cpu_devices(standin: Path, tiny: Path, ranks: int, monke
         assert tokens(llm) == want
 
 
-@pytest.mark.slow
+def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NxD's sampling rule, asked for in the deployment, draws the same on both devices, and not what the default draws."""
+    cores(monkeypatch, 1)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, top_k=50, top_p=0.3)
+    drawn = []
+    for more in ({}, {"device": "neuron"}):
+        with LLM(str(tiny), on_device_sampling={"neuron_compat": True}, **more, **OPTIONS) as llm:
+            drawn.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)])
+    with LLM(str(tiny), **OPTIONS) as llm:
+        default = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+    assert drawn[0] == drawn[1] != default
+
+
 def test_eight_ranks_in_one_process(standin: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(wide), **OPTIONS) as cpu:
         want = tokens(cpu)

@@ -1,0 +1,84 @@
+"""On-device sampling as NxD Inference does it, edge cases included (`sampling.neuron_compat: true`); research/neuron.md F5.
+
+Shapes: B rows, V vocabulary, C candidates. Its three parameters a row are [top_k, top_p, temperature]. It differs from
+`engine.sampling`: the token that crosses top_p is dropped, not kept; top_k -1 or 0 draws evenly among the candidates; min_p is unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayneuron.errors import ConfigError, RequestError
+
+MASKED = -3000.0
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronSampling:
+    """NxD's OnDeviceSamplingConfig, and top_p_min_tokens of transformers-neuronx.
+
+    do_sample False and not dynamic: argmax. dynamic: each row's own parameters; otherwise top_k, top_p, temperature of here.
+    deterministic: the uniform number is 0.5. global_topk: candidates kept before all filters, 0 for the whole vocabulary.
+    """
+
+    do_sample: bool = False
+    dynamic: bool = True
+    deterministic: bool = False
+    global_topk: int = 256
+    top_k: int = 1
+    top_p: float = 1.0
+    temperature: float = 1.0
+    top_p_min_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.global_topk < 0 or self.top_p_min_tokens < 1:
+            raise ConfigError("sampling.global_topk is at least 0, and top_p_min_tokens at least 1")
+        check(self.top_k, self.top_p, self.temperature, self.global_topk)
+
+
+def check(top_k: float, top_p: float, temperature: float, global_topk: int = 256) -> None:
+    """NxD's validation of one row's parameters. Raises RequestError."""
+    if top_k != int(top_k) or top_k < -1 or (global_topk and top_k > global_topk):
+        raise RequestError(f"top_k {top_k} must be -1 or a whole number from 0 to {global_topk or 'the vocabulary'}", param="top_k")
+    if not 0 < top_p <= 1:
+        raise RequestError(f"top_p {top_p} must be in (0, 1]", param="top_p")
+    if temperature < 0:
+        raise RequestError(f"temperature {temperature} must be at least 0", param="temperature")
+    if temperature == 0 and top_k in (-1, 0):
+        raise RequestError("temperature 0 with top_k -1 or 0 would draw evenly; write top_k: 1 for greedy", param="temperature")
+
+
+def sample(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, temperature: Tensor, uniform: Tensor, rule: NeuronSampling
+) -> tuple[Tensor, Tensor]:
+    """[B, V] float32 and [B] parameters -> ids [B] int32, complete [B] bool (always: what is beyond the candidates is never drawn).
+
+    A row of temperature 0 becomes (1, 1.0, 1.0), as the vLLM plugin writes it; sent as it is, NxD would divide by zero and switch
+    top_p off for the whole batch.
+    """
+    if not (rule.do_sample or rule.dynamic):
+        ids = logits.argmax(-1).to(torch.int32)
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    if not rule.dynamic:
+        top_k, top_p, temperature = (
+            torch.full_like(x, value) for x, value in ((top_k, rule.top_k), (top_p, rule.top_p), (temperature, rule.temperature))
+        )
+    cold = temperature <= 0
+    top_k, top_p = torch.where(cold, 1, top_k), torch.where(cold, 1.0, top_p)
+    count = min(rule.global_topk or logits.shape[-1], logits.shape[-1])
+    values, which = logits.topk(count, -1)
+    place = torch.arange(count, dtype=torch.int32, device=logits.device)
+    values = torch.where(place < top_k[:, None], values, MASKED) / torch.where(cold, 1.0, temperature)[:, None]
+    reached = values.softmax(-1).cumsum(-1)
+    # NxD compares with max(smallest of all rows' sums, top_p). That smallest is some row's first candidate, which is kept anyway.
+    kept = (reached <= top_p[:, None]) | (place < rule.top_p_min_tokens)
+    p = torch.where(kept | (top_p[:, None] >= 1), values, MASKED).softmax(-1)
+    reached = p.cumsum(-1)
+    reached = reached / reached[:, -1:]
+    u = torch.full_like(uniform, 0.5) if rule.deterministic else uniform
+    chosen = (u[:, None] > reached[:, :-1]).sum(-1, keepdim=True)
+    ids = which.gather(-1, chosen)[:, 0].to(torch.int32)
+    return ids, torch.ones_like(ids, dtype=torch.bool)
