@@ -124,6 +124,11 @@ int first_tile(const Attention& a, const Span& span, const Piece& p) {
     return begin / TILE * TILE;
 }
 
+// Ask for the first tile of what comes next.
+void fetch(const char* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+}
+
 const char* keys_of(const Attention& a, const Span& span, int head) {
     return a.kv + ((size_t)span.row * a.kv_heads + head) * a.length * a.size * (a.kind == F32 ? 4 : 2);
 }
@@ -164,7 +169,8 @@ void attend_piece(const Attention& a, const Span* spans, const Piece& p, const P
     if (next) after = keys_of(a, spans[next->span], next->head) + first_tile(a, spans[next->span], *next) * position_bytes;
     for (int start = first_tile(a, span, p); start < end; start += TILE) {
         const int count = std::min(TILE, end - start);
-        const char *here = k + start * position_bytes, *coming = start + TILE < end ? here + TILE * position_bytes : after;
+        const char *here = k + start * position_bytes, *coming = start + TILE < end ? here + TILE * position_bytes : nullptr;
+        if (!coming && after) fetch(after, TILE * position_bytes);
         const int panels = (count + LANES - 1) / LANES;
         const bool inside = z.size == z.width && start + panels * LANES <= a.length;  // what is read beyond `end` is masked
         const char* rows = inside ? here : padded(here, count, z, copy);
@@ -179,6 +185,7 @@ void attend_piece(const Attention& a, const Span* spans, const Piece& p, const P
                 if (shrink != 1.0f)
                     for (int i = 0; i < z.width; i += LANES) store(acc + (size_t)r * z.width + i, mul(load(acc + (size_t)r * z.width + i), set1(shrink)));
             }
+        if (!coming && after) fetch(after + half, TILE * position_bytes);
         pack_values(a.kind, z.size == z.width ? here + half : padded(here + half, count, z, copy), count, z, values);
         const int steps = (count * z.bytes + 3) / 4;
         multiply(a.kind, values, (size_t)TILE * z.bytes * LANES, z.panels, weights, (size_t)TILE * z.bytes, queries, steps, acc, z.width, true,
