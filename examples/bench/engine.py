@@ -139,7 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo:smollm2", help="model directory or demo:NAME (default %(default)s)")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--dtype", choices=["bf16", "fp32", "int8"], default="bf16", help="int8: rayneuron and llama.cpp only (Q8_0)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each engine (default: all cores)")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 16], help="decode batch sizes (default 1 8 16)")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="prompt lengths for prefill (default 512)")

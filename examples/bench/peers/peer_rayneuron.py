@@ -19,7 +19,8 @@ def open_peer(settings: dict[str, Any]) -> Run:
         parse(
             {
                 "model": {"path": settings["model"]},
-                "dtype": settings["dtype"],
+                "dtype": "bf16" if settings["dtype"] == "int8" else settings["dtype"],
+                "quantization": "int8" if settings["dtype"] == "int8" else None,
                 "threads": settings["threads"],
                 "max_num_seqs": settings["rows"],
                 "max_model_len": settings["length"],
