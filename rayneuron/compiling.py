@@ -23,12 +23,13 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
     from rayneuron import devices, loading, models, settings
     from rayneuron.engine.buckets import inventory
     from rayneuron.models import decoder
+    from rayneuron.parallel.ahead import ahead
 
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
     checked = loading.check(config)
     arch, capacity = checked.arch, checked.capacity
-    made = replace(loading.ahead(config, capacity.length), local_ranks=1, artifact=None, required=False)
+    made = replace(ahead(config, capacity.length), local_ranks=1, artifact=None, required=False)
     threads = config.threads or settings.threads()
     device: Any = devices.open(
         config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads

@@ -115,6 +115,7 @@ def open_engine(
 
 def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[str], None] | None) -> Runner | Group:
     from rayneuron import devices, models
+    from rayneuron.parallel.ahead import ahead
 
     config = checked.config
     if len(checked.layout.workers) > 1 or config.instance is not None:
@@ -140,6 +141,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
     """Load weights and make every graph ready; first the processes of a group meet."""
     from rayneuron.engine.runner import Runner
+    from rayneuron.parallel.ahead import ahead
 
     if isinstance(runner, Runner):
         with _timed(seconds, "weights"):
@@ -211,23 +213,6 @@ def program(config: Deployment, arch: Arch) -> Program:
         return partial(step, arch)
     rule = NeuronSampling(deterministic=said.deterministic, global_topk=said.global_topk, top_p_min_tokens=said.top_p_min_tokens)
     return partial(step, arch, rule=rule)
-
-
-def ahead(config: Deployment, length: int) -> Ahead:
-    """What the `compile` section and the layout say to a device that is compiled ahead. All ranks are this process's."""
-    from rayneuron.devices import Ahead
-    from rayneuron.devices.neuron_sdk import CompilerOptions
-
-    said = config.compile
-    return Ahead(
-        ranks=config.tensor_parallel,
-        length=length,
-        cache=said.cache,
-        required=said.required,
-        artifact=Path(said.artifact) if said.artifact else None,
-        async_mode=said.async_mode,
-        options=CompilerOptions(said.optimization, said.tiling, said.mixed_accumulation, said.flags),
-    )
 
 
 def rank_weights(

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": LEAVES | {"models", "devices", "engine"},
     "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
     "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel"},
-    "compiling": LEAVES | {"demo", "models", "devices", "engine", "loading"},
+    "compiling": LEAVES | {"demo", "models", "devices", "engine", "parallel", "loading"},
     "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading"},
     "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
     "outputs": {"errors", "types"},

@@ -50,7 +50,8 @@ SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hid
          "num_key_value_heads": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_theta": 1e4, **SMALL},
-    "mixtral": {"model_type": "mixtral", "rope_theta": 1e4, **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {"model_type": "mixtral", "rope_theta": 1e4, **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": None},
     "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")},
                  "num_attention_heads": 4, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_pct": 0.25, "use_parallel_residual": True},
 }  # fmt: skip

@@ -51,8 +51,8 @@ def check(source: Path) -> str:
     from rayneuron.models import weights
 
     config = {
-        "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     }  # fmt: skip
     import __main__
 

@@ -49,9 +49,9 @@ def check(name: str) -> None:
     if name not in NAMES:
         raise ConfigError(f"device {name!r} is unknown; write one of {', '.join(NAMES)}")
     if name == "neuron":
-        from rayneuron.devices.neuron import sdk
+        from rayneuron.devices.neuron import probe
 
-        sdk()
+        probe()
     elif name == "null":
         raise ConfigError("device 'null' runs nothing: it belongs to the simulator; write device: cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +56,30 @@ def sdk() -> Sdk:
         chip = str(symbols["get_platform_target"]())
     except Exception as problem:
         raise ConfigError(
-            f"this machine has no Neuron chip ({problem}); set NEURON_PLATFORM_TARGET_OVERRIDE=inf2 (trn1, trn2) to compile for one"
+            f"this machine has no Neuron chip ({problem}); NEURON_PLATFORM_TARGET_OVERRIDE=inf2 (trn1, trn2) compiles for one"
         ) from None
     neuron_sdk.check(versions["neuronx-distributed"], chip)
     return Sdk(symbols, chip, versions)
+
+
+def probe() -> None:
+    """Look for the SDK's files without importing it: the runtime reads its environment once, so cores come first. Raises ConfigError."""
+    for name, module in _SYMBOLS.items():
+        top, _, rest = module.partition(".")
+        try:
+            spec = importlib.util.find_spec(top)
+        except ValueError:  # a module somebody made by hand
+            spec = None
+        inside = [Path(p).joinpath(*rest.split(".")) for p in (spec.submodule_search_locations or ())] if spec else []
+        if not any(p.with_suffix(".py").is_file() or (p / "__init__.py").is_file() for p in inside):
+            raise ConfigError(_absent(f"{module}.{name}"))
+
+
+def _absent(what: str) -> str:
+    return (
+        f"device neuron needs AWS's own packages, and {what} is not there (those of the public index are empty); "
+        f"install SDK {neuron_sdk.PINNED.sdk} from AWS's repository: {INSTALL}"
+    )
 
 
 def _symbol(module: str, name: str) -> Callable[..., Any]:
@@ -71,10 +92,7 @@ def _symbol(module: str, name: str) -> Callable[..., Any]:
             raise ConfigError(f"the Neuron SDK needs {problem.name}, which is not installed; pip install {problem.name}") from None
         found = None
     if found is None:
-        raise ConfigError(
-            f"device neuron needs AWS's own packages, and {module}.{name} is not there (those of the public index are empty); "
-            f"install SDK {neuron_sdk.PINNED.sdk} from AWS's repository: {INSTALL}"
-        )
+        raise ConfigError(_absent(f"{module}.{name}"))
     return found
 
 

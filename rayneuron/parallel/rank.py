@@ -92,6 +92,7 @@ class Rank:
         from rayneuron import devices, models
         from rayneuron.engine.runner import Runner
         from rayneuron.models import hub, presharded
+        from rayneuron.parallel.ahead import ahead
         from rayneuron.parallel.pipeline import Stage, stage_step
 
         begin, config = self._begin, self._config
@@ -99,19 +100,27 @@ class Rank:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} is not on this node; every node of a group needs the model under the same path")
         raw = hub.read_config(path)
-        arch = models.check(raw, tp=begin.ranks, max_model_len=begin.capacity.length, **config.model_options())
+        together = devices.ranks_per_process(config.device) > 1  # then the workers of a stage share its ranks
+        ranks = config.tensor_parallel if together else begin.ranks
+        arch = models.check(raw, tp=ranks, max_model_len=begin.capacity.length, **config.model_options())
         dtype = _dtype(begin.dtype)
         stage = Stage(
             dtype, self._before.receive if self._before else None, self._after.send if self._after else None, config.sequence_parallel
         )  # fmt: skip
         kv_dtype = models.kv_type(config.kv_dtype)
-        device = devices.open(config.device, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
-        self.runner = Runner(arch, device, begin.capacity, self._comm, partial(stage_step, arch, stage))
-        loaded = presharded.open_weights(
-            path, raw, arch, dtype=dtype, rank=begin.rank, ranks=begin.ranks, fused=config.fused_qkv, stage=begin.stage,
-            stages=begin.stages, quantization=config.quantization, allow_pickle=config.model.allow_pickle, progress=progress,
-        )  # fmt: skip
-        self.runner.load(loaded)
+        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks)
+        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
+        comm = getattr(device, "comm", self._comm)
+        self.runner = Runner(arch, device, begin.capacity, comm, partial(stage_step, arch, stage))
+        first, count = (made.start_rank, made.local_ranks or 1) if together else (begin.rank, 1)
+        loaded = [
+            presharded.open_weights(
+                path, raw, arch, dtype=dtype, rank=rank, ranks=ranks, fused=config.fused_qkv, stage=begin.stage,
+                stages=begin.stages, quantization=config.quantization, allow_pickle=config.model.allow_pickle, progress=progress,
+            )
+            for rank in range(first, first + count)
+        ]  # fmt: skip
+        self.runner.load(loaded[0] if count == 1 else {**loaded[0], "ranks": loaded})
 
     def warm(self, progress: Count) -> None:
         """Make every shape ready; all ranks of the group do so together."""

@@ -77,6 +77,17 @@ def test_eight_ranks_in_one_process(standin: Path, wide: Path, monkeypatch: pyte
         assert tokens(llm) == want
 
 
+def test_cores_from_the_ledger(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deployment that names its instance takes its cores from the node's ledger and exports them before the SDK is imported."""
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
+    with LLM(str(tiny), **OPTIONS) as cpu:
+        want = tokens(cpu)
+    with LLM(str(tiny), device="neuron", instance="inf2.xlarge", tensor_parallel=2, **OPTIONS) as llm:
+        assert os.environ["NEURON_RT_VISIBLE_CORES"] == "0,1"
+        assert tokens(llm) == want
+
+
 def opened(standin: Path, tiny: Path, ranks: int, **options):
     """A loaded device of two graphs, beside its weights."""
     from functools import partial
@@ -271,7 +282,12 @@ def test_the_pins_are_the_extra_of_the_package() -> None:
     assert extra == neuron_sdk.INSTALL.split(neuron_sdk.INDEX)[1].split()
 
 
-BASE = "--auto-cast=none --model-type=transformer --tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor={} --vectorize-strided-dma '"
+BASE = (
+    "--auto-cast=none --model-type=transformer "
+    "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor={} --vectorize-strided-dma '"
+)
+FP8 = " --experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+LONG = " --internal-disable-fma-on-ios --hbm-scratchpad-page-size=1024 --disable-mixed-precision-accumulation"
 MODULAR = " --internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 --verify-hlo=true'"
 
 
@@ -281,9 +297,9 @@ MODULAR = " --internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 -
         (("prefill", 4096, "inf2", 1, False, CompilerOptions()), BASE.format(2) + " -O1" + MODULAR),
         (("decode", 4096, "inf2", 1, False, CompilerOptions()), BASE.format(1) + " -O2"),
         (("verify", 4096, "trn2", 2, False, CompilerOptions()), BASE.format(1) + " --lnc=2 -O2"),
-        (("decode", 4096, "inf2", 1, True, CompilerOptions(optimization=1)), BASE.format(1) + " -O1 --experimental-unsafe-fp8e4m3fn-as-fp8e4m3"),
+        (("decode", 4096, "inf2", 1, True, CompilerOptions(optimization=1)), BASE.format(1) + " -O1" + FP8),
         (("prefill", 32768, "trn1", 1, False, CompilerOptions(tiling=1)),
-         BASE.format(1) + " -O1" + MODULAR + " --internal-disable-fma-on-ios --hbm-scratchpad-page-size=1024 --disable-mixed-precision-accumulation"),
+         BASE.format(1) + " -O1" + MODULAR + LONG),
         (("decode", 4096, "inf2", 1, False, CompilerOptions(mixed_accumulation=True, flags="--verbose=35")),
          BASE.format(1) + " -O2 --enable-mixed-precision-accumulation --verbose=35"),
     ],

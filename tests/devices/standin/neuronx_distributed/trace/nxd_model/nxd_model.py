@@ -34,7 +34,9 @@ class Executable:
 
     @classmethod
     def of(cls, program, model, inputs):
-        kinds = {InputKind.PARAMETER: "weight", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "input"}
+        kinds = {
+            InputKind.PARAMETER: "weight", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "input",
+        }  # fmt: skip
         sources = []
         for spec in program.graph_signature.input_specs:
             kind = kinds[spec.kind]
@@ -105,7 +107,8 @@ class NxDModel(torch.nn.Module):
             raise ValueError("set_weights() was called when the model was already loaded on neuron.")
         if len(sharded_checkpoint) != self.local_ranks_size:
             raise RuntimeError(f"{len(sharded_checkpoint)} checkpoints for {self.local_ranks_size} local ranks")
-        needed = {name for g in self.graphs.values() for kind, name in g.sources if kind in ("weight", "buffer") and name not in self.state_names}
+        read = {name for g in self.graphs.values() for kind, name in g.sources if kind in ("weight", "buffer")}
+        needed = read - self.state_names
         shapes = next(iter(self.graphs.values())).shapes
         for rank, checkpoint in enumerate(sharded_checkpoint):
             for name in needed:
