@@ -77,6 +77,9 @@ class Serving(_Section):
     num_cpus: float | None = Field(None, gt=0, description="CPUs a replica reserves in Ray; default 1.")
     drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams.")
     stall_timeout_s: float = Field(120.0, gt=0, description="No step finished for so long while work is pending: the replica is unhealthy.")
+    stream_events_per_s: float | None = Field(
+        None, gt=0, description="Most stream events a replica writes; beyond, tokens travel together. Default: 250, behind HAProxy 2000."
+    )
     api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
     log_prompts: bool = False
     trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")

@@ -24,6 +24,11 @@ def threads() -> int:
     return int(named) if named.isdigit() and int(named) > 0 else len(os.sched_getaffinity(0))
 
 
+def behind_haproxy() -> bool:
+    """Whether replicas answer HTTP themselves behind HAProxy (RAY_SERVE_ENABLE_HA_PROXY, the profile `fast`)."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "0") == "1"
+
+
 def environment(defaults: Mapping[str, str]) -> dict[str, str]:
     """The environment for a program this process becomes: its own, with `defaults` where a name is not set."""
     return {**defaults, **os.environ}

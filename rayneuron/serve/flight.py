@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,6 +21,8 @@ from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
 
+SHORTEST_PAUSE_S = 0.005
+LONGEST_PAUSE_S = 0.06  # what a reader does not notice
 TIMED_OUT = "the request did not finish within its time limit"
 
 
@@ -80,6 +83,18 @@ class Flight:
         if self.error is not None and not self._pending:
             raise self.error
         return self.ready()
+
+    async def rest(self, pause_s: float) -> None:
+        """Let deltas gather for a while; over at once when the flight has ended, or where the pause is too short to be worth a timer."""
+        if pause_s < SHORTEST_PAUSE_S or self.ended:
+            return
+        self._every_step = False
+        timer = asyncio.get_running_loop().call_later(pause_s, self._wake)
+        try:
+            await self._wait()
+        finally:
+            timer.cancel()
+            self._every_step = True
 
     async def finish(self) -> list[Delta]:
         """Wait until every choice has finished; one delta a choice."""
@@ -142,7 +157,8 @@ class Flights:
     on these, because unlike the engine's snapshot they are never a step late.
     """
 
-    def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop, events_per_s: float = math.inf) -> None:
+        self.events_per_s = events_per_s
         self.sequences = 0
         self.waiting_tokens = 0
         self.closed: RayNeuronError | None = None
@@ -154,6 +170,15 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def pace_s(self) -> float:
+        """How long a stream lets deltas gather between two writes, so that all of them together stay below `events_per_s`.
+
+        Serve's own proxy spends most of a millisecond of CPU on every event: with many streams on a small machine that is time the
+        engine has not got. Few streams never wait.
+        """
+        return min(len(self._open) / self.events_per_s, LONGEST_PAUSE_S)
 
     def attach(self, engine: Engine) -> None:
         """Name the engine; once, before the first call."""

@@ -111,13 +111,13 @@ async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> N
     call = await server.parse(parse, body, new_id(), exchange.client_id)
     with server.flight(call, arrival_s, limit_s, exchange.headers) as flight:
         if call.stream:
-            await _stream(call, flight, exchange)
+            await _stream(server, call, flight, exchange)
         else:
             reply = call.reply(await flight.finish())
             await exchange.reply(200, errors.encode(reply))
 
 
-async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
+async def _stream(server: EngineServer, call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
     stream = call.open()
@@ -127,6 +127,7 @@ async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
         while not stream.done:
             if out:
                 await exchange.write(out)
+            await flight.rest(server.flights.pace_s)
             deltas = await flight.take()
             if not deltas:
                 break

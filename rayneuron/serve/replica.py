@@ -24,7 +24,7 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.flight import Flight, Flights
 from rayneuron.serve.leg import Leg
-from rayneuron.serve.startup import Startup, thread_share
+from rayneuron.serve.startup import Startup, events_per_s, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.text import Assembler
@@ -67,7 +67,7 @@ class EngineServer:
         opened = await asyncio.to_thread(self._opener, config, startup.report)
         self.opened, self.created = opened, int(time.time())
         self.telemetry = Telemetry(self.name, self.engine_label, self.load)
-        self.flights = Flights(self.telemetry, event_loop)
+        self.flights = Flights(self.telemetry, event_loop, events_per_s(self.config))
         self.engine = EngineLoop(opened.engine, self.flights.deliver, on_step=self.telemetry.timed)
         self.flights.attach(self.engine)
         self._text_pool = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
@@ -164,6 +164,7 @@ class EngineServer:
             while deltas := await flight.take():
                 for delta in deltas:
                     yield _plain(call, delta)
+                await flight.rest(self.flights.pace_s)
 
     async def tokenize(self, body: Json) -> Json:
         """{prompt} or {messages} to {tokens, count, max_model_len}."""

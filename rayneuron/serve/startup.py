@@ -1,4 +1,4 @@
-"""Starting a replica: its CPU threads, and its progress as log lines and, in a terminal, a bar."""
+"""Starting a replica: its CPU threads, its pace, and its progress as log lines and, in a terminal, a bar."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rayneuron import settings
 from rayneuron.config import Deployment
 
 log = logging.getLogger(__name__)
 
 LINE_PERIOD_S = 2.0
+PROXY_EVENTS_PER_S, HAPROXY_EVENTS_PER_S = 250.0, 2000.0  # a quarter of a core, in the proxy and the replica together
 
 
 class Startup:
@@ -57,6 +59,11 @@ class Startup:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def events_per_s(config: Deployment) -> float:
+    """Most stream events a second: `serving.stream_events_per_s`, else what the HTTP proxy in front can be asked to carry."""
+    return config.serving.stream_events_per_s or (HAPROXY_EVENTS_PER_S if settings.behind_haproxy() else PROXY_EVENTS_PER_S)
 
 
 def thread_share(config: Deployment) -> int:
