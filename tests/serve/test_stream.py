@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,3 +167,50 @@ def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
     assert (both.text, both.token_ids, both.finish_reason, both.stop_reason, both.usage) == ("ab", [1, 2, 3], "stop", "x", Usage(1, 3))
     assert [entry.token_id for entry in both.logprobs or []] == [1, 2, 2] and both.prompt_logprobs == [None]
     assert one.token_ids == [1]  # what the engine handed over is not written to
+
+
+async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
+    """`rest` lets steps pass without waking the writer, ends with the pause, and at once when the last choice has finished."""
+    from rayneuron.serve.flight import SHORTEST_PAUSE_S, Flight, Leg
+    from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
+
+    class Joins:
+        def push(self, piece: TokenDelta) -> Delta:
+            return Delta(piece.request_id, 0, "x", piece.token_ids, finish_reason=piece.finish_reason)
+
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any) -> None:
+            return None
+
+    def flight() -> Flight:
+        return Flight([Leg(Request(id="r", prompt_ids=[1], params=SamplingParams()), Joins())])
+
+    loop, one = asyncio.get_running_loop(), flight()
+    resting = asyncio.ensure_future(one.rest(30.0))
+    await asyncio.sleep(0)
+    for token in (1, 2):
+        one.receive(TokenDelta("r", 0, [token]), loop.time(), Silent())
+    await asyncio.sleep(0)
+    assert not resting.done()
+    one.receive(TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
+    await asyncio.wait_for(resting, 5)
+    assert [d.token_ids for d in await one.take()] == [[1, 2, 3]]
+
+    other = flight()
+    await asyncio.wait_for(other.rest(2 * SHORTEST_PAUSE_S), 5)  # nothing comes: over with the pause
+    await asyncio.wait_for(other.rest(SHORTEST_PAUSE_S / 2), 0.001)  # too short for a timer: over at once
+
+
+def test_few_streams_are_never_paced() -> None:
+    from rayneuron.serve.flight import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Flights
+
+    flights = Flights(None, None, events_per_s=250.0)  # type: ignore[arg-type]
+    flights._open = {object()}  # type: ignore[assignment]
+    assert flights.pace_s < SHORTEST_PAUSE_S
+    flights._open = {object() for _ in range(8)}  # type: ignore[assignment]
+    assert flights.pace_s == 8 / 250
+    flights._open = {object() for _ in range(500)}  # type: ignore[assignment]
+    assert flights.pace_s == LONGEST_PAUSE_S
