@@ -78,7 +78,7 @@ class Serving(_Section):
     drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams.")
     stall_timeout_s: float = Field(120.0, gt=0, description="No step finished for so long while work is pending: the replica is unhealthy.")
     stream_events_per_s: float | None = Field(
-        None, gt=0, description="Most stream events a replica writes; beyond, tokens travel together. Default: 250, behind HAProxy 2000."
+        None, gt=0, description="Most stream events a replica writes; beyond, tokens travel together. Default: 250, behind HAProxy 500."
     )
     api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
     log_prompts: bool = False

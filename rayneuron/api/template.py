@@ -22,7 +22,10 @@ def render(fields: Fields, context: Context) -> tuple[list[int], str]:
         raise RequestError("continue_final_message needs add_generation_prompt: false", param="continue_final_message")
     template = fields.string("chat_template")
     if template is not None and not context.trust_chat_template:
-        raise RequestError("chat_template is not accepted from clients by this server; leave it out, or set serving.trust_request_chat_template: true", param="chat_template")
+        raise RequestError(
+            "chat_template is not accepted from clients by this server; leave it out, or set serving.trust_request_chat_template: true",
+            param="chat_template",
+        )
     options = _options(fields)
     ids = context.text.chat(
         messages,

@@ -15,7 +15,7 @@ from rayneuron.config import Deployment
 log = logging.getLogger(__name__)
 
 LINE_PERIOD_S = 2.0
-PROXY_EVENTS_PER_S, HAPROXY_EVENTS_PER_S = 250.0, 2000.0  # a quarter of a core, in the proxy and the replica together
+PROXY_EVENTS_PER_S, HAPROXY_EVENTS_PER_S = 250.0, 500.0  # what leaves the engine nine tenths of two cores, or eight
 
 
 class Startup:
