@@ -149,9 +149,13 @@ async def test_a_span_a_choice(tiny: Path) -> None:
         traced = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
         body = {"prompt": ["say:hello", "go"], "n": 2, "temperature": 1.0, "max_tokens": 10}
         assert (await http.post("/v1/completions", json=body, headers=traced)).status_code == 200
+    runner = server.opened.engine.runner
+    runner.hold()  # the stream must not end by itself before it is closed
+    runner.allow(2)
     stream = server.generate("go on", {"max_tokens": 200, "ignore_eos": True})
     await anext(stream)
     await stream.aclose()
+    runner.free()
     await server.close()
     spans = exporter.get_finished_spans()
     assert len(spans) == 5
