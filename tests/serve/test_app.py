@@ -18,7 +18,7 @@ import pytest
 from rayneuron.errors import ConfigError
 from tests.serve.scripted import eventually, sse
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 GO = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "temperature": 0}
 
