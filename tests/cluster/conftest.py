@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +120,9 @@ def cluster() -> Iterator[Cluster]:
                     f"127.0.0.{last}", "--address", f"127.0.0.1:{made.port}", "--node-ip-address", f"127.0.0.{last}", "--num-cpus", "8",
                     "--resources", '{"neuron_cores": 4}',
                 )  # fmt: skip
-            time.sleep(1)
+                # One after the other: raylets of one host that start in the same moment take each other's ports.
+                log = made.folder / f"127.0.0.{last}.log"
+                eventually(lambda log=log: "Ray runtime started" in log.read_text(), 90, lambda log=log: log.read_text()[-2000:])
             ray.init(address=f"127.0.0.1:{made.port}", log_to_driver=False, namespace="serve")
             eventually(lambda: sum(n["Alive"] for n in ray.nodes()) == 3, 120, ray.nodes)
             serve.start(http_options={"host": "127.0.0.1", "port": made.http}, proxy_location="HeadOnly")
