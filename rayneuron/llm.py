@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -232,8 +232,3 @@ def _bar(total: int, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc="generate", disable=not shown)
-
-
-def join(deltas: Iterable[Delta]) -> str:
-    """The text of a stream's choice 0."""
-    return "".join(d.text for d in deltas if d.index == 0)

@@ -16,11 +16,10 @@ from torch import Tensor
 from rayneuron.devices import int8
 from rayneuron.devices.base import Batch, Collectives, Program, Progress, Shape, Solo, StepOutput, Weights
 from rayneuron.devices.cpu_ops.ops import kernels
+from rayneuron.devices.cpu_ops.packing import LOOKED_UP
 from rayneuron.errors import CompileError
 from rayneuron.models import feedforward
 from rayneuron.models import ops as plain
-
-LOOKED_UP = ("embed.w", "position.w")  # read by row, never multiplied
 
 
 class Cpu:
