@@ -202,9 +202,11 @@ def _require_ready(server: EngineServer, draining_too: bool = False) -> None:
 
 
 async def _no_route(server: EngineServer, http: HttpRequest, wrong: Exception) -> Response:
-    """404 and 405 in OpenAI's error body."""
+    """404 and 405 in OpenAI's error body; a bare route prefix leads to the page, whose links need the slash."""
     assert isinstance(wrong, HTTPException)
     path = http.url.path
+    if path and path == http.scope.get("root_path") and http.method in ("GET", "HEAD"):
+        return Response(status_code=307, headers={"location": path + "/"})
     say = f"no such path: {path}" if wrong.status_code == 404 else f"{http.method} is not allowed on {path}"
     status, body, headers = errors.error_reply(wrong.status_code, say)
     return Response(errors.encode(body), status, {**headers, **(wrong.headers or {})}, "application/json")

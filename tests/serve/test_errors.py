@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from rayneuron.errors import NotReady
+from rayneuron.serve.ingress import application
 from tests.serve.scripted import Site, eventually, site, sse
 from tests.serve.wire import Wire
 
@@ -58,6 +60,19 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
         assert reply.headers["allow"] == "POST"
     error(client.post("/v1/models", json={}), 405, "MethodNotAllowedError")
     error(client.delete("/health"), 405, "MethodNotAllowedError")
+
+
+async def _under_a_prefix(site: Site, path: str) -> httpx.Response:
+    transport = httpx.ASGITransport(application(site.server), root_path="/m/x")
+    async with httpx.AsyncClient(transport=transport, base_url="http://host") as http:
+        return await http.get(path)
+
+
+def test_a_bare_route_prefix_leads_to_the_page(scripted_site: Site) -> None:
+    reply = asyncio.run(_under_a_prefix(scripted_site, "/m/x"))
+    assert (reply.status_code, reply.headers["location"]) == (307, "/m/x/")
+    error(asyncio.run(_under_a_prefix(scripted_site, "/m/x/nothing")), 404, "NotFoundError")
+    assert asyncio.run(_under_a_prefix(scripted_site, "/m/x/version")).status_code == 200
 
 
 def test_unknown_model(client: httpx.Client) -> None:
