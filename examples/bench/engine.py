@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Offline engine speed beside its peers: decode tokens/s at several batch sizes and prefill, in interleaved rounds of one run.
+"""Offline engine speed beside its peers, in interleaved rounds of one run: decode tokens/s at several batch sizes, and prefill.
 
 Every engine is a child process that stays loaded; one runs at a time, the others are frozen. The rate of a case is the median over rounds,
-a ratio the median of each round's ratio to the first peer. transformers runs in this environment; other peers need one of their own
-(README.md) and are left out with a message where it is not there.
+a ratio the median of each round's ratio. What memory and the cores can do at most is measured in the same rounds. transformers runs in this
+environment; other peers need one of their own (README.md) and are left out with a message where it is not there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import Any
 
 import machine
 import report
+import verdicts
 from child import Child
 from rates import decode_rate, prefill_rate
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 VENVS = Path(os.environ.get("RAYNEURON_BENCH_VENVS", CHECKOUT.parent / "venvs"))
-BARS = {"prefill 512": 0.95, "decode 1": 1.5, "decode 8": 2.0, "decode 16": 1.8}  # times transformers in bf16 (issue 2)
+PEERS = ("openvino", "vllm", "llamacpp")  # a bare --peers
+WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class Peer:
     script: str
     venv: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("bf16", "fp32", "int8")
 
-    def python(self) -> Path:
+    def python(self, venvs: Path = VENVS) -> Path:
         """The interpreter, whether or not it exists."""
-        return Path(sys.executable) if self.venv is None else VENVS / self.venv / "bin" / "python"
+        return Path(sys.executable) if self.venv is None else venvs / self.venv / "bin" / "python"
 
 
 def peers(threads: int) -> dict[str, Peer]:
@@ -50,8 +53,9 @@ def peers(threads: int) -> dict[str, Peer]:
     vllm = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     return {
         "rayneuron": Peer("peer_rayneuron.py", env={"PYTHONPATH": str(CHECKOUT)}),
-        "transformers": Peer("peer_transformers.py"),
-        "vllm": Peer("peer_vllm.py", "vllm", vllm),
+        "transformers": Peer("peer_transformers.py", dtypes=("bf16", "fp32")),
+        "openvino": Peer("peer_openvino.py", "openvino"),
+        "vllm": Peer("peer_vllm.py", "vllm", vllm, ("bf16", "fp32")),
         "llamacpp": Peer("peer_llamacpp.py", "llamacpp"),
     }
 
@@ -82,36 +86,41 @@ def prompts(case: Case, seed: str, vocab: int) -> list[list[int]]:
     return [[draw.randrange(vocab // 100, vocab * 4 // 5) for _ in range(case.prompt)] for _ in range(case.rows)]
 
 
-def start(name: str, peer: Peer, settings: dict[str, Any], threads: int, urgent: bool) -> Child:
-    """Start one engine and wait until it is loaded."""
+def start(name: str, peer: Peer, settings: dict[str, Any], threads: int, urgent: bool, venvs: Path = VENVS) -> Child:
+    """Start one engine."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **peer.env}
-    return Child(name, [str(peer.python()), str(HERE / "peers" / peer.script), json.dumps(settings)], env, urgent)
+    return Child(name, [str(peer.python(venvs)), str(HERE / "peers" / peer.script), json.dumps(settings)], env, urgent)
 
 
 @dataclass(slots=True)
 class Measured:
-    """The rates of every round, and the cores others kept busy meanwhile, by case and engine."""
+    """Of every round: the rates by case and engine, what the machine can do at most, and the cores others kept busy by case."""
 
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    others: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    machine: dict[str, list[float]] = field(default_factory=dict)
+    others: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, case: str, engine: str, rate: float, others: float) -> None:
         """One measurement."""
         self.rates.setdefault(case, {}).setdefault(engine, []).append(rate)
-        self.others.setdefault(case, {}).setdefault(engine, []).append(others)
+        self.others.setdefault(case, []).append(others)
 
 
-def measure(children: dict[str, Child], wanted: list[Case], rounds: int, vocab: int) -> Measured:
-    """`rounds` interleaved rounds after one that is not counted; the order of engines rotates, so that none is always first."""
+def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rounds: int, vocab: int) -> Measured:
+    """`rounds` interleaved rounds after a short one that is not counted; the order of engines rotates, so that none is always first."""
     measured = Measured()
     names = list(children)
     for turn in range(-1, rounds):
+        for name, rate in roofline.ask({"new": 0}).items():
+            measured.machine.setdefault(name, []).extend([rate] * (turn >= 0))
+        roofline.freeze()
         for case in wanted:
             order = names[turn % len(names) :] + names[: turn % len(names)]
+            new = case.new if turn >= 0 else min(case.new, WARM_UP_TOKENS)
             for name in order:
                 child = children[name]
                 watch = machine.Watch([child.session])
-                steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": case.new})["steps"]
+                steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": new})["steps"]
                 child.freeze()
                 if turn >= 0:
                     measured.add(case.name, name, case.rate(steps), watch.others())
@@ -119,34 +128,33 @@ def measure(children: dict[str, Child], wanted: list[Case], rounds: int, vocab: 
     return measured
 
 
-def show(measured: Measured, names: list[str], loads: dict[str, float], dtype: str) -> str:
-    """The Markdown report."""
-    base = names[1] if len(names) > 1 else names[0]
-    head = ["tok/s", *names, *(f"{names[0]} / {n}" for n in names[1:]), "bar", "cores used by others"]
+def show(measured: Measured, names: Sequence[str], loads: dict[str, float], model: verdicts.Model) -> str:
+    """The Markdown report: rates, then bars."""
     rows = []
     for case, rates in measured.rates.items():
-        ratios = [report.median_ratio(rates[names[0]], rates[n]) for n in names[1:]]
-        bar = "-"
-        if case in BARS and base == "transformers" and dtype == "bf16":
-            bar = f">= {BARS[case]} x {base}: {'met' if ratios[0] >= BARS[case] else 'MISSED'}"
-        others = statistics.fmean(x for values in measured.others[case].values() for x in values)
-        rows.append([case, *(statistics.median(rates[n]) for n in names), *ratios, bar, others])
-    load = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in loads.items())
-    return f"{report.table(head, rows)}\n\nLoaded and warm after: {load}"
+        best = verdicts.best_peer(rates) if names[0] == verdicts.OURS else None
+        ahead = f"{report.median_ratio(rates[names[0]], rates[best]):.2f} ({best})" if best else "-"
+        rows.append([case, *(statistics.median(rates[n]) for n in names), ahead, statistics.fmean(measured.others[case])])
+    text = report.table(["tok/s", *names, "ours / best peer in bf16", "cores used by others"], rows)
+    text += f"\n\n{verdicts.show_machine(measured.machine)}\n"
+    if judged := verdicts.judge(measured.rates, measured.machine, model):
+        text += f"\n{report.table(['bar', 'measured', 'asked', ''], judged)}\n"
+    return f"{text}\nLoaded and warm after: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in loads.items())}"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo:smollm2", help="model directory or demo:NAME (default %(default)s)")
-    parser.add_argument("--dtype", choices=["bf16", "fp32", "int8"], default="bf16", help="int8: rayneuron and llama.cpp only (Q8_0)")
+    parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp32", "int8"], default=["bf16", "int8"], help="int8: Q8_0 for llama.cpp")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each engine (default: all cores)")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 16], help="decode batch sizes (default 1 8 16)")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="prompt lengths for prefill (default 512)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths for prefill (default 512 2048)")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the decode cases (default %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="new tokens of the decode cases (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", nargs="?", const="vllm", default="", help="more peers by name, comma-separated (bare: vllm)")
+    parser.add_argument("--peers", nargs="?", const=",".join(PEERS), default="", help="more peers, comma-separated (bare: all of them)")
+    parser.add_argument("--venvs", type=Path, default=VENVS, help="folder of the peers' environments (default %(default)s)")
     parser.add_argument("--alone", action="store_true", help="without transformers")
     parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
     parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/engine.json)")
@@ -158,15 +166,35 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def present(names: Sequence[str], known: dict[str, Peer]) -> list[str]:
+def present(names: Sequence[str], known: dict[str, Peer], venvs: Path = VENVS) -> list[str]:
     """Those whose environment exists; a message about the others."""
     kept = []
     for name in names:
-        if known[name].python().exists():
+        if known[name].python(venvs).exists():
             kept.append(name)
         else:
-            print(f"{name} is left out: there is no {known[name].python()} (README.md says how to make it)", file=sys.stderr)
+            print(f"{name} is left out: there is no {known[name].python(venvs)} (README.md says how to make it)", file=sys.stderr)
     return kept
+
+
+def load(args: argparse.Namespace, path: Path, stack: ExitStack) -> tuple[dict[str, Child], dict[str, float]]:
+    """Every engine in every dtype it has, loaded and frozen, with the seconds that took. Others than the first dtype are named by it."""
+    known = peers(args.threads)
+    settings = {"model": str(path), "threads": args.threads, "rows": max(args.batch, default=1)}
+    settings["length"] = max([*args.prefill, args.prompt + args.new]) + 16
+    children, loads = {}, {}
+    for dtype in args.dtype:
+        for engine in present(args.names, known, args.venvs):
+            if dtype not in known[engine].dtypes:
+                continue
+            name = engine if dtype == "bf16" else f"{engine} {dtype}"
+            child = start(name, known[engine], {**settings, "dtype": dtype}, args.threads, args.urgent, args.venvs)
+            stack.callback(child.close)
+            loads[name] = child.ask({})["load_s"]
+            child.freeze()
+            children[name] = child
+            print(f"{name} is loaded", file=sys.stderr, flush=True)
+    return children, loads
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,25 +204,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rayneuron import demo
     from rayneuron.models import hub
 
-    wanted, known = cases(args), peers(args.threads)
     path = demo.resolve(args.model)
-    settings = {"model": str(path), "dtype": args.dtype, "threads": args.threads}
-    settings |= {"rows": max(args.batch, default=1), "length": max([*args.prefill, args.prompt + args.new]) + 16}
-    loads: dict[str, float] = {}
+    config = hub.read_config(path)
     with ExitStack() as stack:
-        children: dict[str, Child] = {}
-        for name in present(args.names, known):
-            child = children[name] = start(name, known[name], settings, args.threads, args.urgent)
-            stack.callback(child.close)
-            loads[name] = child.ask({})["load_s"]
-            child.freeze()
-            print(f"{name} is loaded", file=sys.stderr, flush=True)
-        measured = measure(children, wanted, args.rounds, hub.read_config(path)["vocab_size"])
+        children, loads = load(args, path, stack)
+        roofline = start("roofline", Peer("roofline.py"), {"threads": args.threads}, args.threads, args.urgent)
+        stack.callback(roofline.close)
+        measured = measure(children, roofline, cases(args), args.rounds, config["vocab_size"])
     facts = machine.facts()
-    print(f"{report.show_facts(facts)}; model {args.model} {args.dtype}, {args.threads} threads, medians of {args.rounds} rounds\n")
-    print(show(measured, list(children), loads, args.dtype))
-    document = {"machine": facts, "settings": settings, "load_s": loads, "rates": measured.rates, "others": measured.others}
-    print(f"\n{report.save('engine', document, args.json)}", file=sys.stderr)
+    print(f"{report.show_facts(facts)}; model {args.model}, {args.threads} threads, medians of {args.rounds} rounds\n")
+    print(show(measured, list(children), loads, verdicts.Model.read(config)))
+    document = {"machine": facts, "model": args.model, "load_s": loads, "rates": measured.rates, "roofline": measured.machine}
+    print(f"\n{report.save('engine', document | {'others': measured.others}, args.json)}", file=sys.stderr)
     return 0
 
 

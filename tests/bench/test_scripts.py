@@ -45,8 +45,10 @@ def test_engine_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert set(document["rates"]) == {"prefill 40", "decode 1", "decode 3"}
     for rates in document["rates"].values():
-        assert [len(rates[name]) for name in ("rayneuron", "transformers")] == [2, 2] and all(r > 0 for v in rates.values() for r in v)
-    assert "rayneuron / transformers" in done.stdout and "| decode 3" in done.stdout
+        assert {name: len(of_rounds) for name, of_rounds in rates.items()} == {"rayneuron fp32": 2, "transformers fp32": 2}
+        assert all(r > 0 for of_rounds in rates.values() for r in of_rounds)
+    assert all(len(of_rounds) == 2 and min(of_rounds) > 1e8 for of_rounds in document["roofline"].values())
+    assert "| transformers fp32 |" in done.stdout and "| decode 3" in done.stdout and "Memory is read at" in done.stdout
 
 
 def test_a_peer_without_its_environment_is_left_out_aloud(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +59,7 @@ def test_a_peer_without_its_environment_is_left_out_aloud(capsys: pytest.Capture
 
 def test_an_unknown_peer_is_refused() -> None:
     done = run("engine.py", "--peers", "vlm")
-    assert done.returncode == 2 and "unknown peer vlm; known: rayneuron, transformers, vllm" in done.stderr
+    assert done.returncode == 2 and "unknown peer vlm; known: rayneuron, transformers, openvino, vllm" in done.stderr
 
 
 def test_admission_counts_every_gap_of_every_stream(tiny: Path) -> None:
