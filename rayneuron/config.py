@@ -94,6 +94,7 @@ class GroupLimits(_Section):
     load_s: float = Field(600.0, gt=0, description="Without any progress of a worker that loads or warms up.")
     step_s: float = Field(120.0, gt=0, description="For one step.")
     cores_s: float = Field(30.0, ge=0, description="For cores that an ending process still holds.")
+    silence_s: float = Field(1.2, gt=0, description="A node whose kernel acknowledges nothing for so long is lost.")
 
 
 class Compile(_Section):

@@ -108,7 +108,7 @@ class Group:
             meeting.close()
         for member in self.members:
             member.channel.limit_bytes = self._longest_answer()
-        self._watch = Watch(self.members, self._break)
+        self._watch = Watch(self.members, self._break, limits.silence_s)
         placed = self._take_places(meeting.token, ips)
         begins = seating.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())
         for member, begin in zip(self.members, begins[1:], strict=True):

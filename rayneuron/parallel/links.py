@@ -143,7 +143,7 @@ def accept(listener: socket.socket, token: bytes, name: str, timeout_s: float, c
         try:
             channel: wire.Channel[Hello] = wire.Channel(connection, Hello, wire.FIRST_BYTES)
             if wire.same_token(channel.receive(5.0).token, token):
-                return connection
+                return patient(connection)
         except (wire.WireError, TimeoutError):
             pass
         connection.close()
@@ -156,6 +156,12 @@ def dial(to: str, token: bytes, index: int, name: str, timeout_s: float) -> sock
         wire.Channel(connection, Hello).send(Hello(token, index, 0, 0))
     except (TimeoutError, wire.WireError) as problem:
         raise WorkerLost(f"{name}: {problem}") from None
+    return patient(connection)
+
+
+def patient(connection: socket.socket) -> socket.socket:
+    """A stage that computes for long reads nothing meanwhile, which is no reason to break. Worker 0 watches the hosts."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
     return connection

@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 
-VERSION = 1  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 2  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -106,6 +106,10 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     parts: Sequence[Part]
 
 
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0, to other hosts: nothing, but your kernel acknowledges it."""
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: give everything back and end."""
 
@@ -135,5 +139,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | Load | Warm | Step | Stop
+ToWorker = Place | Begin | Load | Warm | Step | Stop | Beat
 FromWorker = Hello | Placed | Ready | Progress | Done | Failed

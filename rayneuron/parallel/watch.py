@@ -9,18 +9,29 @@ from collections.abc import Callable, Sequence
 
 from rayneuron.parallel import wire
 from rayneuron.parallel.meeting import Member
+from rayneuron.parallel.messages import Beat
+
+BEATS = 5  # in the time after which a silent host is lost
 
 
 class Watch:
-    """Waits for hang-ups of the workers' connections, which the kernel closes with their processes. `on_loss`: called once."""
+    """Waits for hang-ups of the workers' connections, which the kernel closes with their processes. `on_loss`: called once.
 
-    def __init__(self, members: Sequence[Member], on_loss: Callable[[str], None]) -> None:
+    A host that is cut off closes nothing. Its kernel is therefore made to acknowledge something all the time: nothing acknowledged for
+    `silence_s`, and the connection breaks, `silence_s * (1 + 1 / BEATS)` after the last packet at the latest.
+    """
+
+    def __init__(self, members: Sequence[Member], on_loss: Callable[[str], None], silence_s: float) -> None:
         self.lost: str | None = None
         self._on_loss = on_loss
         self._once = threading.Lock()
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
-        self._names = {member.channel.fileno(): member.name for member in members}
+        self._members = {member.channel.fileno(): member for member in members}
+        self._far = [member.channel for member in members if member.channel.far]
+        self._beat_s = silence_s / BEATS
+        for channel in self._far:
+            wire.keep_alive(channel.socket, silence_s)
         self._thread = threading.Thread(target=self._run, name="rayneuron-group", daemon=True)
         self._thread.start()
 
@@ -47,8 +58,12 @@ class Watch:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
-        for fd in self._names:
+        for fd in self._members:
             wire.hang_up(poll, fd)
-        gone = [self._names[fd] for fd, _ in poll.poll() if fd in self._names]
+        beat, timeout_ms = wire.frame(Beat()), self._beat_s * 1000 if self._far else None
+        while not (stirred := poll.poll(timeout_ms)):
+            for channel in self._far:
+                channel.beat(beat)
+        gone = [self._members[fd] for fd, _ in stirred if fd in self._members]
         if gone:
-            self.lose(f"{' and '.join(gone)} is gone: its connection was closed")
+            self.lose("; ".join(f"{member.name} is gone: {wire.broke(member.channel.socket)}" for member in gone))

@@ -6,12 +6,14 @@ must carry the group's token. Whatever is too long, not of the schema or without
 
 from __future__ import annotations
 
+import errno
 import hmac
 import resource
 import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -25,6 +27,8 @@ Message = TypeVar("Message")
 FIRST_BYTES = 4096  # longest frame of somebody who has not shown the token yet
 MOST_BYTES = 2**20  # longest frame otherwise, where the caller does not say
 TICK_S = 0.25  # how often a blocked call looks at its deadline
+SILENT_S = 5.0  # after which a host that answers no packet is gone, where nobody says otherwise
+RETRANSMIT_S = 0.4  # Linux counts TCP_USER_TIMEOUT from the first retransmission, which comes so late
 _HEAD = struct.Struct(">I")
 _READ = 2**16
 
@@ -46,20 +50,26 @@ def frame(message: msgspec.Struct) -> bytearray:
 
 
 class Channel(Generic[Message]):
-    """One connection. `kinds`: the union of structs that may arrive. One thread sends and one receives at a time."""
+    """One connection. `kinds`: the union of structs that may arrive. One thread receives; `beat` may be called beside one that sends."""
 
     def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES) -> None:
         self.socket = connection
         self.limit_bytes = limit_bytes
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
+        self._sending = threading.Lock()
         tick = struct.pack("ll", 0, int(TICK_S * 1e6))
         connection.setblocking(True)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(connection)
+            keep_alive(connection, SILENT_S)
+
+    @property
+    def far(self) -> bool:
+        """Whether the other side is on another host."""
+        return self.socket.family != socket.AF_UNIX
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -71,13 +81,27 @@ class Channel(Generic[Message]):
 
     def send_frame(self, data: bytearray | bytes, timeout_s: float = 30.0) -> None:
         """Send what `frame` made; one frame may go to several channels."""
+        with self._sending:
+            self._send(data, timeout_s, 0)
+
+    def beat(self, data: bytearray | bytes) -> None:
+        """Send a short frame if nothing is on its way: the other host's kernel must acknowledge it, however busy its process is."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send(data, SILENT_S, socket.MSG_DONTWAIT)
+            except (WireError, TimeoutError):
+                pass  # whoever waits on the channel is told
+            finally:
+                self._sending.release()
+
+    def _send(self, data: bytearray | bytes, timeout_s: float, flags: int) -> None:
         try:
-            sent = self.socket.send(data, socket.MSG_NOSIGNAL)
+            sent = self.socket.send(data, socket.MSG_NOSIGNAL | flags)
         except BlockingIOError:
             sent = 0
         except OSError as problem:
             raise Closed(str(problem)) from None
-        if sent < len(data):
+        if sent < len(data) and (sent or not flags):  # a beat that does not fit is left out
             self._send_rest(memoryview(data)[sent:], timeout_s)
 
     def _send_rest(self, left: memoryview, timeout_s: float) -> None:
@@ -162,11 +186,24 @@ class Channel(Generic[Message]):
         self.socket.close()
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Notice within about 15 s that the other host is gone without a word (power, network); a process that ends is noticed at once."""
+def keep_alive(connection: socket.socket, silent_s: float) -> None:
+    """Break a TCP connection whose other host is gone without a word (power, network): nothing acknowledged for `silent_s`.
+
+    It counts from the first byte that is not acknowledged; on an idle connection up to 2 s pass before the kernel asks. A process that
+    ends is noticed at once by its own closing; one that is only busy has a kernel that acknowledges for it.
+    """
+    user_ms = int(max(0.2, silent_s - RETRANSMIT_S) * 1000)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5), (socket.TCP_USER_TIMEOUT, 15_000)):
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_USER_TIMEOUT, user_ms)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def broke(connection: socket.socket) -> str:
+    """Why a connection ended, for people."""
+    problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if problem in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return "its node does not answer any more"
+    return "its connection was closed"
 
 
 def listen(ip: str | None = None, backlog: int = 128) -> socket.socket:

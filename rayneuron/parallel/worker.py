@@ -20,7 +20,7 @@ import msgspec
 from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.parallel import messages, wire
 from rayneuron.parallel.holders import process_started
-from rayneuron.parallel.messages import Begin, Failed, Hello, Load, Place, Progress, Ready, Step, Stop, ToWorker, Warm
+from rayneuron.parallel.messages import Beat, Begin, Failed, Hello, Load, Place, Progress, Ready, Step, Stop, ToWorker, Warm
 from rayneuron.parallel.rank import Rank
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
             case Warm():
                 rank.warm(_reporter(channel))
                 channel.send(Ready())
+            case Beat():
+                pass
             case Stop():
                 return
 

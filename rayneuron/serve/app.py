@@ -35,7 +35,7 @@ DRAIN_CHECK_S = 0.5
 CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
 LEAVE_S = 1.0  # for streams to take their error event, after a worker was lost
-LAST_BYTES_S = 0.2  # and for Serve's proxy to fetch it
+LAST_BYTES_S = 0.5  # and for Serve's proxy to fetch it
 SWITCH_INTERVAL_S = 0.001  # the engine thread and the event loop share one interpreter; the default of 5 ms delays every token by as much
 
 

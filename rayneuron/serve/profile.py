@@ -6,7 +6,8 @@ import importlib.util
 
 from rayneuron.errors import ConfigError
 
-PLAIN: dict[str, str] = {}
+# Serve's own proxy ends the answers of a replica that died (serve.ending). Where replicas answer HTTP themselves there is nobody to do it.
+PLAIN: dict[str, str] = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares"}
 
 # Read when Ray Serve is imported, by controller, proxies and replicas alike: export before Ray starts, on every node.
 FAST: dict[str, str] = {
