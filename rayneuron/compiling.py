@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayneuron.loading import Checked
 
 Tell = Callable[[str], None]
 Count = Callable[[int, int], None]
@@ -20,31 +23,41 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
 
     `tell` is given the list of graphs before anything is compiled. Raises ConfigError, CheckpointError, CompileError.
     """
+    from rayneuron import loading
+    from rayneuron.parallel.ahead import stage_folder
+
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; name a new folder")
+    checked, stages = loading.check(config), config.pipeline_parallel
+    for stage in range(stages):
+        if stages > 1:
+            tell(f"stage {stage} of {stages}:")
+        found = _compile_stage(checked, stage, tell, progress)
+        if out is not None:
+            shutil.copytree(found, stage_folder(out, stage, stages), dirs_exist_ok=True)
+    return out or (found if stages == 1 else found.parent)
+
+
+def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) -> Path:
+    """The cache's entry of one stage."""
     from rayneuron import devices, loading, models, settings
     from rayneuron.engine.buckets import inventory
     from rayneuron.models import decoder
     from rayneuron.parallel.ahead import ahead
 
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name a new folder")
-    checked = loading.check(config)
-    arch, capacity = checked.arch, checked.capacity
-    made = replace(ahead(config, capacity.length), local_ranks=1, artifact=None, required=False)
+    config, arch, capacity = checked.config, checked.arch, checked.capacity
+    made = replace(ahead(config, capacity.length, stage=stage, hidden=arch.hidden), local_ranks=1, artifact=None, required=False)
     threads = config.threads or settings.threads()
     device: Any = devices.open(
         config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads
     )  # fmt: skip
     try:
-        weights = loading.rank_weights(config, checked.path, checked.raw, arch, checked.dtype, _silent, made)
-        device.load(weights, decoder.kv_shapes(arch, capacity.rows + 1, capacity.length + 1, made.ranks))
-        program = loading.program(config, arch)
-        found = devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))
+        weights = loading.rank_weights(config, checked.path, checked.raw, arch, checked.dtype, _silent, made, stage)
+        device.load(weights, decoder.kv_shapes(arch, capacity.rows + 1, capacity.length + 1, made.ranks, len(weights["layers"])))
+        program = loading.program(config, arch, checked.dtype, stage)
+        return devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))
     finally:
         device.close()
-    if out is None:
-        return found
-    shutil.copytree(found, out, dirs_exist_ok=True)
-    return out
 
 
 def _silent(stage: str, done: int, total: int) -> None:

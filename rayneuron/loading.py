@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
 from rayneuron.config import Deployment
-from rayneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +120,6 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
     if len(checked.layout.workers) > 1 or config.instance is not None:
         from rayneuron.parallel.group import Group
 
-        if config.on_device_sampling.neuron_compat:
-            raise ConfigError("on_device_sampling.neuron_compat is not available for a model of several processes; leave it out")
         kind = str(checked.dtype).removeprefix("torch.")
         group = Group(config, checked.layout, checked.arch, checked.capacity, kind, checked.path, processes=processes, on_lost=on_lost)
         return group.start()
@@ -135,7 +132,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
         kv_dtype=models.kv_type(config.kv_dtype),
         threads=config.threads or settings.threads(),
     )
-    return Runner(checked.arch, device, checked.capacity, getattr(device, "comm", None), program(config, checked.arch))
+    return Runner(checked.arch, device, checked.capacity, getattr(device, "comm", None), program(config, checked.arch, checked.dtype))
 
 
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
@@ -201,22 +198,16 @@ def capacity_of(config: Deployment, length: int) -> Any:
     )
 
 
-def program(config: Deployment, arch: Arch) -> Program:
-    """What a step of this deployment is, where one process holds the whole model."""
-    from functools import partial
+def program(config: Deployment, arch: Arch, dtype: torch.dtype, stage: int = 0) -> Program:
+    """What a step of the `stage`-th stage of this deployment is, alone or in a group."""
+    from rayneuron.engine.neuron_sampling import rule_of
+    from rayneuron.parallel import pipeline
 
-    from rayneuron.engine.neuron_sampling import NeuronSampling
-    from rayneuron.engine.step import step
-
-    said = config.on_device_sampling
-    if not said.neuron_compat:
-        return partial(step, arch)
-    rule = NeuronSampling(deterministic=said.deterministic, global_topk=said.global_topk, top_p_min_tokens=said.top_p_min_tokens)
-    return partial(step, arch, rule=rule)
+    return pipeline.program(arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
 
 
 def rank_weights(
-    config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress, made: Ahead
+    config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress, made: Ahead, stage: int = 0
 ) -> dict[str, Any]:
     """Weights of the ranks this process drives: those of the first, and under "ranks" all of them where there are several."""
     from rayneuron.models import presharded
@@ -233,6 +224,8 @@ def rank_weights(
             fused=config.fused_qkv,
             quantization=config.quantization,
             allow_pickle=config.model.allow_pickle,
+            stage=stage,
+            stages=config.pipeline_parallel,
             progress=lambda done, total, i=i: report("weights", i * total + done, total * len(local)),  # type: ignore[misc]
         )
         for i, rank in enumerate(local)

@@ -23,7 +23,8 @@ class Ahead:
     """What a device that is compiled ahead needs to know beside its rank: which ranks this process drives, and where graphs come from.
 
     length: the longest context; lnc: physical cores a logical one, None for the chip's own; cache: a folder or s3://, None for the
-    environment's; required: build nothing; artifact: a folder written by `rayneuron compile --out`.
+    environment's; required: build nothing; artifact: a folder written by `rayneuron compile --out`; first, last, hidden: the pipeline
+    stage, and the size of what passes between stages.
     """
 
     ranks: int = 1
@@ -35,6 +36,9 @@ class Ahead:
     required: bool = False
     artifact: Path | None = None
     async_mode: bool = False
+    first: bool = True
+    last: bool = True
+    hidden: int = 0
     options: CompilerOptions = field(default_factory=CompilerOptions)
 
     def opened(self) -> Cache:
@@ -66,6 +70,7 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     check(name)
     if name == "neuron":
         from rayneuron.devices.neuron_device import Neuron
+        from rayneuron.devices.neuron_graphs import Border
 
         a = ahead or Ahead()
         return Neuron(
@@ -80,6 +85,7 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
             cache=a.opened(),
             artifact=a.artifact,
             async_mode=a.async_mode,
+            border=Border(a.first, a.last, a.hidden, options["dtype"], a.async_mode),
         )
     from rayneuron.devices.cpu import Cpu
 

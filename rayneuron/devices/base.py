@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tag = Literal["prefill", "decode", "verify"]
-Output = Literal["greedy", "sample", "logits", "scores"]
+Output = Literal["greedy", "sample", "logits", "scores", "hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Shape:
     """One compiled graph: `rows` x `tokens` new tokens that attend the first `length` KV positions.
 
     `output`: greedy (next ids by argmax), sample (next ids by the row's parameters), logits (as sample, and the last
-    token's logits [B, V] for host processors and logprobs), scores (logits of every new token [B, T, V]).
+    token's logits [B, V] for host processors and logprobs), scores (logits of every new token [B, T, V]); hidden (what a pipeline
+    stage that is not the last gives to the next, [B, T, E]: known to devices only, since a step asks all stages for the same).
     """
 
     tag: Tag
@@ -36,7 +37,7 @@ class Batch:
     """The inputs of one step, padded to a Shape. Idle rows point at the scratch row, padding tokens at the scratch column.
 
     tokens, positions [B,T] int32; rows, last [B] int32 (`last`: index of a row's last true token); temperature, top_p, min_p, uniform [B]
-    float32; top_k, adapters [B] int32.
+    float32; top_k, adapters [B] int32; hidden [B,T,E] where a pipeline stage is not the first.
     """
 
     tokens: Tensor
@@ -49,6 +50,7 @@ class Batch:
     min_p: Tensor
     uniform: Tensor
     adapters: Tensor
+    hidden: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -65,8 +67,13 @@ class StepOutput:
 class Collectives(Protocol):
     """Sums and copies between the ranks of one group. Every rank calls the same verbs in the same order."""
 
-    rank: int
-    ranks: int
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, on every rank; same shape."""

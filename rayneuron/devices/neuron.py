@@ -23,6 +23,7 @@ from rayneuron.errors import CompileError, ConfigError
 log = logging.getLogger(__name__)
 
 MODEL = "model.pt"
+MAX = "max"  # torch_xla's REDUCE_MAX
 _DISTRIBUTIONS = ("torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla")
 # Where each symbol used here is defined; tests/devices/symbols.py records their parameters and checks them against the real source.
 _SYMBOLS = {
@@ -132,6 +133,10 @@ class InGraph:
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum, then this rank's share of `dim`."""
         return self._sdk["_reduce_scatter_along_dim"](x, dim % x.dim()) if self.ranks > 1 else x
+
+    def share(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's equal share of what all ranks hold alike: the largest of equals, so that nobody need know its rank (as NxDI does)."""
+        return self._sdk["_reduce_scatter_along_dim"](x, dim % x.dim(), computation=MAX) if self.ranks > 1 else x
 
     def send(self, x: Tensor, rank: int) -> None:
         raise CompileError("a graph for Neuron cannot send to one rank")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for sma
 
 def graphs_key(
     program: Program, targets: Sequence[Target], weights: Weights, kv: Sequence[tuple[int, ...]], kv_dtype: Any, ranks: int, lnc: int,
-    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str],
+    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False,
 ) -> Key:  # fmt: skip
     """The key of all graphs of an engine. The ranks of a node are no part of it: one compile serves every node."""
+    more = {"feedback": True} if feedback else {}
+    said = bound(program)
+    files = {*(_PACKAGE / name for name in _SOURCES), *(_PACKAGE / "models").glob("*.py"), Path(inspect.getfile(_parts(program)[0]))}
     return caching.key(
         "graphs",
-        program=bound(program),
+        program=said,
         graphs=sorted(neuron_graphs.name(t) for t in targets),
         parameters=neuron_graphs.signature(weights),
         first_layer=weights.get("first", 0),
@@ -39,20 +43,26 @@ def graphs_key(
         device=chip,
         compiler=dict(versions),
         flags=dict(arguments),
-        source=caching.source_version(*(_PACKAGE / name for name in _SOURCES), *(_PACKAGE / "models").glob("*.py")),
+        source=caching.source_version(*files),
+        **more,
     )
 
 
-def bound(program: Program) -> dict[str, Any]:
-    """A step program as data. Raises CompileError for one that moves tensors on the host, as a pipeline stage's does."""
-    function, args, keywords = program, (), {}
+def _parts(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function of a step program, and what is bound to it."""
     if isinstance(program, functools.partial):
-        function, args, keywords = program.func, program.args, program.keywords
+        return program.func, program.args, program.keywords
+    return program, (), {}
+
+
+def bound(program: Program) -> dict[str, Any]:
+    """A step program as data. Raises CompileError for one that holds anything else than data."""
+    function, args, keywords = _parts(program)
     try:
         name = f"{function.__module__}.{function.__qualname__}"
         return {"function": name, "args": caching.plain(args), "keywords": caching.plain(keywords)}
     except ValueError as problem:
-        raise CompileError(f"this step program cannot be compiled ahead of time: {problem}; write pipeline_parallel: 1") from None
+        raise CompileError(f"this step program cannot be compiled ahead of time: {problem}") from None
 
 
 def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:

@@ -19,7 +19,7 @@ from rayneuron.devices.base import Batch, Program, Progress, Shape, StepOutput, 
 from rayneuron.devices.cache import Cache, Key
 from rayneuron.devices.cpu import idle
 from rayneuron.devices.neuron import InGraph, build, sdk, start
-from rayneuron.devices.neuron_graphs import Graph, Move, Target
+from rayneuron.devices.neuron_graphs import WHOLE, Border, Graph, Move, Target
 from rayneuron.devices.neuron_sdk import CompilerOptions
 from rayneuron.errors import CompileError
 from rayneuron.models import ops as plain
@@ -33,9 +33,12 @@ class Pending:
 
     outputs: Sequence[Tensor]
     shape: Shape
+    inputs: Mapping[str, Tensor]  # the device may still read them
 
     def wait(self) -> StepOutput:
         """The step's outputs on the host. Logits that `sample` needs only for a row whose nucleus was cut are fetched only then."""
+        if self.shape.output == "hidden":
+            return StepOutput(hidden=self.outputs[0].cpu())
         if self.shape.output == "scores":
             return StepOutput(logits=self.outputs[0].cpu())
         ids = self.outputs[0].cpu()
@@ -65,6 +68,7 @@ class Neuron:
         cache: Cache | None = None,
         artifact: Path | None = None,
         async_mode: bool = False,
+        border: Border = WHOLE,
     ) -> None:
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         self.sdk = sdk()
@@ -75,6 +79,7 @@ class Neuron:
         self._length, self._options = length, options or CompilerOptions()
         self._cache, self._artifact = cache, artifact
         self._mode = "async" if async_mode else "ranked"
+        self._border = border
         self._model: Any = None
         self._targets: frozenset[Target] = frozenset()
         self._kv: list[tuple[int, ...]] = []
@@ -98,15 +103,18 @@ class Neuron:
         self._targets = frozenset(targets)
         self._held = []
         scratch = self._kv[0][1] - 1
+        met: set[Target] = set()
         for i, shape in enumerate(shapes):
-            if neuron_graphs.served(shape) == shape:
-                self.run(shape, idle(shape, scratch))
+            target = neuron_graphs.served(shape, self._border)
+            if target not in met:
+                met.add(target)
+                self.run(shape, self._idle(shape, scratch))
             progress(i + 1, len(shapes), shape)
         self.kv_write(scratch, 0, self.kv_read(scratch, 0, 1))
 
     def targets(self, shapes: Sequence[Shape]) -> list[Target]:
         """The graphs that serve `shapes`."""
-        return neuron_graphs.targets(shapes, min(MOVED_POSITIONS, self._kv[0][3]))
+        return neuron_graphs.targets(shapes, min(MOVED_POSITIONS, self._kv[0][3]), self._border)
 
     def listing(self, targets: Sequence[Target]) -> str:
         """What is going to be compiled, for people."""
@@ -117,7 +125,7 @@ class Neuron:
         """What the compiled graphs depend on."""
         return neuron_artifact.graphs_key(
             program, targets, self._held[0], self._kv, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
-            {t.tag: self._arguments(t) for t in targets},
+            {t.tag: self._arguments(t) for t in targets}, self._border.feedback,
         )  # fmt: skip
 
     def artifact(self, program: Program, targets: Sequence[Target], progress: Progress, shape: Shape) -> Path:
@@ -129,11 +137,12 @@ class Neuron:
 
     def start(self, shape: Shape, batch: Batch) -> Pending:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
-        target = neuron_graphs.served(shape)
+        target = neuron_graphs.served(shape, self._border)
         if target not in self._targets:
             raise CompileError(f"{shape} was not listed when this engine started")
-        inputs = {n: getattr(batch, n) for n in neuron_graphs.input_names(target)}
-        return Pending([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], shape)
+        inputs = {n: getattr(batch, n) for n in neuron_graphs.input_names(target, self._border)}
+        asked = target if target.output == "hidden" else shape
+        return Pending([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], asked, inputs)
 
     def run(self, shape: Shape, batch: Batch) -> StepOutput:
         """One step, to its end."""
@@ -168,6 +177,12 @@ class Neuron:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
         self._model, self._held, self._targets = None, [], frozenset()
 
+    def _idle(self, shape: Shape, scratch: int) -> Batch:
+        batch = idle(shape, scratch)
+        if not self._border.first:
+            batch.hidden = torch.zeros(shape.rows, shape.tokens, self._border.hidden, dtype=self._border.dtype)
+        return batch
+
     def _moves(self, row: int, start: int, stop: int) -> list[tuple[dict[str, Tensor], int]]:
         size, scratch = min(MOVED_POSITIONS, self._kv[0][3]), self._kv[0][3] - 1
         out = []
@@ -194,8 +209,8 @@ class Neuron:
         return neuron_sdk.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
     def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress, shape: Shape) -> None:
-        graph = Graph(program, self.ops, self.comm, self._held[0], self._kv, self.kv_dtype)
-        examples = [neuron_graphs.example(t, self._kv[0], len(self._kv), self.kv_dtype) for t in targets]
+        graph = Graph(program, self.ops, self.comm, self._held[0], self._kv, self.kv_dtype, self._border)
+        examples = [neuron_graphs.example(t, self._kv[0], len(self._kv), self.kv_dtype, self._border) for t in targets]
         arguments = {neuron_graphs.name(t): self._arguments(t) for t in targets}
         build(self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft, lambda n: progress(n, len(targets), shape))
         neuron_artifact.write(draft, self.key(program, targets), targets)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, RequestError
 
 MASKED = -3000.0
@@ -37,6 +38,14 @@ class NeuronSampling:
         if self.global_topk < 0 or self.top_p_min_tokens < 1:
             raise ConfigError("sampling.global_topk is at least 0, and top_p_min_tokens at least 1")
         check(self.top_k, self.top_p, self.temperature, self.global_topk)
+
+
+def rule_of(config: Deployment) -> NeuronSampling | None:
+    """The rule a deployment asks for; None for the usual one, transformers'."""
+    said = config.on_device_sampling
+    if not said.neuron_compat:
+        return None
+    return NeuronSampling(deterministic=said.deterministic, global_topk=said.global_topk, top_p_min_tokens=said.top_p_min_tokens)
 
 
 def check(top_k: float, top_p: float, temperature: float, global_topk: int = 256) -> None:

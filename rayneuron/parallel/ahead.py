@@ -9,10 +9,14 @@ from rayneuron.devices import Ahead
 from rayneuron.devices.neuron_sdk import CompilerOptions
 
 
-def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1) -> Ahead:
-    """For the `worker`-th of the `workers` processes that share the ranks of a stage evenly. `length`: the longest context."""
-    said = config.compile
+def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1, stage: int = 0, hidden: int = 0) -> Ahead:
+    """For the `worker`-th of the `workers` processes that share the ranks of a stage evenly.
+
+    `length`: the longest context; `hidden`: the size of what passes between stages.
+    """
+    said, stages = config.compile, config.pipeline_parallel
     local = config.tensor_parallel // workers
+    artifact = Path(said.artifact) if said.artifact else None
     return Ahead(
         ranks=config.tensor_parallel,
         start_rank=worker * local,
@@ -20,7 +24,15 @@ def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1) ->
         length=length,
         cache=said.cache,
         required=said.required,
-        artifact=Path(said.artifact) if said.artifact else None,
+        artifact=stage_folder(artifact, stage, stages) if artifact is not None else None,
         async_mode=said.async_mode,
+        first=stage == 0,
+        last=stage == stages - 1,
+        hidden=hidden,
         options=CompilerOptions(said.optimization, said.tiling, said.mixed_accumulation, said.flags),
     )
+
+
+def stage_folder(folder: Path, stage: int, stages: int) -> Path:
+    """Where the graphs of one stage lie in what `rayneuron compile --out` writes."""
+    return folder if stages == 1 else folder / f"stage{stage}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from rayneuron.devices.base import Batch, Shape, StepOutput
 from rayneuron.parallel.messages import Array, Part
 
-_FIELDS = tuple(f.name for f in fields(Batch))
+_FIELDS = tuple(f.name for f in fields(Batch) if f.default is MISSING)  # hidden states go from stage to stage, not from worker 0
 _KINDS = {torch.int32: "i4", torch.int64: "i8", torch.float32: "f4", torch.bool: "?", torch.uint8: "u1"}
 _DTYPES = {name: np.dtype(name) for name in _KINDS.values()}
 

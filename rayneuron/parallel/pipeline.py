@@ -5,23 +5,23 @@ Shapes: B rows, T new tokens, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Collectives, Shape, StepOutput, Weights
+from rayneuron.config import Deployment
+from rayneuron.devices.base import Batch, Collectives, Program, Shape, StepOutput, Weights
 from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.runner import choose
 from rayneuron.engine.scheduler import Plan
-from rayneuron.engine.step import finish
+from rayneuron.engine.step import finish, step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
-
-Receive = Callable[[Tensor], Tensor]
-Send = Callable[[Tensor], None]
 
 WORTH_TOKENS = 32  # new tokens of a micro-batch below which reading the weights once more costs more than overlap gains
 A_STAGE = 2  # micro-batches a stage: of S stages and M of them, (S - 1) / (M + S - 1) of the time is idle; 2 x 2 gives 20 %
@@ -29,38 +29,58 @@ A_STAGE = 2  # micro-batches a stage: of S stages and M of them, (S - 1) / (M + 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where a rank's hidden states, of `dtype`, come from and go to; None at the ends. `sequence_parallel`: norms on its share of T."""
+    """Which part of the model a rank computes: `first` embeds, `last` samples; hidden states, of `dtype`, pass between stages.
+
+    `sequence_parallel`: norms on its share of T. Plain data, since compiled graphs are looked up by it.
+    """
 
     dtype: torch.dtype
-    receive: Receive | None = None
-    send: Send | None = None
+    first: bool = True
+    last: bool = True
     sequence_parallel: bool = False
 
 
+def stage_of(config: Deployment, dtype: torch.dtype, stage: int = 0) -> Stage:
+    """The `stage`-th of a deployment's stages."""
+    return Stage(dtype, stage == 0, stage == config.pipeline_parallel - 1, config.sequence_parallel and config.tensor_parallel > 1)
+
+
+def program(arch: Arch, stage: Stage, rule: NeuronSampling | None = None) -> Program:
+    """What a step of this stage is. `engine.step.step` itself wherever that says it all, so that one compile serves every way to start."""
+    if stage.first and stage.last and not stage.sequence_parallel:
+        return partial(step, arch) if rule is None else partial(step, arch, rule=rule)
+    return partial(stage_step, arch, stage) if rule is None else partial(stage_step, arch, stage, rule=rule)
+
+
 def stage_step(
-    arch: Arch, stage: Stage, ops: Any, comm: Collectives, weights: Weights, kv: list[Tensor], batch: Batch, shape: Shape
-) -> StepOutput:
-    """As `engine.step.step`, of the layers this stage holds. Only the last stage returns anything."""
-    hidden = None
-    if stage.receive is not None:
-        hidden = stage.receive(torch.empty(shape.rows, shape.tokens, arch.hidden, dtype=stage.dtype))
+    arch: Arch, stage: Stage, ops: Any, comm: Collectives, weights: Weights, kv: list[Tensor], batch: Batch, shape: Shape,
+    *, rule: NeuronSampling | None = None,
+) -> StepOutput:  # fmt: skip
+    """As `engine.step.step`, of the layers this stage holds: from `batch.hidden`, to the output's `hidden` if it is not the last."""
+    hidden = batch.hidden
+    if hidden is None and not stage.first:  # meeting the shapes at start: nobody has sent anything yet
+        hidden = torch.zeros(shape.rows, shape.tokens, arch.hidden, dtype=stage.dtype)
     if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm:
         hidden = sequence_parallel(arch, ops, comm, weights, kv, batch, shape, hidden)
     else:
         hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, hidden)
-    if stage.send is not None:
-        stage.send(hidden)
-        return StepOutput()
-    return finish(arch, ops, comm, weights, hidden, batch, shape)
+    if not stage.last:
+        return StepOutput(hidden=hidden)
+    return finish(arch, ops, comm, weights, hidden, batch, shape, rule)
 
 
 class Scattered:
     """Collectives as a layer sees them under sequence parallelism: its sum over ranks leaves each rank its share of T [B,T/ranks,E]."""
 
     def __init__(self, comm: Collectives) -> None:
-        self.rank, self.ranks = comm.rank, comm.ranks
+        self._comm, self.ranks = comm, comm.ranks
         self.gather, self.send, self.receive, self.broadcast = comm.gather, comm.send, comm.receive, comm.broadcast
         self.reduce_scatter = comm.reduce_scatter
+
+    @property
+    def rank(self) -> int:
+        """Asked for by a step that may; where the rank is data, the device refuses."""
+        return self._comm.rank
 
     def reduce(self, x: Tensor) -> Tensor:
         """[B,T,E] -> this rank's share of the sum [B,T/ranks,E]."""
@@ -76,7 +96,8 @@ def sequence_parallel(
     """
     if hidden is None:
         hidden = decoder.embed(arch, ops, comm, weights["top"], batch.tokens, batch.positions)
-    mine = hidden.chunk(comm.ranks, 1)[comm.rank]
+    share = getattr(comm, "share", None)  # of a device whose graphs serve every rank, so that Python may not ask which
+    mine = share(hidden, 1) if share is not None else hidden.chunk(comm.ranks, 1)[comm.rank]
 
     def norm(w: Any, name: str, x: Tensor, kind: str, eps: float) -> Tensor:
         y = ops.norm(w, name, x, kind, eps)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
 from rayneuron.config import Deployment, parse
+from rayneuron.devices.base import StepOutput
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.parallel import cores, wire
 from rayneuron.parallel.ledger import Grant, Ledger
@@ -23,7 +23,7 @@ from rayneuron.parallel.messages import Begin, Place, Placed
 if TYPE_CHECKING:
     import torch
 
-    from rayneuron.devices.base import Batch, Collectives, Shape, StepOutput
+    from rayneuron.devices.base import Batch, Collectives, Shape
     from rayneuron.engine.runner import Runner
     from rayneuron.parallel.links import Incoming, Outgoing
 
@@ -90,10 +90,11 @@ class Rank:
     def load(self, progress: Count) -> None:
         """Read this rank's share of the weights. Raises CheckpointError."""
         from rayneuron import devices, models
+        from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.runner import Runner
         from rayneuron.models import hub, presharded
         from rayneuron.parallel.ahead import ahead
-        from rayneuron.parallel.pipeline import Stage, stage_step
+        from rayneuron.parallel.pipeline import program, stage_of
 
         begin, config = self._begin, self._config
         path = Path(begin.model)
@@ -104,14 +105,12 @@ class Rank:
         ranks = config.tensor_parallel if together else begin.ranks
         arch = models.check(raw, tp=ranks, max_model_len=begin.capacity.length, **config.model_options())
         dtype = _dtype(begin.dtype)
-        stage = Stage(
-            dtype, self._before.receive if self._before else None, self._after.send if self._after else None, config.sequence_parallel
-        )  # fmt: skip
+        stage = stage_of(config, dtype, begin.stage)
         kv_dtype = models.kv_type(config.kv_dtype)
-        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks)
+        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks, begin.stage, arch.hidden)
         device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
         comm = getattr(device, "comm", self._comm)
-        self.runner = Runner(arch, device, begin.capacity, comm, partial(stage_step, arch, stage))
+        self.runner = Runner(arch, device, begin.capacity, comm, program(arch, stage, rule_of(config)))
         first, count = (made.start_rank, made.local_ranks or 1) if together else (begin.rank, 1)
         loaded = [
             presharded.open_weights(
@@ -131,7 +130,22 @@ class Rank:
         """One step: KV copies, then the micro-batches in order."""
         assert self.runner is not None
         self.runner.copy(copies)
-        return [self.runner.device.run(shape, batch) for shape, batch in parts]
+        return [self._part(shape, batch) for shape, batch in parts]
+
+    def _part(self, shape: Shape, batch: Batch) -> StepOutput:
+        """One micro-batch; hidden states come from the previous stage and go to the next."""
+        import torch
+
+        assert self.runner is not None
+        if self._before is not None:
+            made = torch.empty(shape.rows, shape.tokens, self.runner.arch.hidden, dtype=_dtype(self._begin.dtype))
+            batch.hidden = self._before.receive(made)
+        out = self.runner.device.run(shape, batch)
+        if self._after is None:
+            return out
+        assert out.hidden is not None
+        self._after.send(out.hidden)
+        return StepOutput()
 
     def abort(self) -> None:
         """Break every wait of this rank, and of the ranks it shares memory with. For any thread."""

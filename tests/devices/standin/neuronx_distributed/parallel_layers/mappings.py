@@ -9,15 +9,22 @@ from neuronx_distributed.trace import parallel_context
 
 
 class Ring:
-    """The ranks of one run. Every collective of every rank meets here, in the same order."""
+    """The local ranks of one run, and through `fabric` those of other processes. Every collective of every rank meets here, in order."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks, self.barrier, self.box = ranks, threading.Barrier(ranks), [None] * ranks
+    def __init__(self, ranks: int, fabric=None) -> None:
+        self.box, self.everybody, self.fabric = [None] * ranks, [], fabric
+        self.barrier = threading.Barrier(ranks, self._meet)
 
-    def all(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
-        self.box[rank] = (what, x)
+    def _meet(self) -> None:
+        """On one thread, when all local ranks have come; every second time only to see them off."""
+        if self.box[0] is not None:
+            self.everybody = self.fabric.exchange(self.box) if self.fabric else self.box
+            self.box = [None] * len(self.box)
+
+    def all(self, place: int, what: str, x: Tensor) -> list[Tensor]:
+        self.box[place] = (what, x)
         self.barrier.wait(60)
-        everybody = list(self.box)
+        everybody = self.everybody
         self.barrier.wait(60)
         if {(w, t.shape, t.dtype) for w, t in everybody} != {(what, x.shape, x.dtype)}:
             raise RuntimeError(f"ranks do not run the same collective: {[w for w, _ in everybody]}")
@@ -28,6 +35,7 @@ class Place(threading.local):
     """The rank that this thread plays."""
 
     ring: Ring | None = None
+    place = 0  # among the local ranks
     rank = 0
 
 
@@ -37,7 +45,7 @@ HERE = Place()
 def _all(what: str, x: Tensor) -> list[Tensor]:
     if HERE.ring is None:
         raise RuntimeError("a collective outside of a run")
-    return HERE.ring.all(HERE.rank, what, x)
+    return HERE.ring.all(HERE.place, what, x)
 
 
 @torch.library.custom_op("standin::all_reduce", mutates_args=())
@@ -62,13 +70,14 @@ def _(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 
 @torch.library.custom_op("standin::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, dim: int, ranks: int) -> Tensor:
-    total = torch.stack(_all(f"reduce_scatter {dim}", x)).float().sum(0).to(x.dtype)
+def reduce_scatter(x: Tensor, dim: int, ranks: int, computation: str) -> Tensor:
+    every = torch.stack(_all(f"reduce_scatter {dim} {computation}", x)).float()
+    total = (every.amax(0) if computation == "max" else every.sum(0)).to(x.dtype)
     return total.chunk(ranks, dim)[HERE.rank].clone()
 
 
 @reduce_scatter.register_fake
-def _(x: Tensor, dim: int, ranks: int) -> Tensor:
+def _(x: Tensor, dim: int, ranks: int, computation: str) -> Tensor:
     return x.new_empty([n // ranks if i == dim else n for i, n in enumerate(x.shape)])
 
 
@@ -86,4 +95,6 @@ def _reduce_scatter_along_dim(x, partition_dim, computation="sum", process_group
     ranks = parallel_context.size()
     if x.shape[partition_dim] % ranks:
         raise RuntimeError(f"unable to create {ranks} partitions along dim {partition_dim} of {tuple(x.shape)}")
-    return x if ranks == 1 else reduce_scatter(x, partition_dim, ranks)
+    if computation not in ("sum", "max"):
+        raise RuntimeError(f"computation {computation}")
+    return x if ranks == 1 else reduce_scatter(x, partition_dim, ranks, computation)

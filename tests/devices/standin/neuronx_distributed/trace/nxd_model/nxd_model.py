@@ -12,9 +12,41 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from neuronx_distributed.parallel_layers import mappings
+from neuronx_distributed.trace.nxd_model.fabric import Fabric
 
 _CLAIMED = {}
 _USED = {}
+BEFORE = []  # called with a graph before it runs: tests hold a step up with it
+
+
+class Queue:
+    """Steps run one after the other on a thread of their own. At most `most` are under way; 0: every call waits for its own."""
+
+    def __init__(self, most):
+        self._pool, self._most, self._under_way = ThreadPoolExecutor(1), most, []
+
+    def put(self, work, outputs=None, ranks=0):
+        """A future of the outputs, or with `outputs` a buffer an output and rank that is read with .cpu()."""
+        self._under_way = [f for f in self._under_way if not f.done()]
+        while self._most and len(self._under_way) >= self._most:
+            self._under_way.pop(0).exception()
+        future = self._pool.submit(work)
+        self._under_way.append(future)
+        if outputs is None or not self._most:
+            future.result()
+        return future if outputs is None else [[Buffer(future, rank, i) for rank in range(ranks)] for i in range(outputs)]
+
+
+@dataclass
+class Buffer:
+    """An output on the device: known once the step is done."""
+
+    future: object
+    rank: int
+    output: int
+
+    def cpu(self):
+        return self.future.result()[self.rank][self.output]
 
 
 def route(inputs):
@@ -84,7 +116,7 @@ class NxDModel(torch.nn.Module):
         self.local_ranks_size = local_ranks_size or world_size
         self.graphs, self.model_params, self.input_shape_map = {}, None, {}
         self.weights, self.states, self.loaded_on_neuron = None, None, False
-        self.state_names = None
+        self.state_names = self.fabric = None
 
     def add(self, key, executable, parameters):
         if self.model_params is None:
@@ -126,6 +158,7 @@ class NxDModel(torch.nn.Module):
         self.states = [
             {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in self.state_names} for _ in range(self.local_ranks_size)
         ]
+        self._queue = Queue(int(os.environ.get("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", 0)))
         limit = int(os.environ.get("STANDIN_CORE_BYTES", 16 << 30))
         for core, weights, states in zip(cores, self.weights, self.states, strict=False):
             size = sum(t.numel() * t.dtype.itemsize for t in (*weights.values(), *states.values()))
@@ -133,6 +166,8 @@ class NxDModel(torch.nn.Module):
             weakref.finalize(self, _free, core, size)
             if _USED[core] > limit:
                 raise RuntimeError(f"Failed to allocate {size} bytes on core {core}: {_USED[core]} of {limit}")
+        if self.local_ranks_size != self.world_size:
+            self.fabric = Fabric(self.start_rank, self.local_ranks_size, self.world_size)
         self.loaded_on_neuron = True
 
     def replace_weights(self, sharded_checkpoint):
@@ -168,16 +203,18 @@ class NxDModel(torch.nn.Module):
                 raise AssertionError(f"{name}: {len(tensors)} tensors for {self.local_ranks_size} ranks")
             if any((tuple(t.shape), t.dtype) != graph.inputs[name] for t in tensors):
                 raise RuntimeError(f"{name} is {tensors[0].dtype} {tuple(tensors[0].shape)}, compiled for {graph.inputs[name]}")
-        ranked = self._run(graph, kwargs)
+        if forward_mode == "async":
+            return self._queue.put(lambda: self._run(graph, kwargs), len(graph.results) - len(graph.states), self.local_ranks_size)
+        ranked = self._queue.put(lambda: self._run(graph, kwargs)).result()
         return [list(outputs) for outputs in zip(*ranked, strict=True)]
 
     def _run(self, graph, kwargs):
-        if self.local_ranks_size != self.world_size:
-            raise NotImplementedError("the stand-in runs all ranks of a model in one process")
-        ring = mappings.Ring(self.local_ranks_size)
+        for before in BEFORE:
+            before(graph)
+        ring = mappings.Ring(self.local_ranks_size, self.fabric)
 
         def one(rank):
-            mappings.HERE.ring, mappings.HERE.rank = ring, rank
+            mappings.HERE.ring, mappings.HERE.place, mappings.HERE.rank = ring, rank, self.start_rank + rank
             try:
                 with torch.no_grad():
                     return graph.run(self.weights[rank], self.states[rank], {n: t[rank] for n, t in kwargs.items()})
