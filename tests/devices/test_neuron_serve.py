@@ -1,4 +1,7 @@
-"""`device: neuron` through Ray Serve over the stand-in: two ranks in the replica, cores from the ledger, the CPU device's text."""
+"""`device: neuron` through Ray Serve over the stand-in: two and eight ranks in the replica, and a group over two nodes of a cluster.
+
+Cores come from the ledger, text is the CPU device's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rayneuron import LLM, SamplingParams
+from rayneuron import LLM, SamplingParams, demo
+from tests.cluster.conftest import Cluster, deploy, remove, started, status
 from tests.serve.scripted import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -22,15 +26,32 @@ ARGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def url(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A Ray of its own that declares two Neuron cores, and the model at /."""
+FOLDERS = (Path(__file__).parent / "standin", Path(__file__).parents[2])
+INSTANCES = {2: "inf2.xlarge", 8: "inf2.24xlarge"}
+
+
+@pytest.fixture(scope="module")
+def wide() -> Path:
+    """A random Llama with eight KV heads."""
+    return demo.random("tp8", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def want(wide: Path) -> str:
+    """What the CPU device says."""
+    with LLM(str(wide), **ARGS) as cpu:
+        return cpu.generate(["hello there"], SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
+
+
+@pytest.fixture(params=INSTANCES)
+def url(request: pytest.FixtureRequest, wide: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A Ray of its own that declares so many Neuron cores, and the model at /."""
     import ray
     from ray import serve
 
-    folders = (Path(__file__).parent / "standin", Path(__file__).parents[2])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.syspath_prepend(str(folders[0]))  # the application's builder checks the deployment in this process
+    ranks = request.param
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(FOLDERS[0]))  # the application's builder checks the deployment in this process
     for name in ("STANDIN_CORES", "NEURON_COMPILE_CACHE_URL", "RAYNEURON_LEDGER"):
         monkeypatch.setenv(name, str(tmp_path / name))
     with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder:
@@ -43,15 +64,15 @@ def url(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(
-                address="local", num_cpus=2, resources={"neuron_cores": 2}, include_dashboard=False,
+                address="local", num_cpus=2, resources={"neuron_cores": ranks}, include_dashboard=False,
                 object_store_memory=100 * 2**20, log_to_driver=False,
             )  # fmt: skip
             try:
                 from ray.serve.schema import ServeDeploySchema
 
                 args = {
-                    "model": {"path": str(tiny), "name": "tiny"}, "device": "neuron", "instance": "inf2.xlarge", "tensor_parallel": 2,
-                    "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
+                    "model": {"path": str(wide), "name": "tiny"}, "device": "neuron", "instance": INSTANCES[ranks],
+                    "tensor_parallel": ranks, "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
                 }  # fmt: skip
                 application = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
                 http = {"host": "127.0.0.1", "port": port}
@@ -65,9 +86,40 @@ def url(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
                 ray.shutdown()
 
 
-def test_text_is_the_cpu_devices(url: str, tiny: Path) -> None:
+def said(url: str) -> str:
     asked = {"model": "tiny", "prompt": "hello there", "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=120).json()
-    with LLM(str(tiny), **ARGS) as cpu:
-        want = cpu.generate(["hello there"], SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
-    assert answer["choices"][0]["text"] == want
+    return str(answer["choices"][0]["text"])
+
+
+def test_text_is_the_cpu_devices(url: str, want: str) -> None:
+    assert said(url) == want
+
+
+class Nodes(Cluster):
+    """A cluster whose nodes have the stand-in, each its own cores, and one compile cache."""
+
+    def environment(self) -> dict[str, str]:
+        ours = {"NEURON_COMPILE_CACHE_URL": str(self.folder / "graphs"), "STANDIN_CORES": str(self.folder / f"cores-{len(self.nodes)}")}
+        found = super().environment()
+        return {**found, **ours, "PYTHONPATH": os.pathsep.join([*map(str, FOLDERS), found["PYTHONPATH"]])}
+
+
+GROUPS = {
+    "tp8 over two nodes": {"tensor_parallel": 8, "nodes": 2, "instance": "cores:4"},
+    "two stages of tp2 on two nodes": {"tensor_parallel": 2, "pipeline_parallel": 2, "nodes": 2, "instance": "cores:4"},
+}
+
+
+def test_groups_over_two_nodes(wide: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDERS[0]))
+    with started(Nodes) as cluster:
+        for name, shape in GROUPS.items():
+            args = {
+                "model": {"path": str(wide), "name": "tiny"}, "device": "neuron", "group": {"start_s": 90, "load_s": 120, "step_s": 60},
+                "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **shape, **ARGS,
+            }  # fmt: skip
+            assert deploy(cluster, args) == "RUNNING", status()
+            assert len(cluster.workers) == 1 and len(cluster.replicas) == 1, name
+            assert said(cluster.url) == want, name
+            remove(cluster)
