@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model could do more: LMI's and vLLM-neuron's choice
 Progress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
 
 
@@ -61,6 +60,7 @@ def check(config: Deployment) -> Checked:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
     from rayneuron import devices, models
     from rayneuron.models import hub
+    from rayneuron.parallel.fitting import capacity_of
     from rayneuron.parallel.layout import partition
     from rayneuron.parallel.seating import group_layout
 
@@ -68,10 +68,10 @@ def check(config: Deployment) -> Checked:
     layout = group_layout(config, devices.ranks_per_process(config.device))
     path = resolve(config.model.path)
     raw = hub.read_config(path)
-    length = model_length(config, raw)
-    arch = models.check(raw, tp=config.tensor_parallel, max_model_len=length, **config.model_options())
+    capacity = capacity_of(config, raw)
+    arch = models.check(raw, tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
-    return Checked(config, path, raw, arch, compute_dtype(config.dtype, raw), capacity_of(config, length), layout)
+    return Checked(config, path, raw, arch, compute_dtype(config.dtype, raw), capacity, layout)
 
 
 def open_engine(
@@ -162,40 +162,13 @@ def resolve(path: str) -> Path:
     return demo.resolve(path)
 
 
-def model_length(config: Deployment, raw: dict[str, Any]) -> int:
-    """max_model_len, or the model's own up to DEFAULT_MODEL_LEN (logged, since a longer one costs memory and start-up time)."""
-    if config.max_model_len is not None:
-        return config.max_model_len
-    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
-    if own > DEFAULT_MODEL_LEN:
-        log.info("max_model_len defaults to %d; the model can do %d: set max_model_len to use more", DEFAULT_MODEL_LEN, own)
-    return min(int(own), DEFAULT_MODEL_LEN)
-
-
 def compute_dtype(name: str, raw: dict[str, Any]) -> torch.dtype:
-    """The torch dtype of `dtype`. auto: the checkpoint's, except that fp16 becomes bf16, which CPUs compute hundreds of times faster."""
+    """The torch dtype of `dtype`, where it is auto that of `memory.dtype`."""
     import torch
 
-    if name != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return torch.float32 if stored == "float32" else torch.bfloat16
+    from rayneuron.parallel import memory
 
-
-def capacity_of(config: Deployment, length: int) -> Any:
-    """The engine's capacity, from the deployment's numbers and lists."""
-    from rayneuron.engine.buckets import capacity
-
-    return capacity(
-        rows=config.max_num_seqs,
-        length=length,
-        chunk=config.prefill_chunk_tokens,
-        kv_tokens=config.kv_cache_tokens,
-        batch=config.buckets.batch,
-        context=config.buckets.context_encoding,
-        lengths=config.buckets.token_generation,
-        smallest=config.buckets.smallest,
-    )
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[memory.dtype(name, raw)]
 
 
 def program(config: Deployment, arch: Arch, dtype: torch.dtype, stage: int = 0) -> Program:
@@ -235,23 +208,12 @@ def rank_weights(
 
 def estimate(checked: Checked) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
-    from rayneuron import models
-    from rayneuron.models import memory, quantization
+    from rayneuron.parallel.fitting import Wanted, stage_memory
 
-    config, capacity = checked.config, checked.capacity
-    return str(
-        memory.estimate(
-            checked.arch,
-            models.family(checked.raw),
-            dtype=checked.dtype,
-            ranks=config.tensor_parallel,
-            rows=capacity.rows + 1,
-            length=capacity.length + 1,
-            kv_dtype=models.kv_type(config.kv_dtype),
-            quantization=quantization.parse(config.quantization) if config.quantization else quantization.stored(checked.raw),
-            stages=config.pipeline_parallel,
-        )
-    )
+    config = checked.config
+    ranks = stage_memory(Wanted(config, checked.raw), checked.capacity, config.tensor_parallel, config.pipeline_parallel)
+    worst = max(ranks, key=lambda held: held.total)
+    return f"weights {worst.weights / 2**20:.1f} MiB, KV {worst.kv / 2**20:.1f} MiB"
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""Ray Serve with one of our deployments, in processes of its own, as `serve run` starts it; ended by pid.
-
-Its processes are told apart by a private RAY_TMPDIR in their environment, so that nothing else on the machine is counted or touched.
-"""
+"""One HTTP server in processes of its own, told apart by a mark in their environment, measured from outside, ended by pid."""
 
 from __future__ import annotations
 
@@ -12,18 +9,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import machine
-import yaml
 from client import fetch
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+MARK = "RAYNEURON_BENCH_SERVER"
 POLL_S = 0.02
 PROBE_TIMEOUT_S = 1.0  # Serve's proxy holds a request until a replica is there; short, so that the moment of readiness is seen
 STOP_S = 40.0  # Serve in HAProxy mode drains for seconds before it ends
@@ -51,57 +45,36 @@ class CpuTime:
 
 
 class Server:
-    """`serve run` of `args` (config.Deployment's keys) with one profile. The constructor returns at once; `wait_ready` waits."""
+    """One server, started by `command(port)` with `env`. The constructor returns at once; `wait_ready` waits.
 
-    def __init__(self, args: dict[str, Any], profile: str = "plain", urgent: bool = False) -> None:
-        from rayneuron.serve.profile import profile_env
+    `folder` is the server's own and is removed with it; its name in the environment marks every process the server starts.
+    """
 
+    def __init__(self, name: str, command: Callable[[int], list[str]], env: Mapping[str, str], folder: Path, urgent: bool = False) -> None:
+        self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.started_s = time.perf_counter()
         self._urgent = urgent
-        self._folder = Path(tempfile.mkdtemp(prefix="rnb"))
-        (self._folder / "ray").mkdir()
-        self.log_path = self._folder / "serve.log"
-        config = self._folder / "deployment.yaml"
-        application = {"name": "bench", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
-        config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": self.port}, "applications": [application]}))
-        self._mark = f"RAY_TMPDIR={self._folder}"
-        env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "OMP_NUM_THREADS")}
-        env |= profile_env(profile) | self._private(profile) | {"RAY_TMPDIR": str(self._folder), "RAY_AUTH_MODE": "disabled"}
-        env["PYTHONPATH"] = str(CHECKOUT)
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(config)]
+        self._folder = folder
+        self.log_path = folder / "server.log"
+        self._mark = f"{MARK}={folder}"
+        whole = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "OMP_NUM_THREADS")} | {**env, MARK: str(folder)}
+        self.started_s = time.perf_counter()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, start_new_session=True, cwd=self._folder
+                command(self.port),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=whole,
+                start_new_session=True,
+                cwd=folder,
             )
         if urgent:
             machine.prefer(self._process.pid)
 
-    def _private(self, profile: str) -> dict[str, str]:
-        """Files and ports HAProxy would otherwise share with every other cluster of this machine."""
-        if profile != "fast":
-            return {}
-        folder = self._folder / "haproxy"
-        folder.mkdir()
-        first = 20_000 + os.getpid() % 9_000
-        return {
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 50),
-            "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 100),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 150),
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        }
-
     async def wait_ready(self, timeout_s: float = 240.0) -> float:
-        """Seconds from the start until /health answers 200. Raises ServerFailed."""
+        """Seconds from the start until /health answers 200; for our servers and vLLM's own this is the truth. Raises ServerFailed."""
         while time.perf_counter() - self.started_s < timeout_s:
             self.check()
             if await self.status("/health") == 200:
@@ -115,11 +88,11 @@ class Server:
 
     @property
     def session(self) -> int:
-        """The session `serve run` was started in; Ray's own processes leave it."""
+        """The session the server was started in; Ray's own processes leave it."""
         return self._process.pid
 
     def check(self) -> None:
-        """Raise ServerFailed if `serve run` has ended."""
+        """Raise ServerFailed if the server has ended."""
         if self._process.poll() is not None:
             raise self._failed("ended")
 
@@ -148,6 +121,20 @@ class Server:
         """Everything this server started and that still runs."""
         return [p for p in machine.processes() if p.pid == self._process.pid or self._mark in machine.environment(p.pid)]
 
+    def cpu_s(self) -> float:
+        """CPU seconds of all of them so far."""
+        return sum(p.cpu_s for p in self.processes())
+
+    def freeze(self) -> None:
+        """Stop every process of the server, so that nothing of it competes with whoever is measured now."""
+        for process in self.processes():
+            _signal(process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them run again."""
+        for process in self.processes():
+            _signal(process.pid, signal.SIGCONT)
+
     def cpu_time(self, threads: int) -> CpuTime:
         """CPU seconds so far, by part. Compute threads: the `threads` busiest of the replica, those of the engine and its products."""
         parts = {"proxy": 0.0, "replica": 0.0, "rest": 0.0}
@@ -162,8 +149,9 @@ class Server:
 
     def close(self) -> None:
         """End the server as Ctrl-C does, and whatever of it is left, by pid."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        self.thaw()
+        if self._process.poll() is None:  # a child of a background job inherits that SIGINT is ignored
+            self._process.send_signal(signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT)
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + STOP_S
             while self.processes() and time.monotonic() < deadline:
@@ -176,7 +164,11 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _failed(self, what: str) -> ServerFailed:
-        return ServerFailed(f"serve run {what}; its log ends with:\n{self.log_path.read_text(errors='replace')[-3000:]}")
+        return ServerFailed(f"{self.name} {what}; its log ends with:\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        return self.log_path.read_text(errors="replace")[-3000:]
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import client
 import engine
+import launch
 import machine
 import report
 from child import Child
@@ -195,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, length = max(args.clients), args.prompt + args.new + 16
     deployment = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": rows, "max_model_len": length, **sizes}
     with ExitStack() as stack:
-        server = Server(deployment, args.profile, args.urgent)
+        server = launch.rayneuron(deployment, args.profile, args.urgent)
         stack.callback(server.close)
         ready_s = asyncio.run(server.wait_ready())
         print(f"ready after {ready_s:.1f} s", file=sys.stderr, flush=True)

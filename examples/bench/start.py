@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import client
+import launch
 import machine
 import report
 from server import Server
@@ -118,7 +119,7 @@ async def measure(server: Server) -> Start:
 def observe(deployment: dict[str, Any], args: argparse.Namespace) -> Start:
     """One cold start and its log."""
     epoch = time.time()
-    server = Server(deployment, args.profile, args.urgent)
+    server = launch.rayneuron(deployment, args.profile, args.urgent)
     try:
         watch = machine.Watch({server.session})
         start = asyncio.run(asyncio.wait_for(measure(server), args.timeout))

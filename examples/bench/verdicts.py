@@ -47,10 +47,12 @@ class Model:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Model:
         """From config.json."""
-        from rayneuron.parallel.memory import parameters, sizes
+        from rayneuron import models
+        from rayneuron.models.memory import parameters
 
-        s = sizes(config)
-        return cls(parameters(s)[0], s.vocab * s.embed, s.heads * s.head_dim * s.layers)
+        arch = models.architecture(dict(config))
+        layers = parameters(arch, models.family(dict(config))).products
+        return cls(layers, arch.vocab * (arch.embed or arch.hidden), arch.heads * arch.head_dim * arch.layers)
 
     @property
     def step_bytes(self) -> int:

@@ -61,7 +61,7 @@ class Random(Mapping[str, Tensor]):
     """A checkpoint of random tensors with the names and shapes a family wants."""
 
     def __init__(self, arch: Any, family: Any) -> None:
-        from rayneuron.models.memory import checkpoint_shapes
+        from rayneuron.models.stored import checkpoint_shapes
 
         generator = torch.Generator().manual_seed(0)
         self._tensors = {n: torch.randn(s, generator=generator) * 0.1 for n, s in checkpoint_shapes(arch, family)}

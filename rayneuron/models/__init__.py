@@ -1,4 +1,7 @@
-"""Model families by `model_type`: one row a name. Adding a family is one file here, one row, and one golden test."""
+"""Model families by `model_type`: one row a name. Adding a family is one file here, one row, and one golden test.
+
+A family's file needs no torch, so that whoever plans knows its tensors without waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import feedforward, shard
+from rayneuron.models import shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.hub import Config
-from rayneuron.models.quantization import check_stored, parse, parse_kv
+from rayneuron.models.config_json import Config
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,8 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
 
 def kv_type(name: str | None) -> torch.dtype | None:
     """The dtype of `kv_dtype`; None where KV has the compute dtype. Raises ConfigError."""
+    from rayneuron.models.quantization import parse_kv
+
     return None if name is None else parse_kv(name)
 
 
@@ -80,6 +84,9 @@ def check(
 
     Raises CheckpointError (config.json) or ConfigError (the deployment), each with what to write instead.
     """
+    from rayneuron.models import feedforward
+    from rayneuron.models.quantization import check_stored, parse, parse_kv
+
     arch = architecture(config, max_model_len)
     if arch.act not in feedforward.ACTIVATIONS:
         raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(sorted(feedforward.ACTIVATIONS))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayneuron.models.arch import Arch
-from rayneuron.models.hub import either, refuse
+from rayneuron.models.config_json import either, refuse
 from rayneuron.models.rules import Rules, both, interleaved
 
 BASE = "transformer."

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from rayneuron.models import rotary
+from rayneuron.models import rope
 from rayneuron.models.arch import Arch
-from rayneuron.models.hub import Config
+from rayneuron.models.config_json import Config
 from rayneuron.models.rules import Convert, Rules, stacked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BASE = "transformer."
 PREFIX = "transformer.blocks.{}."
@@ -22,7 +23,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     return Arch(
         c["model_type"], c["vocab_size"], c["d_model"], c["n_layers"], c["n_heads"], attn.get("kv_n_heads", 1), head_dim,
         ffn.get("ffn_hidden_size", 3584), positions, (ffn.get("ffn_act_fn") or {}).get("name", "silu"), norm="layer",
-        rope=rotary.read({**c, **attn}, head_dim, positions, max_model_len=max_model_len), clip_qkv=attn.get("clip_qkv") or 0.0,
+        rope=rope.read({**c, **attn}, head_dim, positions, max_model_len=max_model_len), clip_qkv=attn.get("clip_qkv") or 0.0,
         experts=ffn.get("moe_num_experts", 4), top_k=ffn.get("moe_top_k", 1),
         renormalise=ffn.get("moe_normalize_expert_weights") is not None, tied=c.get("tie_word_embeddings", False),
     )  # fmt: skip

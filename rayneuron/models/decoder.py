@@ -17,18 +17,11 @@ from rayneuron.models import flash_decoding, rotary, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import Step, attention, bias
 from rayneuron.models.feedforward import feed_forward
+from rayneuron.models.memory import kv_shapes as kv_shapes
 
 if TYPE_CHECKING:
     from rayneuron.devices.base import Collectives
     from rayneuron.models.ops import Ops
-
-
-def kv_shapes(arch: Arch, rows: int, length: int, ranks: int = 1, layers: int | None = None) -> list[tuple[int, ...]]:
-    """The KV tensor of every layer of one rank: [2, rows, KV heads of the rank, length, D]. The last row and column are scratch."""
-    plan = shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
-    if arch.sequence_shards > 1:
-        length = flash_decoding.columns(length, arch.sequence_shards) + 1
-    return [(2, rows, plan.kv_heads, length, arch.head_dim)] * (arch.layers if layers is None else layers)
 
 
 def forward(

@@ -14,15 +14,11 @@ from torch import Tensor
 
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import Step, mask_value
+from rayneuron.models.shard import columns
 
 if TYPE_CHECKING:
     from rayneuron.devices.base import Collectives
     from rayneuron.models.ops import Ops
-
-
-def columns(length: int, shards: int) -> int:
-    """KV columns of a rank for `length` positions, without the one for others' writes."""
-    return -(-length // shards)
 
 
 def constants(arch: Arch, rank: int, ranks: int) -> dict[str, Tensor]:

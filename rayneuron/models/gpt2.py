@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rayneuron.models.arch import Arch
-from rayneuron.models.hub import refuse
+from rayneuron.models.config_json import refuse
 from rayneuron.models.rules import Convert, Rules, both, stacked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BASE = "transformer."
 PREFIX = "transformer.h.{}."

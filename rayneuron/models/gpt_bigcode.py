@@ -7,8 +7,8 @@ from typing import Any
 
 from rayneuron.models import gpt2
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import Config
 from rayneuron.models.gpt2 import BASE, IGNORE, PREFIX, top
-from rayneuron.models.hub import Config
 from rayneuron.models.rules import Rules, interleaved, same, stacked
 
 __all__ = ["BASE", "IGNORE", "PREFIX", "arch", "layer", "top"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayneuron.models import bloom, rotary
+from rayneuron.models import bloom, rope
 from rayneuron.models.arch import Arch
 from rayneuron.models.rules import Rules, both
 
@@ -20,7 +20,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     return Arch(
         c["model_type"], c["vocab_size"], hidden, c["num_hidden_layers"], heads, heads, hidden // heads, c["intermediate_size"], positions,
         c.get("hidden_act", "gelu"), gated=False, norm="layer", eps=c.get("layer_norm_eps", 1e-5),
-        rope=rotary.read(named, hidden // heads, positions, max_model_len=max_model_len), parallel=c.get("use_parallel_residual", True),
+        rope=rope.read(named, hidden // heads, positions, max_model_len=max_model_len), parallel=c.get("use_parallel_residual", True),
         tied=c.get("tie_word_embeddings", False), biased=("qkv", "o") if c.get("attention_bias", True) else (),
     )  # fmt: skip
 

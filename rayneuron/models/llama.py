@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayneuron.models import rotary
+from rayneuron.models import rope
 from rayneuron.models.arch import Arch
 from rayneuron.models.rules import Rules, both
 
@@ -19,7 +19,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     return Arch(
         c["model_type"], c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads,
         head_dim, c["intermediate_size"], positions, c.get("hidden_act", "silu"), eps=c.get("rms_norm_eps", 1e-6),
-        rope=rotary.read(c, head_dim, positions, max_model_len=max_model_len), windows=windows(c),
+        rope=rope.read(c, head_dim, positions, max_model_len=max_model_len), windows=windows(c),
         qk_norm=c["model_type"].startswith("qwen3"), tied=c.get("tie_word_embeddings", False), biased=biased(c),
     )  # fmt: skip
 

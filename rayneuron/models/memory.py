@@ -1,95 +1,92 @@
-"""How much memory a rank needs, from the config alone: nothing of the weights is read."""
+"""How much memory a rank needs, by arithmetic on a family's rules: nothing of the weights is read, and torch is not needed.
+
+A test compares every family, at every degree and stage, with what the loader really holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from types import ModuleType
 
-import torch
-from torch import Tensor
-
+from rayneuron.models import shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.decoder import kv_shapes
-from rayneuron.models.quantization import Quantization
-from rayneuron.models.rules import shape_of
-from rayneuron.models.weights import load
+from rayneuron.models.rules import Rules, cut_of, entering, shape_of
+
+PRODUCTS = frozenset({"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w"})  # what may be quantised
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes of one rank. `reading_bytes`: the largest tensor of the checkpoint, held for a moment while it is cut."""
+class Parameters:
+    """Elements a rank holds: of products, which may be quantised, and of everything else; and output channels of products, a scale each."""
 
-    weights_bytes: int
-    kv_bytes: int
-    reading_bytes: int
+    products: int = 0
+    others: int = 0
+    channels: int = 0
 
-    @property
-    def total_bytes(self) -> int:
-        """The most a rank needs at once, but for activations and the program itself."""
-        return self.weights_bytes + max(self.kv_bytes, self.reading_bytes)
-
-    def __str__(self) -> str:
-        held, kv, read = (n / 2**20 for n in (self.weights_bytes, self.kv_bytes, self.reading_bytes))
-        return f"weights {held:.1f} MiB, KV {kv:.1f} MiB, {read:.1f} MiB while reading"
+    def __add__(self, more: Parameters) -> Parameters:
+        return Parameters(self.products + more.products, self.others + more.others, self.channels + more.channels)
 
 
-def estimate(
-    arch: Arch,
-    family: ModuleType,
-    *,
-    dtype: torch.dtype,
-    ranks: int = 1,
-    rows: int = 0,
-    length: int = 0,
-    kv_dtype: torch.dtype | None = None,
-    quantization: Quantization | None = None,
-    stage: int = 0,
-    stages: int = 1,
-) -> Estimate:
-    """What rank 0 of a stage holds. `rows` x `length` KV positions, scratch included."""
-    whole = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in checkpoint_shapes(arch, family)}
-    held = load(arch, family, whole, dtype=dtype, ranks=ranks, quantization=quantization, stage=stage, stages=stages)
-    kv = kv_shapes(arch, rows, length, ranks, layers=len(held["layers"]))
-    width = (kv_dtype or dtype).itemsize
-    return Estimate(held_bytes(held), sum(prod(s) for s in kv) * width, max(t.nbytes for t in whole.values()))
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How ranks share a model: every tensor's shape on one of them."""
+
+    arch: Arch
+    plan: shard.HeadPlan
+
+    def shape(self, name: str, ffn: int) -> tuple[int, ...]:
+        """The shape of a canonical tensor (of one expert). `ffn`: the inner size of its layer."""
+        shape = list(shape_of(self.arch, name, ffn))
+        if (cut := cut_of(name)) is not None:
+            units, dim = cut
+            heads = {"query heads": self.plan.q_heads, "KV heads": self.plan.kv_heads}
+            shape[dim] = heads[units] * self.arch.head_dim if units in heads else -(-shape[dim] // self.plan.ranks)
+        return tuple(shape)
+
+    def count(self, names: Iterable[str], ffn: int = 0, copies: int = 1) -> Parameters:
+        """The elements of some canonical tensors. `copies`: experts a feed-forward product exists for."""
+        total = Parameters()
+        for name in names:
+            shape = self.shape(name, ffn)
+            each = copies if name in ("gate.w", "up.w", "down.w") else 1
+            size = prod(shape) * each
+            total += Parameters(size, 0, shape[0] * each) if name in PRODUCTS else Parameters(others=size)
+        return total
 
 
-def held_bytes(weights: Mapping[str, object]) -> int:
-    """Bytes of a rank's weights; a tied head counts once."""
-    tensors = {id(t): t for w in [weights["top"], *weights["layers"]] for t in w.values()}  # type: ignore[misc]
-    return sum(t.nbytes for t in tensors.values())
+def share(arch: Arch, ranks: int) -> Share:
+    """How `ranks` share a model. Raises ConfigError where they cannot."""
+    return Share(arch, shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards))
 
 
-def checkpoint_shapes(arch: Arch, family: ModuleType) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor a checkpoint of this architecture holds, as its family stores them."""
-    parts = [("", family.top(arch), arch.ffn)]
-    for i in range(arch.layers):
-        parts.append((family.PREFIX.format(i), family.layer(arch, i), arch.dense_ffn if i in arch.dense_layers else arch.ffn))
-    for prefix, rules, ffn in parts:
-        for ours, rule in rules.items():
-            theirs, convert = rule if isinstance(rule, tuple) else (rule, None)
-            if arch.tied and ours == "head.w":
-                continue
-            for e in range(arch.experts if "{e}" in theirs else 1):
-                yield prefix + theirs.replace("{e}", str(e)), stored_shape(arch, ours.split(), ffn, convert)
+def canonical(rules: Rules) -> list[str]:
+    """Our names on the left of `rules`."""
+    return [name for names in rules for name in names.split()]
 
 
-def stored_shape(arch: Arch, names: list[str], ffn: int, convert: object) -> tuple[int, ...]:
-    """The shape that `convert` brings to the canonical one(s): tried, for there are few ways to store a product."""
-    want = [shape_of(arch, n, ffn) for n in names]
-    shape = (sum(s[0] for s in want), *want[0][1:])
-    ways = (shape, shape[::-1], (arch.experts * ffn, arch.hidden))
-    return next(w for w in ways if _fits(w, convert, want, arch.experts))
+@lru_cache(64)  # a refusal tries many settings of one model
+def parameters(
+    arch: Arch, family: ModuleType, ranks: int = 1, layers: range | None = None, *, first: bool = True, last: bool = True
+) -> Parameters:
+    """What one rank of a stage holds, constants of a few hundred bytes aside. `layers`: the stage's (all); `first`, `last`: its place."""
+    part = share(arch, ranks)
+    names = [name for name in canonical(family.top(arch)) if name != "head.w"]
+    total = part.count(name for name in names if (first if entering(name) else last))
+    if last and not (arch.tied and first):
+        total += part.count(["head.w"])
+    for i in layers if layers is not None else range(arch.layers):
+        dense = not arch.experts or i in arch.dense_layers
+        inner = arch.dense_ffn if i in arch.dense_layers else arch.ffn
+        total += part.count(canonical(family.layer(arch, i)), inner, 1 if dense else arch.experts)
+    return total
 
 
-def _fits(shape: tuple[int, ...], convert: object, want: list[tuple[int, ...]], experts: int) -> bool:
-    if convert is None:
-        return shape == want[0]
-    try:
-        made = convert(torch.empty(shape, device="meta"))  # type: ignore[operator]
-    except RuntimeError:  # this shape cannot be unflattened so
-        return False
-    pieces: tuple[Tensor, ...] = made if isinstance(made, tuple) else (made,)
-    return all(tuple(p.shape) in (w, (experts, *w)) for p, w in zip(pieces, want, strict=True))
+def kv_shapes(arch: Arch, rows: int, length: int, ranks: int = 1, layers: int | None = None) -> list[tuple[int, ...]]:
+    """The KV tensor of every layer of one rank: [2, rows, KV heads of the rank, length, D]. The last row and column are scratch."""
+    if arch.sequence_shards > 1:
+        length = shard.columns(length, arch.sequence_shards) + 1
+    heads = share(arch, ranks).plan.kv_heads
+    return [(2, rows, heads, length, arch.head_dim)] * (arch.layers if layers is None else layers)

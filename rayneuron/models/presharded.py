@@ -19,7 +19,6 @@ from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub, weights
 from rayneuron.models.arch import Arch
-from rayneuron.models.memory import held_bytes
 from rayneuron.models.quantization import dtype_name, parse, stored
 
 log = logging.getLogger(__name__)
@@ -190,7 +189,7 @@ def open_weights(
         arch, models.family(config), hub.Checkpoint(path, allow_pickle), dtype=dtype, rank=rank, ranks=ranks, fused=fused,
         progress=progress, quantization=quantization, stage=stage, stages=stages,
     )  # fmt: skip
-    log.info("rank %d of %d: %.0f MiB of weights in %.2f s", rank, ranks, held_bytes(held) / 2**20, time.perf_counter() - started)
+    log.info("rank %d of %d: %.0f MiB of weights in %.2f s", rank, ranks, weights.held_bytes(held) / 2**20, time.perf_counter() - started)
     return held
 
 

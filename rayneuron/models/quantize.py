@@ -15,9 +15,9 @@ from rayneuron import models
 from rayneuron.errors import CheckpointError
 from rayneuron.models import hub
 from rayneuron.models.arch import Arch
-from rayneuron.models.memory import stored_shape
 from rayneuron.models.quantization import METHOD, QUANTISED, dtype_name, parse, quantise, scale_name, spread, stored_scale
 from rayneuron.models.rules import same
+from rayneuron.models.stored import stored_shape
 
 
 @dataclass(frozen=True, slots=True)

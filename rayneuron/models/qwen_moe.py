@@ -7,7 +7,7 @@ from typing import Any
 
 from rayneuron.models import llama
 from rayneuron.models.arch import Arch
-from rayneuron.models.hub import either
+from rayneuron.models.config_json import either
 from rayneuron.models.llama import IGNORE, PREFIX, top
 from rayneuron.models.rules import Rules
 

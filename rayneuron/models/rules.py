@@ -1,4 +1,4 @@
-"""The language family files are written in: names of ours to names of theirs, and the shape every canonical tensor has.
+"""The language family files are written in: names of ours to names of theirs, and every canonical tensor's shape and cut; no torch.
 
 A rule maps our names to theirs: `"q.w": "attn.q_proj.weight"`, or `(name, function)` where one of theirs becomes several of ours
 (`"q.w k.w v.w"`). `{e}` in theirs stands for every expert. Functions return views where they can, so that nothing is copied before a
@@ -8,14 +8,16 @@ rank's part is cut out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from rayneuron.models.arch import Arch
 
-Convert = Callable[[Tensor], Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Convert = Callable[["Tensor"], Any]
 Rules = dict[str, "str | tuple[str, Convert]"]
+Unit = Literal["query heads", "KV heads", "equal parts"]
 
 
 def same(t: Tensor) -> Tensor:
@@ -50,3 +52,25 @@ def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
         "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h),
     }  # fmt: skip
     return shapes.get(name, (h,))  # norms, and biases of what returns to the residual
+
+
+def cut_of(name: str) -> tuple[Unit, int] | None:
+    """How ranks share a canonical tensor (a weight, a bias, or a scale for every row): in which units, along which dimension.
+
+    None: every rank holds all of it. Dimensions of feed-forward weights count from the end, as experts may be stacked before them.
+    """
+    layer, _, kind = name.rpartition(".")
+    if layer == "q" or (layer == "o" and kind == "w"):
+        return "query heads", 0 if layer == "q" else 1
+    if layer in ("k", "v"):
+        return "KV heads", 0
+    if layer in ("embed", "head") or (layer in ("gate", "up") and kind == "b"):
+        return "equal parts", 0
+    if layer in ("gate", "up"):
+        return "equal parts", -2
+    return ("equal parts", -1) if name == "down.w" else None
+
+
+def entering(name: str) -> bool:
+    """Whether a tensor outside the layers belongs before them, on the first stage; the others belong behind, on the last."""
+    return name.startswith(("embed", "position", "project_in"))

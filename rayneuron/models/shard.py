@@ -1,17 +1,19 @@
 """A rank's share of every tensor: pure functions on shapes and tensors, written once for all families and devices.
 
-H query heads, K KV heads, D head size. Padding is zeros, so padded heads and channels add nothing to any sum.
+H query heads, K KV heads, D head size. Padding is zeros, so padded heads and channels add nothing to any sum. torch is imported where
+tensors are cut, so that a plan takes no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rayneuron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARD, REPLICATE, CONVERT = "shard-over-heads", "REPLICATE_TO_TP_DEGREE", "CONVERT_TO_MHA"
 _SPELLINGS = {"shard-over-heads": SHARD, "replicated-heads": REPLICATE, "replicate_to_tp_degree": REPLICATE, "convert_to_mha": CONVERT}
@@ -59,7 +61,8 @@ def head_plan(heads: int, kv_heads: int, ranks: int, strategy: str | None = None
         raise ConfigError(f"{heads} attention heads are not a multiple of {kv_heads} key/value heads")
     if ranks > heads:
         raise ConfigError(
-            f"tensor parallel degree {ranks} is more than the model's {heads} attention heads; use {nearest_degree(heads, ranks)}"
+            f"tensor_parallel {ranks} is more than the model's {heads} attention heads; write tensor_parallel: {heads} or less",
+            param="tensor_parallel",
         )
     chosen = _strategy(kv_heads, ranks, strategy)
     group = heads // kv_heads
@@ -104,11 +107,6 @@ def _sequence_plan(heads: int, kv_heads: int, ranks: int, shards: int) -> HeadPl
     return HeadPlan("shard-over-sequence", tuple(range(heads)), tuple(kv), ranks)
 
 
-def nearest_degree(heads: int, ranks: int) -> int:
-    """The valid tensor parallel degree nearest to `ranks`."""
-    return min(ranks, heads)
-
-
 def padded(size: int, ranks: int) -> int:
     """`size` rounded up to a multiple of `ranks`."""
     return -(-size // ranks) * ranks
@@ -119,7 +117,7 @@ def take_heads(t: Tensor, index: tuple[int, ...], head_dim: int, dim: int) -> Te
     if index == tuple(range(index[0], index[0] + len(index))) and index[0] >= 0:
         return t.narrow(dim, index[0] * head_dim, len(index) * head_dim)
     dim %= t.dim()
-    zero = torch.zeros_like(t.narrow(dim, 0, head_dim))
+    zero = t.new_zeros(t.narrow(dim, 0, head_dim).shape)
     return join([zero if i < 0 else t.narrow(dim, i * head_dim, head_dim) for i in index], dim)
 
 
@@ -133,11 +131,13 @@ def take_part(t: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
         return part
     shape = list(t.shape)
     shape[dim] = each - (stop - start)
-    return join([part, torch.zeros(shape, dtype=t.dtype, device=t.device)], dim)
+    return join([part, t.new_zeros(shape)], dim)
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     """torch.cat, also of float8 tensors, which torch does not join but whose bytes it does."""
+    import torch
+
     kind = parts[0].dtype
     if kind.itemsize == 1 and kind.is_floating_point:
         return torch.cat([p.contiguous().view(torch.uint8) for p in parts], dim).view(kind)
@@ -156,3 +156,8 @@ def sequence_shards(heads: int, kv_heads: int, ranks: int) -> int:
     shards = ranks // kv_heads if ranks > kv_heads and ranks % kv_heads == 0 else ranks
     _sequence_plan(heads, kv_heads, ranks, shards)
     return shards
+
+
+def columns(length: int, shards: int) -> int:
+    """KV columns of a rank for `length` positions under flash decoding, without the one for others' writes."""
+    return -(-length // shards)

@@ -21,7 +21,7 @@ from rayneuron.models.attention import alibi_slopes
 from rayneuron.models.quantization import QUANTISED, Quantization, is_quantised, parse, quantise, scale_of
 from rayneuron.models.reader import Reader
 from rayneuron.models.rotary import frequencies
-from rayneuron.models.rules import Convert, Rules, same, shape_of
+from rayneuron.models.rules import Convert, Rules, cut_of, entering, same, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,12 @@ class Cut:
         layer, _, kind = name.rpartition(".")
         if kind == "scale" and (t.numel() == 1 or t.shape[-2] == 1 or layer in ("o", "down")):
             return t  # one scale for all rows, or one an output channel that is not split
-        if layer == "q" or (layer == "o" and kind == "w"):
-            return shard.take_heads(t, self.plan.q_of(self.rank), self.arch.head_dim, 0 if layer == "q" else 1)
-        if layer in ("k", "v"):
-            return shard.take_heads(t, self.plan.kv_of(self.rank), self.arch.head_dim, 0)
-        if layer in ("embed", "head") or (layer in ("gate", "up") and kind == "b"):
-            return shard.take_part(t, self.rank, self.ranks, 0)
-        if layer in ("gate", "up", "down") and kind != "b":
-            return shard.take_part(t, self.rank, self.ranks, -1 if layer == "down" else -2)
+        units, dim = cut_of(name) or ("", 0)
+        if units == "equal parts":
+            return shard.take_part(t, self.rank, self.ranks, dim)
+        if units:
+            index = self.plan.q_of(self.rank) if units == "query heads" else self.plan.kv_of(self.rank)
+            return shard.take_heads(t, index, self.arch.head_dim, dim)
         return t
 
 
@@ -101,10 +99,10 @@ def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> d
     arch, cut = build.cut.arch, build.cut
     rules = dict(family.top(arch))
     head = rules.pop("head.w", None)
-    entering = {n: r for n, r in rules.items() if n.startswith(("embed", "position", "project_in"))}
-    leaving = {n: r for n, r in rules.items() if n not in entering}
+    before = {n: r for n, r in rules.items() if entering(n)}
+    behind = {n: r for n, r in rules.items() if not entering(n)}
     top: dict[str, Tensor] = {}
-    for wanted, group in ((first, entering), (last, leaving)):
+    for wanted, group in ((first, before), (last, behind)):
         if wanted:
             top |= build.collect(group, "")
         else:
@@ -222,6 +220,12 @@ class Build:
         want, found = shape_of(self.cut.arch, name, self.ffn), tuple(t.shape)
         if found not in (want, (self.cut.arch.experts, *want)):
             raise CheckpointError(f"tensor {theirs!r} gives {name} of shape {found}, but config.json promises {want}")
+
+
+def held_bytes(weights: Mapping[str, Any]) -> int:
+    """Bytes of a rank's weights; a tied head counts once."""
+    tensors = {id(t): t for w in [weights["top"], *weights["layers"]] for t in w.values()}
+    return sum(t.nbytes for t in tensors.values())
 
 
 def fuse(w: dict[str, Tensor], fused: bool = True) -> dict[str, Tensor]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import ConfigError
 from rayneuron.parallel.instances import Instance
 from rayneuron.parallel.layout import Layout, Style, partition
-from rayneuron.parallel.memory import Memory, memory, sizes
+from rayneuron.parallel.memory import Memory, memory
 
-DEFAULT_MODEL_LEN = 4096  # loading.py's, for a deployment that names none
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model could do more: LMI's and vLLM-neuron's choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,21 @@ class Wanted:
         return int(scaling.get("max_replicas", 1)) if scaling else self.config.serving.num_replicas
 
 
+def model_length(config: Deployment, raw: Mapping[str, Any]) -> int:
+    """max_model_len, or the model's own up to DEFAULT_MODEL_LEN (logged, since a longer one costs memory and start-up time)."""
+    if config.max_model_len is not None:
+        return config.max_model_len
+    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
+    if own > DEFAULT_MODEL_LEN:
+        log.info("max_model_len defaults to %d; the model can do %d: set max_model_len to use more", DEFAULT_MODEL_LEN, own)
+    return min(int(own), DEFAULT_MODEL_LEN)
+
+
 def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
     """Rows, lengths and bucket lists the engine will have."""
-    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
     return capacity(
         rows=config.max_num_seqs,
-        length=config.max_model_len or min(int(own), DEFAULT_MODEL_LEN),
+        length=model_length(config, raw),
         chunk=config.prefill_chunk_tokens,
         kv_tokens=config.kv_cache_tokens,
         batch=config.buckets.batch,
@@ -48,7 +61,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
 
 def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int, style: Style = "own") -> list[Memory]:
     """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
-    parts = partition(sizes(want.raw).layers, pipeline_parallel, style)
+    parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel, style)
     return [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
 
 

@@ -258,7 +258,7 @@ REFUSED = [
     ({"model_type": None}, {}, "model_type None is not supported"),
     ({"num_attention_heads": None}, {}, "num_attention_heads"),
     ({"hidden_act": "tanhshrink"}, {}, "activation 'tanhshrink' is not supported"),
-    ({}, {"tp": 64}, "tensor parallel degree 64 is more than the model's 4 attention heads; use 4"),
+    ({}, {"tp": 64}, "tensor_parallel 64 is more than the model's 4 attention heads; write tensor_parallel: 4"),
     ({}, {"max_model_len": 4096}, "max_model_len 4096 is beyond the model's 128 positions; write max_model_len: 128 or less"),
     ({}, {"dtype": "bf61"}, "dtype 'bf61' is unknown; write bf16"),
     ({}, {"quantization": "int3"}, "quantization dtype 'int3' is unknown; one of int8, f8e4m3, f8e5m2"),

@@ -31,7 +31,7 @@ def test_example_of_nxd() -> None:
 def test_plans_hold_every_head_once_beside_its_own_keys(kv_heads: int, group: int, ranks: int) -> None:
     heads = kv_heads * group
     if ranks > heads:
-        with pytest.raises(ConfigError, match=f"{heads} attention heads; use {heads}"):
+        with pytest.raises(ConfigError, match=f"{heads} attention heads; write tensor_parallel: {heads} or less"):
             shard.head_plan(heads, kv_heads, ranks)
         return
     plan = shard.head_plan(heads, kv_heads, ranks)
@@ -59,7 +59,7 @@ def test_every_degree_equals_one_rank(heads: int, kv_heads: int, tmp_path: Path)
     saved = cases.save(config, tmp_path, tokens=12)
     for ranks in DEGREES:
         if ranks > heads:
-            with pytest.raises(ConfigError, match=f"use {heads}"):
+            with pytest.raises(ConfigError, match=f"write tensor_parallel: {heads} or less"):
                 models.check(hub.read_config(tmp_path), tp=ranks, max_model_len=64)
             continue
         for got in cases.on_ranks(ranks, lambda comm: Runner.open(tmp_path, comm).chunk(saved.ids, 0, 12, 16, 32)):

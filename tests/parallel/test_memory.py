@@ -1,4 +1,4 @@
-"""Memory by arithmetic equals what the loader allocates (every family, degree, stage) and what the vendor's guide says of real models."""
+"""Memory by arithmetic equals what the loader holds (every family, degree, stage), model cards, and what the vendor's guide says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rayneuron.config import Deployment, parse
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import decoder, hub, shard, weights
+from rayneuron.models.memory import parameters
 from rayneuron.models.quantization import Quantization
-from rayneuron.parallel.memory import dtype, head_counts, memory, parameters, sizes
+from rayneuron.parallel.memory import dtype, memory
 from tests.models import cases
 
 GB = 1e9
@@ -28,7 +29,7 @@ MIXTRAL_8X7B = LLAMA_31_8B | {"model_type": "mixtral", "vocab_size": 32000, "num
 QWEN3_30B_A3B: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-    "num_experts_per_tok": 8,
+    "num_experts_per_tok": 8, "max_position_embeddings": 40960,
 }  # fmt: skip
 GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
 
@@ -55,8 +56,8 @@ def deployment(**settings: Any) -> Deployment:
     ids=["llama-3.1-8b", "llama-3-70b", "llama-3.1-405b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt2"],
 )
 def test_published_parameter_counts(config: dict[str, Any], published: int) -> None:
-    products, others, _ = parameters(sizes(config))
-    assert products + others == published
+    count = parameters(models.architecture(config), models.family(config))
+    assert count.products + count.others == published
 
 
 @pytest.fixture(scope="module", params=list(cases.CONFIGS))
@@ -114,21 +115,26 @@ def test_quantised_weights(name: str, ranks: int, tmp_path: Path) -> None:
     cases.tf.AutoModelForCausalLM.from_config(cases.CONFIGS[name]()).save_pretrained(tmp_path)
     raw = hub.read_config(tmp_path)
     made = memory(deployment(dtype="fp32", quantization="int8"), raw, small(), ranks, range(2))
-    assert made.weights == pytest.approx(loaded(tmp_path, ranks, 0, 1, Quantization(torch.int8, "per_channel")), rel=0.02)
-
-
-@pytest.mark.parametrize("heads", [4, 6, 9, 12, 32, 56, 64])
-def test_heads_a_rank_are_those_of_the_sharding_plan(heads: int) -> None:
-    for kv_heads in (k for k in range(1, heads + 1) if heads % k == 0):
-        for ranks in range(1, heads + 1):
-            plan = shard.head_plan(heads, kv_heads, ranks)
-            assert head_counts(heads, kv_heads, ranks) == (plan.q_heads, plan.kv_heads), (heads, kv_heads, ranks)
+    assert made.weights == loaded(tmp_path, ranks, 0, 1, Quantization(torch.int8, "per_channel"))
 
 
 def test_the_sources_example_of_padding() -> None:
-    assert head_counts(56, 8, 32) == (2, 1)  # 64 query and 32 KV heads over 32 ranks
+    plan = shard.head_plan(56, 8, 32)
+    assert (plan.q_heads, plan.kv_heads) == (2, 1)  # 64 query and 32 KV heads over 32 ranks
+    config = LLAMA_31_8B | {"num_attention_heads": 9, "num_key_value_heads": 3}
     with pytest.raises(ConfigError, match="more than the model's 9 attention heads; write tensor_parallel: 9 or less"):
-        head_counts(9, 3, 16)
+        memory(deployment(), config, small(), 16, range(32))
+
+
+def test_flash_decoding_holds_a_part_of_the_positions() -> None:
+    """4 KV heads over 8 ranks: two ranks share a group's positions, each with a column for what belongs to the other."""
+    config = LLAMA_31_8B | {"num_key_value_heads": 4}
+
+    def kv(on: bool) -> int:
+        return memory(deployment(dtype="bf16", shard_over_sequence=on, tensor_parallel=8), config, small(), 8, range(32)).kv
+
+    copied, shared = kv(False), kv(True)
+    assert copied == 32 * 2 * 5 * 65 * 128 * 2 and shared == 32 * 2 * 5 * (33 + 1) * 128 * 2
 
 
 def test_the_guides_example_of_70b() -> None:
@@ -158,7 +164,7 @@ def test_dtype_and_small_kv() -> None:
 
 
 def test_unreadable_configs_name_what_is_wrong() -> None:
-    with pytest.raises(CheckpointError, match="model_type 'lama' is not supported; supported: bloom"):
-        sizes({"model_type": "lama"})
-    with pytest.raises(CheckpointError, match="config.json of a llama model lacks 'num_hidden_layers'"):
-        sizes({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4})
+    with pytest.raises(CheckpointError, match="model_type 'lama' is not supported; did you mean 'llama'\\? supported: bloom"):
+        memory(deployment(), {"model_type": "lama"}, small(), 1, range(2))
+    with pytest.raises(CheckpointError, match="config.json of a llama model lacks 'vocab_size'"):
+        memory(deployment(), {n: v for n, v in LLAMA_31_8B.items() if n != "vocab_size"}, small(), 1, range(2))

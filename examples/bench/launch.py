@@ -1,0 +1,85 @@
+"""How each server is started: ours and ray.serve.llm with `serve run`, vLLM's own with its module; each with its recommended settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from engine import CHECKOUT, VENVS, peers
+from server import Server, free_port
+
+
+def rayneuron(args: dict[str, Any], profile: str = "plain", urgent: bool = False) -> Server:
+    """`serve run` of `args` (config.Deployment's keys) with one profile."""
+    from rayneuron.serve.profile import profile_env
+
+    folder = _folder()
+    env = profile_env(profile) | (_private_haproxy(folder) if profile == "fast" else {}) | {"PYTHONPATH": str(CHECKOUT)}
+    return _serve_run(f"rayneuron {profile}", Path(sys.executable), "rayneuron.serve.app:build", args, env, folder, urgent)
+
+
+def ray_llm(model: Path, name: str, rows: int, length: int, threads: int, urgent: bool = False, venvs: Path = VENVS) -> Server:
+    """`serve run` of ray.serve.llm's OpenAI application over vLLM's CPU build, in bf16, prefix caching off."""
+    vllm = peers(threads)["vllm"]
+    config = {
+        "model_loading_config": {"model_id": name, "model_source": str(model)},
+        "engine_kwargs": {"dtype": "bfloat16", "max_model_len": length, "max_num_seqs": rows, "enable_prefix_caching": False},
+        "accelerator_type": None,
+        "placement_group_config": {"bundles": [{"CPU": 1}]},
+        "deployment_config": {"num_replicas": 1},
+    }
+    ingress = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}  # the engine reserves both cores of a small machine
+    arguments = {"llm_configs": [config], "ingress_deployment_config": ingress}
+    env = {**vllm.env, "HF_HUB_OFFLINE": "1"}
+    return _serve_run("ray.serve.llm", vllm.python(venvs), "ray.serve.llm:build_openai_app", arguments, env, _folder(), urgent)
+
+
+def vllm(model: Path, name: str, rows: int, length: int, threads: int, urgent: bool = False, venvs: Path = VENVS) -> Server:
+    """vLLM's own OpenAI server on its CPU build, in bf16, prefix caching off."""
+    peer = peers(threads)["vllm"]
+    command = [str(peer.python(venvs)), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(length), "--max-num-seqs", str(rows), "--no-enable-prefix-caching"]
+    env = {**peer.env, "HF_HUB_OFFLINE": "1"}
+    return Server("vllm", lambda port: [*command, "--host", "127.0.0.1", "--port", str(port)], env, _folder(), urgent)
+
+
+def _serve_run(name: str, python: Path, builder: str, args: dict[str, Any], env: dict[str, str], folder: Path, urgent: bool) -> Server:
+    (folder / "ray").mkdir()
+    application = {"name": "bench", "route_prefix": "/", "import_path": builder, "args": args}
+
+    def command(port: int) -> list[str]:
+        config = folder / "deployment.yaml"
+        config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
+        return [str(python), "-m", "ray.serve.scripts", "run", "--address", "local", str(config)]
+
+    return Server(name, command, {**env, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}, folder, urgent)
+
+
+def _folder() -> Path:
+    """Short, for Ray puts sockets into it."""
+    return Path(tempfile.mkdtemp(prefix="rnb"))
+
+
+def _private_haproxy(folder: Path) -> dict[str, str]:
+    """Files and ports HAProxy would otherwise share with every other cluster of this machine."""
+    own = folder / "haproxy"
+    own.mkdir()
+    first = 20_000 + os.getpid() % 9_000
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(own / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 50),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 100),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 150),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
