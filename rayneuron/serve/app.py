@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from rayneuron import config as deployment
 from rayneuron import devices, loading
 from rayneuron.config import Deployment
-from rayneuron.errors import NotReady
+from rayneuron.errors import NotReady, RayNeuronError
 from rayneuron.parallel.layout import Layout
 from rayneuron.parallel.seating import group_layout
 from rayneuron.serve.actors import Actors, check_room, worker_options
@@ -61,20 +61,33 @@ class ServedEngine(EngineServer):
         config = config.model_copy(update={"threads": threads})
         return loading.open_engine(config, progress, processes=Actors(layout), on_lost=self._lost)
 
+    def check_health(self) -> None:
+        """As EngineServer's. One that is dead or wedged ends at once: Serve would ask three times, and then drain what cannot finish."""
+        try:
+            EngineServer.check_health(self)
+        except RayNeuronError as wrong:
+            self._lost(wrong.message)
+            raise
+
     def _lost(self, reason: str) -> None:
-        """A worker is gone (told by any thread): this process ends, so that Serve replaces the whole group, once."""
+        """This process ends (told by any thread), so that Serve replaces it, and with it the whole group, once."""
+        if self._leaving:
+            return
+        self._leaving = True
         self._event_loop.call_soon_threadsafe(lambda: self._event_loop.create_task(self._leave(reason)))
 
     async def _leave(self, reason: str) -> None:
         log.error("this replica ends: %s", reason)
         if self.ready:
             self.draining = True
-            self.flights.fail_all(NotReady("a worker of this model was lost; the replica is being replaced", retry_after_s=5.0))
+            self.flights.fail_all(NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
         until = time.monotonic() + LEAVE_S
         while (not self.ready or len(self.flights)) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await asyncio.sleep(LAST_BYTES_S)
         os._exit(1)
+
+    _leaving = False
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         return application(self, echo_request_id=False)

@@ -1,4 +1,4 @@
-"""A cluster of three raylets on this machine: a head without cores at this host's address, and 127.0.0.2, 127.0.0.3 with four each."""
+"""A cluster of three raylets on this machine: a head without cores, and two further nodes with four each (tests.cluster.network)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayneuron.serve.profile import profile_env
+from tests.cluster.network import Network
 from tests.serve.scripted import eventually
 
 ROOT = str(Path(__file__).parents[2])
@@ -32,9 +35,20 @@ class Cluster:
     """Started nodes, each a process group of its own, and where Serve answers."""
 
     folder: Path
+    network: Network = field(default_factory=lambda: Network().open())
     port: int = field(default_factory=free_port)
     http: int = field(default_factory=free_port)
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes that have cores, by their addresses."""
+        return self.network.nodes
+
+    @property
+    def address(self) -> str:
+        """Ray's own."""
+        return f"{self.network.head}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -44,14 +58,36 @@ class Cluster:
         lies = {"HOST_IP": "203.0.113.9", "VLLM_HOST_IP": "203.0.113.9"}  # BR-20: nobody may believe these
         paths = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         ours = {"RAY_TMPDIR": str(self.folder), "RAYNEURON_LEDGER": str(self.folder / "cores"), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        return {**os.environ, **ours, **lies, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        return {**os.environ, **profile_env("plain"), **ours, **lies, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
     def start(self, name: str, *options: str) -> None:
         """One `ray start --block`: its raylet and workers end with it."""
-        command = [sys.executable, "-c", WORDS[1].join(WORDS[0]), "start", "--block", "--object-store-memory", str(80 * 2**20), *options]
+        ray = [sys.executable, "-c", WORDS[1].join(WORDS[0]), "start", "--block"]
+        command = [*self.network.inside(name), *ray, "--object-store-memory", str(80 * 2**20), *options]
         log = open(self.folder / f"{name}.log", "wb")
         self.nodes[name] = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         log.close()
+
+    def start_worker_node(self, name: str) -> None:
+        """A raylet of eight CPUs and four cores."""
+        self.start(
+            name, "--address", self.address, "--node-ip-address", name, "--num-cpus", "8",
+            "--resources", '{"neuron_cores": 4}',
+        )  # fmt: skip
+        log = self.folder / f"{name}.log"
+        eventually(lambda: "Ray runtime started" in log.read_text(), 90, lambda: log.read_text()[-2000:])
+
+    def kill_node(self, name: str) -> None:
+        """What a power cut does to the processes of a node: all of them at once, none warned."""
+        process = self.nodes.pop(name)
+        doomed = [process.pid, *descendants(process.pid)]
+        for pid in doomed:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def node_of(self, pid: int) -> str:
+        """Which of the nodes a process belongs to."""
+        return next(name for name, process in self.nodes.items() if pid in descendants(process.pid))
 
     def stop(self) -> None:
         for process in reversed(list(self.nodes.values())):
@@ -92,21 +128,46 @@ class Cluster:
         return self.pids("ray::ServeReplica:model")
 
 
+def descendants(pid: int) -> list[int]:
+    """Children of a process, theirs, and so on."""
+    parents: dict[int, list[int]] = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # ended meanwhile
+            parents.setdefault(parent, []).append(int(process.name))
+    found, left = [], [pid]
+    while left:
+        children = parents.get(left.pop(), [])
+        found += children
+        left += children
+    return found
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
+    with started() as made:
+        yield made
+
+
+@contextmanager
+def started(kind: type[Cluster] = Cluster) -> Iterator[Cluster]:
+    """A cluster, with Serve, that ends with the block."""
     import ray
     from ray import serve
 
     with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
         (Path(folder) / "ray").mkdir()
-        made = Cluster(Path(folder))
+        made = kind(Path(folder))
         patch.setenv("RAY_TMPDIR", folder)
         try:
             made.start(
                 "head",
                 "--head",
                 "--node-ip-address",
-                "127.0.0.1",
+                made.network.head,
                 "--port",
                 str(made.port),
                 "--num-cpus",
@@ -114,16 +175,11 @@ def cluster() -> Iterator[Cluster]:
                 "--include-dashboard",
                 "false",
             )
-            eventually(lambda: _answers(made.port), 90, lambda: (made.folder / "head.log").read_text()[-2000:])
-            for last in (2, 3):
-                made.start(
-                    f"127.0.0.{last}", "--address", f"127.0.0.1:{made.port}", "--node-ip-address", f"127.0.0.{last}", "--num-cpus", "8",
-                    "--resources", '{"neuron_cores": 4}',
-                )  # fmt: skip
+            eventually(lambda: _answers(made), 90, lambda: (made.folder / "head.log").read_text()[-2000:])
+            for name in made.names:
                 # One after the other: raylets of one host that start in the same moment take each other's ports.
-                log = made.folder / f"127.0.0.{last}.log"
-                eventually(lambda log=log: "Ray runtime started" in log.read_text(), 90, lambda log=log: log.read_text()[-2000:])
-            ray.init(address=f"127.0.0.1:{made.port}", log_to_driver=False, namespace="serve")
+                made.start_worker_node(name)
+            ray.init(address=made.address, log_to_driver=False, namespace="serve")
             eventually(lambda: sum(n["Alive"] for n in ray.nodes()) == 3, 120, ray.nodes)
             serve.start(http_options={"host": "127.0.0.1", "port": made.http}, proxy_location="HeadOnly")
             yield made
@@ -133,18 +189,19 @@ def cluster() -> Iterator[Cluster]:
                 ray.shutdown()
             finally:
                 made.stop()
+                made.network.close()
 
 
-def _answers(port: int) -> bool:
+def _answers(cluster: Cluster) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection((cluster.network.head, cluster.port), timeout=1).close()
     except OSError:
         return False
     return True
 
 
-def deploy(cluster: Cluster, args: dict[str, Any], wait_s: float = 180.0) -> str:
-    """What `serve deploy` does; returns the status the application ends in."""
+def deploy(cluster: Cluster, args: dict[str, Any], wait_s: float = 180.0, *, wait: bool = True) -> str:
+    """What `serve deploy` does; returns the status the application ends in, or with `wait=False` at once."""
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
 
@@ -154,6 +211,8 @@ def deploy(cluster: Cluster, args: dict[str, Any], wait_s: float = 180.0) -> str
         "applications": [{"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}],
     }
     serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate(file), _blocking=False)
+    if not wait:
+        return ""
     eventually(lambda: status()[0] in ("RUNNING", "DEPLOY_FAILED"), wait_s, status)
     return status()[0]
 

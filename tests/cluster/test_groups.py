@@ -130,10 +130,10 @@ def test_a_killed_worker_ends_streams_and_is_replaced_whole(
     eventually(lambda: not ({replica, *before} & {*clean.replicas, *clean.workers}), 30, lambda: (clean.replicas, clean.workers))
     eventually(lambda: status()[0] == "RUNNING" and len(clean.workers) == len(before), 180, status)
     assert len(groups()) == 1 and groups() != named
-    eventually(lambda: _says(clean, expected["short"]), 60, status)
+    eventually(lambda: says(clean, expected["short"]), 60, status)
 
 
-def _says(cluster: Cluster, text: str) -> bool:
+def says(cluster: Cluster, text: str) -> bool:
     try:
         reply = httpx.post(f"{cluster.url}/v1/completions", json=GO, timeout=60)
     except httpx.HTTPError:
@@ -146,7 +146,7 @@ def test_a_killed_replica_leaves_nobody(clean: Cluster, tiny: Path, expected: di
     workers = clean.workers
     os.kill(clean.replicas[0], signal.SIGKILL)
     eventually(lambda: not set(workers) & set(clean.workers), 20, lambda: clean.workers)
-    eventually(lambda: status()[0] == "RUNNING" and len(clean.workers) == 1 and _says(clean, expected["short"]), 180, status)
+    eventually(lambda: status()[0] == "RUNNING" and len(clean.workers) == 1 and says(clean, expected["short"]), 180, status)
 
 
 def test_more_than_the_cluster_has_is_refused_in_time(cluster: Cluster, tiny: Path) -> None:  # BR-21
@@ -154,7 +154,7 @@ def test_more_than_the_cluster_has_is_refused_in_time(cluster: Cluster, tiny: Pa
     assert deploy(cluster, arguments(tiny, tensor_parallel=8, instance="inf2.24xlarge")) == "DEPLOY_FAILED"
     assert time.monotonic() - began < 120
     words = status()[1]
-    assert "1 bundles of {CPU 4, neuron_cores 8}" in words and "127.0.0.2: CPU 8" in words and "neuron_cores 4" in words, words
+    assert "1 bundles of {CPU 4, neuron_cores 8}" in words and f"{cluster.names[0]}: CPU 8" in words and "neuron_cores 4" in words, words
     remove(cluster)
 
 
@@ -164,7 +164,7 @@ def test_doctor_lists_and_cleans(cluster: Cluster) -> None:
 
     leaked = placement_group([{"CPU": 1}], name="SERVE_REPLICA::gone#EngineServer#abc", lifetime="detached")
     ray.get(leaked.ready(), timeout=60)
-    address = f"127.0.0.1:{cluster.port}"
+    address = cluster.address
 
     def doctor(*more: str) -> str:
         command = [sys.executable, "-m", "rayneuron", "doctor", "--address", address, *more]
@@ -173,7 +173,7 @@ def test_doctor_lists_and_cleans(cluster: Cluster) -> None:
         return ran.stdout
 
     said = doctor()
-    assert "SERVE_REPLICA::gone#EngineServer#abc" in said and "leaked" in said and "127.0.0.3" in said
+    assert "SERVE_REPLICA::gone#EngineServer#abc" in said and "leaked" in said and cluster.names[1] in said
     assert groups() == ["SERVE_REPLICA::gone#EngineServer#abc"]
     assert "removed" in doctor("--clean")
     assert groups() == []
