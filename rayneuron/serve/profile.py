@@ -7,7 +7,12 @@ import importlib.util
 from rayneuron.errors import ConfigError
 
 # Serve's own proxy ends the answers of a replica that died (serve.ending). Where replicas answer HTTP themselves there is nobody to do it.
-PLAIN: dict[str, str] = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares"}
+# It hears of a lost node's replica when it has waited for the cause of death, in vain, and looks at that once a heartbeat: 1 + 1 s by default.
+PLAIN: dict[str, str] = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
+    "RAY_timeout_ms_task_wait_for_death_info": "300",
+    "RAY_core_worker_internal_heartbeat_ms": "250",
+}
 
 # Read when Ray Serve is imported, by controller, proxies and replicas alike: export before Ray starts, on every node.
 FAST: dict[str, str] = {

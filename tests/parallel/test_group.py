@@ -203,7 +203,7 @@ def test_a_rank_killed_while_starting(moment: str, tiny: Path) -> None:  # BR-15
     with pytest.raises(WorkerLost, match=rf"worker {victim}, rank") as caught:
         loading.open_engine(config, harm, processes=processes)
     if killed:
-        assert time.monotonic() - killed < 20, "within 2 s on a quiet machine; this one may be busy"
+        assert time.monotonic() - killed < 5.0, "told, and everybody has ended"
     assert "gone" in str(caught.value) or "signal 9" in str(caught.value)
 
 
@@ -235,7 +235,7 @@ def test_a_rank_killed_while_generating(shape: str, victim: int, how: signal.Sig
     killed = time.monotonic()
     assert ended.wait(30)
     took = time.monotonic() - killed
-    assert took < 10, "within 2 s on a quiet machine; this one may be busy"
+    assert took < 2.0
     assert f"worker {victim}," in errors[0] and str(pids[victim]) in errors[0], errors
     loop.close()
     assert len(errors) == 3 and not loop.alive
