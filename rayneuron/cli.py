@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads has seen enough; the interpreter would complain about it once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 
@@ -90,7 +93,7 @@ def _add_plan(commands: Any) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     from rayneuron import demo, deployment_file, devices
-    from rayneuron.parallel.plan import describe
+    from rayneuron.parallel.listing import describe
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
     print(

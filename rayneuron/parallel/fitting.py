@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import ConfigError
-from rayneuron.parallel.instances import Instance
+from rayneuron.parallel.instances import MACHINE, Instance
 from rayneuron.parallel.layout import Layout, Style, partition
 from rayneuron.parallel.memory import Memory, memory
 
@@ -72,9 +72,20 @@ def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) ->
     if worst.total <= instance.core_memory_bytes:
         return held
     raise ConfigError(
-        f"needs {gib(worst.total)} GiB a core ({parts(worst)}), {instance.name} has {gib(instance.core_memory_bytes)}; "
+        f"needs {gib(worst.total)} GiB a {'core' if instance.name != MACHINE else 'rank'} ({parts(worst)}), "
+        f"{instance.name} has {gib(instance.core_memory_bytes)}; "
         + _what_fits(want, made, c, instance)
     )
+
+
+def check_together(held: Sequence[Memory], memory_bytes: int) -> None:
+    """Refuse ranks that share one memory and need more than it has. Raises ConfigError."""
+    total = sum(one.total for one in held)
+    if total > memory_bytes:
+        raise ConfigError(
+            f"all {len(held)} ranks together need {gib(total)} GiB, this machine has {gib(memory_bytes)}; write a smaller max_num_seqs or "
+            "max_model_len, quantization: int8, or fewer replicas"
+        )
 
 
 def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> str:

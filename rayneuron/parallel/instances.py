@@ -15,6 +15,7 @@ from typing import Literal
 from rayneuron.errors import ConfigError
 
 GIB = 2**30
+MACHINE = "this machine"  # name of an instance that counts no cores
 Links = Literal["none", "ring", "torus"]
 _TORUS_SIDE = 4  # all published tori are 4 x 4
 
@@ -171,3 +172,9 @@ def declared(cores: int, vcpus: int, host_memory_bytes: int = 0) -> Instance:
         raise ConfigError(f"a node with {cores} declared cores can run nothing; declare at least 1", param="instance")
     every = tuple(range(1, cores + 1))
     return Instance(f"{cores} declared cores", "declared", cores, 1, 16 * GIB, vcpus, host_memory_bytes, every, tp_across_nodes=True)
+
+
+def machine(ranks: int, vcpus: int, memory_bytes: int) -> Instance:
+    """A plain machine that counts no cores, as a place for `ranks` ranks that share its memory."""
+    every = tuple(range(1, ranks + 1))
+    return Instance(MACHINE, "declared", ranks, 1, memory_bytes, vcpus, memory_bytes, every, tp_across_nodes=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rayneuron.engine.buckets import inventory
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.parallel import instances
 from rayneuron.parallel.environment import Endpoints, Host, environment
-from rayneuron.parallel.fitting import Wanted, capacity_of, check_memory, gib, parts, stage_memory
+from rayneuron.parallel.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
 from rayneuron.parallel.instances import Instance
 from rayneuron.parallel.layout import Layout, Style, Worker, layout
 from rayneuron.parallel.memory import Memory
@@ -58,6 +58,11 @@ class Plan:
     free: tuple[frozenset[int], ...]
     notes: tuple[str, ...]
 
+    @property
+    def counted(self) -> bool:
+        """Whether cores are counted and environments made: not on a plain machine that names no instance."""
+        return self.instance.name != instances.MACHINE
+
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
@@ -90,10 +95,13 @@ def plan(wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = N
     state, short = _place_all(wanted, laid, instance, count)
     if short is not None:
         raise ConfigError(_refusal(short, state, wanted, laid, instance, nodes or count), param="nodes")
+    hosts = {name: replace(host, cache_url=want.config.compile.cache or host.cache_url) for name, want in wanted.items()}
     groups = tuple(
-        _group(name, replica, laid[name], spots, instance, i, host, name if wanted[name].replicas == 1 else f"{name}#{replica}")
+        _group(name, replica, laid[name], spots, instance, i, hosts[name], name if wanted[name].replicas == 1 else f"{name}#{replica}")
         for i, (name, replica, spots) in enumerate(state.placed)
     )
+    if instance.name == instances.MACHINE:
+        check_together([place.memory for group in groups for place in group.places], count * instance.host_memory_bytes)
     notes = [f"{name}: {note}" for name, one in laid.items() for note in one.layout.notes]
     notes += [
         f"{n}: the file says instance: {w.config.instance}" for n, w in wanted.items() if w.config.instance not in (None, instance.name)
@@ -101,8 +109,8 @@ def plan(wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = N
     return Plan(instance, count, groups, tuple(map(frozenset, state.free)), tuple(notes))
 
 
-def target(wanted: Mapping[str, Wanted], named: str | None, vcpus: int) -> Instance:
-    """The instance to plan for: the named one, else the one the deployments name, else a CPU box of `vcpus` that declares enough cores.
+def target(wanted: Mapping[str, Wanted], named: str | None, vcpus: int, memory_bytes: int) -> Instance:
+    """The instance to plan for: the named one, else the one the deployments name, else a machine of these CPUs and this memory.
 
     Raises ConfigError for an unknown name, or where the deployments name several.
     """
@@ -112,21 +120,7 @@ def target(wanted: Mapping[str, Wanted], named: str | None, vcpus: int) -> Insta
     if named or names:
         return instances.instance(named or names[0])
     ranks = sum(w.config.tensor_parallel * w.config.pipeline_parallel * w.replicas for w in wanted.values())
-    return instances.declared(max(ranks, vcpus), vcpus)
-
-
-def describe(
-    deployments: Mapping[str, Deployment],
-    *,
-    named: str | None = None,
-    nodes: int | None = None,
-    vcpus: int,
-    ranks_per_process: Callable[[str], int],
-    resolve: Callable[[str], Path] = Path,
-) -> str:
-    """What `rayneuron plan` prints. `ranks_per_process` maps a device's name to how many ranks one of its processes drives."""
-    wanted = {name: Wanted(config, read_raw(config, resolve), ranks_per_process(config.device)) for name, config in deployments.items()}
-    return format(plan(wanted, target(wanted, named, vcpus), nodes))
+    return instances.machine(ranks, vcpus, memory_bytes)
 
 
 def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[str, Any]:
@@ -153,7 +147,7 @@ def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:
             config.pipeline_parallel,
             config.nodes,
             ranks_per_process=want.ranks_per_process,
-            instance=instance,
+            instance=instance if instance.name != instances.MACHINE else None,
             cpus_per_worker=config.serving.num_cpus or 1.0,
             style=style,
         )
@@ -219,7 +213,7 @@ def _group(name: str, replica: int, one: _Laid, spots: Spots, instance: Instance
     for worker in made.workers:
         node, start = spots[worker.stage, worker.node]
         cores = tuple(range(start + worker.offset, start + worker.offset + len(worker.ranks)))
-        variables = environment(made, worker, instance, cores, endpoints, host, tag)
+        variables = environment(made, worker, instance, cores, endpoints, host, tag) if instance.name != instances.MACHINE else {}
         places.append(Place(worker, node, cores, one.memory[worker.stage], variables))
     return Group(name, replica, made, one.graphs, tuple(places))
 
@@ -258,36 +252,3 @@ def _smaller(want: Wanted, made: Layout, free: Sequence[set[int]], instance: Ins
         if held[0].total <= instance.core_memory_bytes and any(packing.runs(cores, degree, instance.cores) for cores in free):
             return degree
     return None
-
-
-def format(made: Plan) -> str:
-    """The plan for people: placement, ranks, memory and environment of every worker."""
-    kind = made.instance
-    lines = [
-        f"{made.nodes} x {kind.name}: {kind.cores} cores of {gib(kind.core_memory_bytes)} GiB, "
-        f"tensor_parallel {', '.join(map(str, kind.degrees))}",
-        f"addresses and ports are stand-ins ({address(0)} is node 0); real ones are found at start",
-    ]
-    for group in made.groups:
-        lines += ["", *_format_group(group, kind)]
-    lines += ["", *(f"node {i} free: {packing.compact(cores)}" for i, cores in enumerate(made.free)), *(f"note: {n}" for n in made.notes)]
-    return "\n".join(lines) + "\n"
-
-
-def _format_group(group: Group, kind: Instance) -> list[str]:
-    shape = group.layout
-    bundles = ", ".join("{" + ", ".join(f"{k}: {v:g}" for k, v in bundle.items()) + "}" for bundle in shape.bundles)
-    lines = [
-        f"{group.name} replica {group.replica}: tensor_parallel {shape.tensor_parallel} x pipeline_parallel {shape.pipeline_parallel} "
-        f"on {shape.nodes} node{'s' * (shape.nodes > 1)}, {group.graphs} graphs, bundles [{bundles}] {shape.strategy}"
-    ]
-    for place in group.places:
-        worker, held = place.worker, place.memory
-        lines += [
-            f"  worker {worker.index}: node {place.node}, stage {worker.stage}, "
-            f"ranks {packing.compact(worker.ranks)}, cores {packing.compact(place.cores)}",
-            f"    GiB a core: {parts(held)} = {gib(held.total)} of {gib(kind.core_memory_bytes)} "
-            f"({100 * held.total / kind.core_memory_bytes:.0f} %)",
-            *(f"    {name}={value}" for name, value in place.environment.items()),
-        ]
-    return lines
