@@ -111,7 +111,9 @@ class Compile(_Section):
         None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts."
     )
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
-    async_mode: bool = Field(False, description="The device computes a step while the host prepares the next.")
+    async_mode: bool = Field(
+        False, description="The device computes a step while the host prepares the next and delivers the last. Not with pipeline_parallel."
+    )
 
 
 class OnDeviceSampling(_Section):
@@ -178,6 +180,11 @@ class Deployment(_Section):
         if self.max_model_len is not None and self.buckets.token_generation and max(self.buckets.token_generation) > self.max_model_len:
             raise ValueError(
                 f"buckets.token_generation goes to {max(self.buckets.token_generation)}, beyond max_model_len {self.max_model_len}"
+            )
+        if self.compile.async_mode and self.pipeline_parallel > 1:
+            raise ValueError(
+                "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "
+                "leave it out: the stages of pipeline_parallel overlap by micro_batches"
             )
         return self
 

@@ -69,11 +69,11 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     """The device `name`. options: dtype, kv_dtype, threads, comm; `ahead` for one that is compiled ahead. Raises ConfigError."""
     check(name)
     if name == "neuron":
-        from rayneuron.devices.neuron_device import Neuron
+        from rayneuron.devices.neuron_device import Neuron, NeuronAhead
         from rayneuron.devices.neuron_graphs import Border
 
         a = ahead or Ahead()
-        return Neuron(
+        return (NeuronAhead if a.async_mode else Neuron)(
             dtype=options["dtype"],
             kv_dtype=options.get("kv_dtype"),
             ranks=a.ranks,
@@ -91,6 +91,10 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
 
     if ahead is not None and ahead.artifact is not None:
         _native().adopt(ahead.artifact, "cpu-kernels")
+    if ahead is not None and ahead.async_mode:
+        from rayneuron.devices.queued import Queued
+
+        return Queued(Cpu(**options))
     return Cpu(**options)
 
 

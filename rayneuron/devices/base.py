@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FOLLOWS = -1  # as a decode step's token: the id that the row's last step sampled, which the device has kept
 
 Tag = Literal["prefill", "decode", "verify"]
 Output = Literal["greedy", "sample", "logits", "scores", "hidden"]
@@ -119,6 +121,24 @@ class Solo:
         return None
 
 
+class Pending(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepOutput:
+        """The step's outputs, on the host. Raises what the step raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A step that had ended before anybody waited."""
+
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        """Its outputs."""
+        return self.output
+
+
 Weights = Mapping[str, Any]  # {"top": {name: Tensor}, "layers": [{name: Tensor}, ...]}
 Program = Callable[..., StepOutput]  # engine.step.step with the architecture bound
 Progress = Callable[[int, int, Shape], None]  # done, total, the shape just made ready
@@ -146,3 +166,11 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+@runtime_checkable
+class Queues(Protocol):
+    """A device that takes the next step while one runs. Steps run in order; `run`, `kv_read` and `kv_write` wait for those before them."""
+
+    def start(self, shape: Shape, batch: Batch) -> Pending:
+        """Begin one step. A decode step's token may be FOLLOWS. Nobody changes the batch until `wait` has returned."""

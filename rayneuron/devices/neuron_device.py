@@ -28,7 +28,7 @@ MOVED_POSITIONS = 128  # of one row, by one kv_export or kv_import
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Started:
     """A step under way: its outputs are on the device until `wait`."""
 
     outputs: Sequence[Tensor]
@@ -71,6 +71,8 @@ class Neuron:
         border: Border = WHOLE,
     ) -> None:
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
+        if async_mode:
+            settings.export(neuron_sdk.IN_FLIGHT)  # before the SDK is imported: the runtime reads it once
         self.sdk = sdk()
         self.comm = InGraph(self.sdk, ranks)
         self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
@@ -135,18 +137,18 @@ class Neuron:
             return neuron_artifact.opened(self._artifact, key)
         return (self._cache or Cache()).get_or_build(key, lambda draft: self._build(program, targets, draft, progress, shape))
 
-    def start(self, shape: Shape, batch: Batch) -> Pending:
+    def _start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
         target = neuron_graphs.served(shape, self._border)
         if target not in self._targets:
             raise CompileError(f"{shape} was not listed when this engine started")
         inputs = {n: getattr(batch, n) for n in neuron_graphs.input_names(target, self._border)}
         asked = target if target.output == "hidden" else shape
-        return Pending([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], asked, inputs)
+        return Started([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], asked, inputs)
 
     def run(self, shape: Shape, batch: Batch) -> StepOutput:
         """One step, to its end."""
-        return self.start(shape, batch).wait()
+        return self._start(shape, batch).wait()
 
     def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
         """[2, H x local ranks, stop-start, D] a layer, the ranks' heads side by side."""
@@ -164,7 +166,9 @@ class Neuron:
         for inputs, count in self._moves(row, start, start + whole.shape[3]):
             part = torch.nn.functional.pad(whole[:, :, :, done : done + count], (0, 0, 0, len(inputs["columns"]) - count))
             ranked = {n: [t] * self.local_ranks for n, t in inputs.items()}
-            self._forward(self._move("kv_import"), {**ranked, "values": [t.contiguous() for t in part.chunk(self.local_ranks, 2)]})
+            ranked["values"] = [t.contiguous() for t in part.chunk(self.local_ranks, 2)]
+            for written in self._forward(self._move("kv_import"), ranked)[0]:
+                written.cpu()  # a failure belongs to this call, and the values may be given back
             done += count
 
     def stats(self) -> dict[str, Any]:
@@ -214,3 +218,11 @@ class Neuron:
         arguments = {neuron_graphs.name(t): self._arguments(t) for t in targets}
         build(self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft, lambda n: progress(n, len(targets), shape))
         neuron_artifact.write(draft, self.key(program, targets), targets)
+
+
+class NeuronAhead(Neuron):
+    """In async mode: a step may be begun while one runs, with ids that the device has kept."""
+
+    def start(self, shape: Shape, batch: Batch) -> Started:
+        """Begin one step; the runtime queues it."""
+        return self._start(shape, batch)

@@ -16,6 +16,8 @@ INSTALL = (
     f"pip install --extra-index-url {INDEX} torch-neuronx==2.9.0.2.12.22436 neuronx-distributed==0.17.26814 "
     "neuronx-cc==2.23.6484.0 libneuronxla==2.2.15515.0"
 )
+# Async mode, as NxD Inference sets it: a step runs and one is queued. The runtime's own default is none: every step would be waited for.
+IN_FLIGHT: Mapping[str, str] = MappingProxyType({"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "2"})
 LONG_CONTEXT = 32768  # from here on NxD Inference changes arithmetic flags and the scratchpad page
 TWO_CORE_CHIPS, LNC_CHIPS = ("inf2", "trn1", "trn1n"), ("trn2", "trn3")
 

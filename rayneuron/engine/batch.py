@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rayneuron.devices.base import Batch, Shape
+from rayneuron.devices.base import FOLLOWS, Batch, Shape
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.scheduler import Work
 from rayneuron.engine.sequence import Sequence
@@ -24,7 +24,10 @@ def draw_number(sequence: Sequence) -> NDArray[np.float32]:
 
 
 def pack(works: Rows[Work], shape: Shape, scratch_row: int, scratch_column: int) -> Batch:
-    """Lay works out as rows 0..n-1 of `shape`; the rest are idle: scratch row, position 0. Padding tokens go to the scratch column."""
+    """Lay works out as rows 0..n-1 of `shape`; the rest are idle: scratch row, position 0. Padding tokens go to the scratch column.
+
+    A token that the host has not seen yet is FOLLOWS: the device takes the id that the row sampled last.
+    """
     b, n = shape.rows, len(works)
     tokens = np.zeros((b, shape.tokens), np.int32)
     positions = np.zeros((b, shape.tokens), np.int32)
@@ -36,7 +39,7 @@ def pack(works: Rows[Work], shape: Shape, scratch_row: int, scratch_column: int)
     for i, work in enumerate(works):
         sequence, start, stop = work.sequence, work.start, work.start + work.count
         assert sequence.row is not None
-        tokens[i, : work.count] = sequence.ids[start:stop]
+        tokens[i, : work.count] = sequence.ids[start:stop] or FOLLOWS
         positions[i, : work.count] = range(start, stop) if work.count < 8 else np.arange(start, stop)
         rows[i] = sequence.row
         last[i] = work.count - 1
@@ -46,6 +49,4 @@ def pack(works: Rows[Work], shape: Shape, scratch_row: int, scratch_column: int)
             top_k[i], top_p[i], min_p[i] = max(params.top_k, 0), params.top_p, params.min_p
     if temperature.any():
         uniform[:n] = uniforms([w.sequence.seed for w in works], [w.start + w.count for w in works])
-    return Batch(
-        *map(torch.from_numpy, (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, np.zeros(b, np.int32)))
-    )
+    return Batch(*map(torch.from_numpy, (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, np.zeros(b, np.int32))))

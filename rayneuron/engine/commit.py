@@ -27,17 +27,20 @@ def refuse_duplicate(request: Request, known: Mapping[str, object]) -> None:
 
 
 def advance(plan: Plan, output: StepOutput, now: float) -> list[TokenDelta | None]:
-    """Move every sequence of the plan on; a delta for each that sampled a token or ended, None for one still in its prompt."""
+    """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
     ids = output.ids.tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     deltas: list[TokenDelta | None] = []
     for i, work in enumerate(plan.works):
         sequence = work.sequence
+        if not work.valid:
+            deltas.append(None)
+            continue
+        sequence.ahead -= work.followed
         row = None
         if ids is None:
             assert output.logits is not None
             row = _score(work, output.logits[i])
-        sequence.computed = work.start + work.count
         if not work.last:
             deltas.append(None)
             continue
@@ -50,6 +53,8 @@ def advance(plan: Plan, output: StepOutput, now: float) -> list[TokenDelta | Non
         if ids is None or sequence.params.edits_logits or (complete is not None and not complete[i]):
             assert row is not None
             token = _sample_on_host(row, sequence)
+            if sequence.computed > work.start + work.count and ids is not None and token != ids[i]:
+                sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
         deltas.append(_append(sequence, token, row, now))
     return deltas
 

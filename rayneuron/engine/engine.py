@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rayneuron.devices.base import StepOutput
+from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.admission import EngineLimits, admit, validate
-from rayneuron.engine.runner import Runs
+from rayneuron.engine.runner import Runs, RunsAhead
 from rayneuron.engine.scheduler import Plan, Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import FinishReason, Request, Snapshot, TokenDelta
@@ -59,11 +59,12 @@ class Engine:
         self._deadlines = False
         self._ended: list[TokenDelta] = []
         self._last_step_s = self._step_started_s = 0.0
+        self._under_way: tuple[Plan, Pending] | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._ended)
+        return bool(self._requests or self._ended or self._under_way)
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
@@ -113,28 +114,47 @@ class Engine:
                 self._end(choice, reason, error)
 
     def step(self) -> list[TokenDelta]:
-        """Plan, run and commit one step; the deltas of everything that changed since the last call."""
+        """Plan, run and commit one step; the deltas of everything that changed since the last call.
+
+        With a runner that runs ahead: begin the next step, then wait for the one before and commit that, while the next one runs.
+        """
         started = self._step_started_s = self._clock()
         if self._deadlines:
             self._expire(started)
         deltas, self._ended = self._ended, []
-        plan = self.scheduler.plan()
-        if plan is None:
-            return deltas
-        for work in plan.works:
+        next_plan = self.scheduler.plan()
+        for work in next_plan.works if next_plan is not None else ():
             if not work.sequence.stamps.scheduled:
                 work.sequence.stamps.scheduled = started
         planned = self._clock()
-        output = self.runner.run(plan)
+        done = self._advance(next_plan)
+        if done is None:
+            return deltas
+        plan, output = done
         ran = self._clock()
         deltas += self._commit(plan, output, ran)
-        done = self._last_step_s = self._clock()
+        ended = self._last_step_s = self._clock()
         self.steps += 1
-        self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, done - ran)
+        self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
         return deltas
+
+    def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
+        """Run a plan, or begin it and end the one begun before; what has come to its end."""
+        if isinstance(self.runner, RunsAhead) and self.runner.ahead:
+            before, self._under_way = self._under_way, None
+            if plan is not None:
+                self._under_way = plan, self.runner.begin(plan)
+                self.scheduler.launch(plan, ahead=True)
+            return (before[0], before[1].wait()) if before is not None else None
+        if plan is None:
+            return None
+        output = self.runner.run(plan)
+        self.scheduler.launch(plan, ahead=False)
+        return plan, output
 
     def fail(self, error: str) -> list[TokenDelta]:
         """End everything with an error: the device is not to be trusted any more."""
+        self._under_way = None
         for request_id in list(self._requests):
             self.abort(request_id, reason="error", error=error)
         deltas, self._ended = self._ended, []

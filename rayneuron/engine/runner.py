@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from rayneuron.devices.base import Batch, Collectives, Device, Output, Program, Progress, Shape, Solo, StepOutput, Weights
+from rayneuron.devices.base import (
+    Batch,
+    Collectives,
+    Device,
+    Output,
+    Pending,
+    Program,
+    Progress,
+    Queues,
+    Shape,
+    Solo,
+    StepOutput,
+    Weights,
+)
 from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.scheduler import Plan, wants_scores
@@ -27,6 +40,18 @@ class Runs(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A runner whose steps may be begun before the one before has ended."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether that gains anything: whether `begin` returns before the step has ended."""
+
+    def begin(self, plan: Plan) -> Pending:
+        """Begin one step; at most one other is under way."""
 
 
 class Runner:
@@ -58,6 +83,18 @@ class Runner:
         self.copy(plan.copies)
         shape = choose(self.capacity, plan)
         return self.device.run(shape, self.pack(plan, shape))
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the device takes a step while one runs."""
+        return isinstance(self.device, Queues)
+
+    def begin(self, plan: Plan) -> Pending:
+        """As `run`, without waiting for its end."""
+        assert isinstance(self.device, Queues)
+        self.copy(plan.copies)
+        shape = choose(self.capacity, plan)
+        return self.device.start(shape, self.pack(plan, shape))
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy the first positions of a KV row to another: (from row, to row, positions)."""

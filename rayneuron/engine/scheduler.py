@@ -18,11 +18,18 @@ class Work:
     sequence: Sequence
     start: int
     count: int
+    last: bool = field(init=False)  # a token is sampled at the end: every id has KV afterwards
+    followed: bool = field(init=False, default=False)  # the device hands that token to the next step itself
+    epoch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = self.start + self.count == self.sequence.length
+        self.epoch = self.sequence.epoch
 
     @property
-    def last(self) -> bool:
-        """Whether a token is sampled at the end: every id has KV afterwards."""
-        return self.start + self.count == len(self.sequence.ids)
+    def valid(self) -> bool:
+        """Whether its result still counts: the sequence has not ended, been preempted or rewound since."""
+        return self.epoch == self.sequence.epoch and self.sequence.finish_reason is None
 
 
 @dataclass(slots=True)
@@ -67,12 +74,27 @@ class Scheduler:
             self._prefilled_last = True
             return Plan("prefill", self._chunks(prefills), copies)
         self._prefilled_last = False
+        if not decodes:
+            return None  # nobody is there, or everybody waits for a token under way
         decodes = self._grow(decodes)
         if decodes:
             decodes.sort(key=lambda s: s.row or 0)  # dense rows let a device attend slices instead of gathering
             return Plan("decode", [Work(s, s.computed, 1) for s in decodes], copies)
-        # Growing may have preempted every decoding sequence; whoever is left or waits can now be served.
-        return self.plan() if self.running or self.waiting else None
+        return self.plan()  # growing has preempted every decoding sequence; whoever is left or waits can now be served
+
+    def launch(self, plan: Plan, ahead: bool) -> None:
+        """A step has begun: its KV counts as computed. `ahead`: where the device knows the next token itself, it may be planned already.
+
+        Not known to the device: a token that the host edits, or samples from the scores of a prompt; not wanted: one after the last.
+        """
+        hidden = not ahead or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
+        for work in plan.works:
+            sequence = work.sequence
+            sequence.computed = work.start + work.count
+            more = sequence.generated + sequence.ahead + 1 < sequence.max_tokens
+            if work.last and more and not hidden and not sequence.params.edits_logits:
+                work.followed = True
+                sequence.ahead += 1
 
     def _admit(self) -> list[tuple[int, int, int]]:
         copies = []
@@ -120,7 +142,7 @@ class Scheduler:
         for sequence in order:
             if sequence.row is None:
                 continue
-            while not self.slots.extend(sequence.row, len(sequence.ids)):
+            while not self.slots.extend(sequence.row, sequence.length):
                 victim = max(self.running, key=lambda s: s.rank)
                 self._preempt(victim)
                 if victim is sequence:
@@ -135,7 +157,9 @@ class Scheduler:
         self.slots.release(victim.row)
         self.running.remove(victim)
         victim.row = None
-        victim.computed = 0
+        victim.rewind(0)
+        if victim.prompt_logprobs is not None:
+            victim.prompt_logprobs = [None]  # they are computed again with the prompt
         victim.preemptions += 1
         self.preemptions += 1
         self.add(victim)

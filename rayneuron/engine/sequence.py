@@ -9,7 +9,11 @@ from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, Token
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt and generated ids, how many of them have KV (`computed`), and the row that holds it (None while waiting)."""
+    """Prompt and generated ids, how many of them have KV (`computed`), and the row that holds it (None while waiting).
+
+    `ahead`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed. `epoch` rises when steps
+    under way are no longer valid for this sequence.
+    """
 
     request: Request
     index: int
@@ -20,6 +24,8 @@ class Sequence:
     leader: Sequence | None = None  # the choice whose prompt KV may be copied
     prompt_len: int = 0
     computed: int = 0
+    ahead: int = 0
+    epoch: int = 0
     row: int | None = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
@@ -35,9 +41,20 @@ class Sequence:
         return self.request.params
 
     @property
+    def length(self) -> int:
+        """Ids, those under way included."""
+        return len(self.ids) + self.ahead
+
+    @property
     def remaining(self) -> int:
-        """Ids that have no KV yet; 1 while decoding."""
-        return len(self.ids) - self.computed
+        """Ids that have no KV yet; 1 while decoding, 0 while the next id is known to nobody."""
+        return self.length - self.computed
+
+    def rewind(self, computed: int) -> None:
+        """Steps under way no longer count; only the first `computed` ids have KV."""
+        self.computed = computed
+        self.ahead = 0
+        self.epoch += 1
 
     @property
     def generated(self) -> int:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayneuron.devices.neuron_sdk import IN_FLIGHT
 from rayneuron.errors import ConfigError
 from rayneuron.parallel.cores import COUNT, NOSET, VISIBLE, visible
 from rayneuron.parallel.instances import Instance
@@ -44,11 +45,15 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a node's environment depends on beside the instance type. `kernel`: as `uname -r` prints it. `vcpus` None: the instance's."""
+    """What a node's environment depends on beside the instance type. `kernel`: as `uname -r` prints it. `vcpus` None: the instance's.
+
+    `async_mode`: steps are queued while one runs.
+    """
 
     kernel: str
     vcpus: int | None = None
     cache_url: str | None = None
+    async_mode: bool = False
 
 
 def environment(
@@ -71,6 +76,8 @@ def environment(
         out["NEURON_LOGICAL_NC_CONFIG"] = str(instance.lnc)
     if host.cache_url:
         out["NEURON_COMPILE_CACHE_URL"] = host.cache_url
+    if host.async_mode:
+        out |= IN_FLIGHT
     return out | _rendezvous(layout, worker, endpoints) | _network(layout, instance, host)
 
 

@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.config import Deployment
-from rayneuron.devices.base import Batch, Collectives, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Collectives, Pending, Program, Shape, StepOutput, Weights
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.runner import choose
@@ -108,6 +108,20 @@ def sequence_parallel(
     last = arch.final_norm and "head.w" in weights["top"]
     out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, mine)
     return out if last else comm.gather(out, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A step of a group: its micro-batches in worker 0's process, the rows of each, and what sees it to its end."""
+
+    number: int
+    parts: Sequence[Pending]
+    rows: Sequence[int]
+    end: Callable[[UnderWay], StepOutput]
+
+    def wait(self) -> StepOutput:
+        """Its outputs. Steps end in order. Raises WorkerLost."""
+        return self.end(self)
 
 
 def divide(capacity: Capacity, plan: Plan, stages: int, wanted: int | None) -> list[tuple[Shape, Plan]]:

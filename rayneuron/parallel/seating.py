@@ -120,5 +120,6 @@ def _environment(
     run = placed[leader.index].cores
     roots = tuple(placed[made.stage(stage)[0].index].ports[0] for stage in range(made.pipeline_parallel))
     ports = Endpoints(tuple(node_ips), roots, placed[0].ports[1])
+    host = Host(platform.release(), async_mode=config.compile.async_mode)
     mine = run[worker.offset : worker.offset + len(worker.ranks)]
-    return environment(made, worker, instance, mine, ports, Host(platform.release()), config.model.served_name)
+    return environment(made, worker, instance, mine, ports, host, config.model.served_name)

@@ -128,7 +128,7 @@ def test_sequence_parallel_in_one_process(standin: Path, wide: Path, want: list[
 
 
 def test_what_compile_writes_serves_every_stage(nodes: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rayneuron compile --out` of two stages of two ranks: a folder a stage, loaded by a group that may build nothing; with neuron_compat."""
+    """`rayneuron compile --out` of two stages of two ranks: a folder a stage, loaded by a group that may build nothing."""
     from rayneuron.compiling import compile_ahead
     from rayneuron.errors import ConfigError
 

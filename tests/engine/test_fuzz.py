@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rayneuron import devices, models
+from rayneuron.devices.base import FOLLOWS
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.runner import Runner
@@ -19,12 +20,15 @@ LENGTH = 96
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64)
 
 
-def build(path, rows: int, kv_tokens: int | None = None, chunk: int = 16, dtype: torch.dtype = torch.float32) -> Engine:
+def build(
+    path, rows: int, kv_tokens: int | None = None, chunk: int = 16, dtype: torch.dtype = torch.float32, ahead: bool = False
+) -> Engine:
     raw = hub.read_config(path)
     arch = models.architecture(raw)
     made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype)
     c = capacity(rows=rows, length=LENGTH, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8)
-    runner = Runner(arch, devices.open("cpu", dtype=dtype, threads=1), c)
+    runner = Runner(arch, devices.open("cpu", ahead=devices.Ahead(async_mode=ahead), dtype=dtype, threads=1), c)
+    assert runner.ahead is ahead
     runner.load(made)
     runner.warm(lambda *_: None)
     return Engine(runner, vocab=arch.vocab, eos_ids=(7, 11))
@@ -85,12 +89,14 @@ def draw(rng: random.Random, i: int) -> Request:
     return Request(id=f"r{i}", prompt_ids=prompt, params=SamplingParams(**params), priority=rng.choice([0, 0, 0, -1, 2]))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_finished_request_equals_its_solo_run(tiny, solo, seed):
+@pytest.mark.parametrize(("seed", "ahead"), [*((seed, False) for seed in range(10)), *((seed, True) for seed in range(8))])
+def test_every_finished_request_equals_its_solo_run(tiny, solo, seed, ahead):
+    """With steps begun before the one before has ended, too: stops, aborts, preemption and rows whose token the host decides."""
     rng = random.Random(seed)
     rows = rng.choice([2, 3, 5])
     budget = rng.choice([None, 96, 144, 160])  # 96: exactly one full sequence, so that growing sequences preempt each other
-    engine = build(tiny, rows, budget, chunk=rng.choice([8, 16, 32]))
+    engine = build(tiny, rows, budget, chunk=rng.choice([8, 16, 32]), ahead=ahead)
+    followed = watch(engine)
     requests = [draw(rng, i) for i in range(40)]
     by_id = {r.id: r for r in requests}
     waiting, out, aborted = list(requests), {}, set()
@@ -111,6 +117,8 @@ def test_every_finished_request_equals_its_solo_run(tiny, solo, seed):
     for (rid, index), deltas in out.items():
         tokens, reason = finished(deltas)
         wanted, wanted_reason = solo(by_id[rid], index)
+        scored = [len(d.prompt_logprobs) for d in deltas if d.prompt_logprobs is not None]
+        assert scored in ([], [len(by_id[rid].prompt_ids)]), "once, however often the prompt was computed"
         if reason == "abort":
             assert rid in aborted and tokens == wanted[: len(tokens)]
         else:
@@ -121,6 +129,21 @@ def test_every_finished_request_equals_its_solo_run(tiny, solo, seed):
     assert (snapshot.running, snapshot.waiting, snapshot.kv_tokens_used, snapshot.slots_free) == (0, 0, 0, rows)
     if budget in (96, 144):
         assert snapshot.preemptions > 0
+    assert (sum(followed) > 20) is ahead
+
+
+def watch(engine: Engine) -> list[int]:
+    """How many tokens of each batch the device took from its last step."""
+    followed: list[int] = []
+    pack = engine.runner.pack
+
+    def counted(plan, shape):
+        batch = pack(plan, shape)
+        followed.append(int((batch.tokens == FOLLOWS).sum()))
+        return batch
+
+    engine.runner.pack = counted
+    return followed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -38,6 +38,16 @@ def test_one_node_tp() -> None:
     ]  # fmt: skip
 
 
+def test_async_mode_queues_two_steps() -> None:
+    """As NxD Inference sets them with async_mode; without it the runtime's own defaults stay."""
+    made = layout(2, ranks_per_process=SPMD, instance=instance("inf2.xlarge"))
+    endpoints = Endpoints(("10.1.201.64",), (63423,), 8989)
+    (plain,) = all_of(made, "inf2.xlarge", endpoints)
+    (queued,) = all_of(made, "inf2.xlarge", endpoints, Host(AL2023.kernel, async_mode=True))
+    assert queued == plain | {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "2"}
+    assert not {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "NEURON_RT_IO_RING_CACHE_SIZE"} & plain.keys()
+
+
 def test_two_node_tp_64_is_as_the_developer_guide_starts_it() -> None:
     made = layout(64, 1, 2, ranks_per_process=SPMD, instance=instance("trn1.32xlarge"))
     both = ALWAYS | {

@@ -158,7 +158,7 @@ class NxDModel(torch.nn.Module):
         self.states = [
             {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in self.state_names} for _ in range(self.local_ranks_size)
         ]
-        self._queue = Queue(int(os.environ.get("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", 0)))
+        self._queue = Queue(int(os.environ.get("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS") or 0))
         limit = int(os.environ.get("STANDIN_CORE_BYTES", 16 << 30))
         for core, weights, states in zip(cores, self.weights, self.states, strict=False):
             size = sum(t.numel() * t.dtype.itemsize for t in (*weights.values(), *states.values()))

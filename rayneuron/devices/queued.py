@@ -1,0 +1,81 @@
+"""Any device as one that takes the next step while one runs: its steps run in order on a thread of their own.
+
+B rows. For a CPU this gains little, since the host's work wants the same cores; it is off unless `compile.async_mode` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rayneuron.devices.base import Batch, Device, Program, Progress, Shape, StepOutput, Weights
+from rayneuron.devices.neuron_graphs import follow
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A step on the thread."""
+
+    future: Future[StepOutput]
+
+    def wait(self) -> StepOutput:
+        """Its outputs."""
+        return self.future.result()
+
+
+class Queued:
+    """`device` behind a queue. Whatever else is asked of it (`comm`, `kernels`) is the device's own."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "rayneuron-step")
+        self._ids = torch.zeros(0, dtype=torch.int32)  # by KV row: what it sampled last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
+        """As the device."""
+        self._ids = torch.zeros(kv[0][1], dtype=torch.int32)
+        self._do(lambda: self._device.load(weights, kv))
+
+    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """As the device, on the thread that will run."""
+        self._do(lambda: self._device.compile(program, shapes, progress))
+
+    def start(self, shape: Shape, batch: Batch) -> Waiting:
+        """Queue one step."""
+        return Waiting(self._thread.submit(self._run, shape, batch))
+
+    def run(self, shape: Shape, batch: Batch) -> StepOutput:
+        """Queue one step and wait for it."""
+        return self.start(shape, batch).wait()
+
+    def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
+        """As the device, after the steps under way."""
+        return self._do(lambda: self._device.kv_read(row, start, stop))
+
+    def kv_write(self, row: int, start: int, values: Sequence[Tensor]) -> None:
+        """As the device, after the steps under way."""
+        self._do(lambda: self._device.kv_write(row, start, values))
+
+    def close(self) -> None:
+        """End the thread, then the device."""
+        self._thread.shutdown()
+        self._device.close()
+
+    def _do(self, work: Callable[[], Made]) -> Made:
+        return self._thread.submit(work).result()
+
+    def _run(self, shape: Shape, batch: Batch) -> StepOutput:
+        out = self._device.run(shape, replace(batch, tokens=follow(batch.tokens, self._ids, batch.rows)))
+        if out.ids is not None:
+            self._ids[batch.rows] = out.ids
+        return out
