@@ -2,14 +2,17 @@
 // KV is read once for them; keys and values of a tile are put into the panels of matmul.h, and the same register tiles do both products.
 #include "attention.h"
 
+#include "rows.h"
+
 #include <algorithm>
 #include <vector>
 
 namespace rn {
 namespace {
 
-constexpr int MOST_QUERIES = 48;   // rows of one piece of work, heads of a group times tokens
-constexpr float LOW = -1e30f;      // a maximum nothing has reached yet
+constexpr int FEW_QUERIES = 48, MANY_QUERIES = 192;  // rows of one piece of work, heads of a group times tokens: many share the packing of a tile
+constexpr float LOW = -1e30f;                       // a maximum nothing has reached yet
+constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Scratch {
     std::vector<char> bytes;
@@ -85,31 +88,56 @@ void pack_values(Kind kind, const char* v, int count, const Sizes& z, char* out)
     }
 }
 
-// Scores of one query over a tile -> weights, the running maximum, the running sum in lanes; returns what older sums shrink by.
-float soften(const Attention& a, float slope, float* scores, int start, int from, int to, float* most, float* total, Kind kind, char* out) {
-    const V scale = set1(a.scale), low = set1(LOW);
+// What is kept of some queries between tiles: sums [rows][width] weighted by 2^(score - most), the weights' sums in lanes, the largest score.
+struct Running {
+    float *acc, *total, *most;
+};
+
+// The positions of this tile that each row sees, [from, to), and its slope.
+struct Sight {
+    int from[WIDE_ROWS], to[WIDE_ROWS];
+    const float* slope;
+    bool all;  // every row sees every position, and there is no slope
+};
+
+// Add alibi to one row of scores, put what is out of sight to LOW.
+void limit(const Sight& sight, int r, int start, float* scores) {
     alignas(64) static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    V top = low;
+    const V low = set1(LOW), slope = set1(sight.slope ? sight.slope[r] : 0), from = set1((float)sight.from[r]), to = set1((float)sight.to[r]);
     for (int i = 0; i < TILE; i += LANES) {
-        V at = add(load(lane), set1((float)i));
-        V s = mul(load(scores + i), scale);
-        if (a.slopes) s = fma(set1(slope), add(at, set1((float)start)), s);
-        s = pick(at, set1((float)from), low, pick(at, set1((float)to), s, low));
-        store(scores + i, s);
-        top = maximum(top, s);
+        const V at = add(load(lane), set1((float)i)), s = fma(slope, add(at, set1((float)start)), load(scores + i));
+        store(scores + i, pick(at, from, low, pick(at, to, s, low)));
     }
-    const float before = *most, now = std::max(before, highest(top));
-    *most = now;
-    const float shrink = before == now ? 1.0f : expf(before - now);
-    V sums = mul(load(total), set1(shrink));
-    for (int i = 0; i < TILE; i += LANES) {
-        V s = load(scores + i), p = pick(low, s, exponential(sub(s, set1(now))), zero());
-        sums = add(sums, p);
-        if (kind == F32) store((float*)out + i, p);
-        else narrow((bf16*)out + i, p);
+}
+
+// Scores [rows][TILE] (powers of two) -> weights of `kind`; the running sums shrink where a maximum grows.
+template <bool ALL> void soften(Kind kind, const Sight& sight, int start, int rows, float* scores, const Running& run, int width, char* out) {
+    for (int r = 0; r < rows; r++, scores += TILE, out += TILE * (kind == F32 ? 4 : 2)) {
+        if (!ALL) limit(sight, r, start, scores);
+        V s[TILE / LANES];
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE / LANES; i++) s[i] = load(scores + i * LANES);
+        const V highest_lanes = maximum(maximum(s[0], s[1]), maximum(s[2], s[3]));
+        V sums = load(run.total + r * LANES), most = set1(run.most[r]);
+        if (any_above(highest_lanes, most)) {
+            const V now = set1(highest(highest_lanes)), shrink = power_of_two(sub(most, now));
+            sums = mul(sums, shrink), most = now;
+            store_n(run.most + r, now, 1);
+            for (int i = 0; i < width; i += LANES) store(run.acc + (size_t)r * width + i, mul(load(run.acc + (size_t)r * width + i), shrink));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE / LANES; i++) {
+            const V p = power_of_two(sub(s[i], most));
+            s[i] = ALL ? p : pick(set1(LOW), s[i], p, zero());
+            sums = add(sums, s[i]);
+        }
+        store(run.total + r * LANES, sums);
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE / LANES; i += 2) {
+            if (kind == F32) store((float*)out + i * LANES, s[i]), store((float*)out + (i + 1) * LANES, s[i + 1]);
+            else narrow2((bf16*)out + i * LANES, s[i], s[i + 1]);
+        }
     }
-    store(total, sums);
-    return shrink;
 }
 
 // Tokens [from, to) of one span and all query heads of one KV head.
@@ -124,6 +152,12 @@ int first_tile(const Attention& a, const Span& span, const Piece& p) {
     return begin / TILE * TILE;
 }
 
+int last_position(const Attention& a, const Span& span, const Piece& p) {
+    int last = 0;
+    for (int t = p.from; t < p.to; t++) last = std::max(last, a.positions[span.first + t]);
+    return last;
+}
+
 // Ask for the first tile of what comes next.
 void fetch(const char* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
@@ -133,80 +167,109 @@ const char* keys_of(const Attention& a, const Span& span, int head) {
     return a.kv + ((size_t)span.row * a.kv_heads + head) * a.length * a.size * (a.kind == F32 ? 4 : 2);
 }
 
+// Queries of one piece as the products read them, row after row, the heads of a group within a token; scores become powers of two.
+void gather(const Attention& a, const Span& span, const Piece& p, const Sizes& z, char* to, int32_t* at, float* slopes) {
+    const int group = a.heads / a.kv_heads;
+    const V by = set1(a.scale * LOG2_E);
+    std::vector<float> row(z.width);
+    for (int t = p.from; t < p.to; t++)
+        for (int j = 0; j < group; j++, to += (size_t)z.steps * 4) {
+            const float* from = a.q + (span.first + t) * a.q_stride + (size_t)(p.head * group + j) * a.size;
+            for (int i = 0; i < a.size; i += LANES) store(row.data() + i, mul(load_n(from + i, a.size - i), by));
+            encode_row(row.data(), a.size, a.kind, z.steps, to, nullptr);
+            *at++ = a.positions[span.first + t];
+            if (a.slopes) *slopes++ = a.slopes[p.head * group + j] * LOG2_E;
+        }
+}
+
+// One finished row of sums -> the output.
+void settle(const Attention& a, const float* acc, const float* total, int token, int head) {
+    char* to = a.out + token * a.out_stride;
+    const V by = set1(1.0f / std::max(sum(load(total)), 1e-30f));
+    for (int i = 0; i < a.size; i += LANES) {
+        const int n = std::min(LANES, a.size - i), column = head * a.size + i;
+        const V x = mul(load(acc + i), by);
+        if (a.out_kind == F32) {
+            store_n((float*)to + column, x, n);
+        } else {
+            alignas(64) bf16 b[LANES];
+            narrow(b, x);
+            memcpy((bf16*)to + column, b, 2 * n);
+        }
+    }
+}
+
+// What `rows` queries at positions `at` see of the tile that begins at `start`; returns how many of its positions anybody sees.
+int look(const Attention& a, const int32_t* at, const float* slopes, int start, int rows, Sight& sight) {
+    int most = 0;
+    bool all = !a.slopes;
+    for (int r = 0; r < rows; r++) {
+        const int to = std::min(at[r] + 1 - start, TILE), from = a.window ? at[r] - a.window + 1 - start : 0;
+        sight.from[r] = from, sight.to[r] = to;
+        all &= from <= 0 && to == TILE;
+        if (from < to) most = std::max(most, to);
+    }
+    sight.slope = a.slopes ? slopes : nullptr, sight.all = all;
+    return most;
+}
+
+// The keys and values of `count` positions in panels, with room for what only the padding of odd sizes needs.
+struct Tile {
+    char *keys, *values, *copy;
+
+    void take_keys(const Attention& a, const Sizes& z, const char* at, int start, int count) const {
+        const int panels = (count + LANES - 1) / LANES;
+        const bool inside = z.size == z.width && start + panels * LANES <= a.length;  // what is read beyond `count` is masked
+        const char* rows = inside ? at : padded(at, count, z, copy);
+        for (int p = 0; p < panels; p++) columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)p * LANES * z.steps);
+    }
+    void take_values(const Attention& a, const Sizes& z, const char* at, int count) const {
+        pack_values(a.kind, z.size == z.width ? at : padded(at, count, z, copy), count, z, values);
+    }
+};
+
 // `next`: the piece this thread does after this one, whose first tile is fetched while the last one of this is computed.
 void attend_piece(const Attention& a, const Span* spans, const Piece& p, const Piece* next) {
     const Span& span = spans[p.span];
-    const int g = p.head, t0 = p.from, t1 = p.to;
     const Sizes z(a.kind, a.size);
-    const int group = a.heads / a.kv_heads, queries = (t1 - t0) * group;
-    const size_t tile_bytes = (size_t)TILE * z.width * z.bytes, score_bytes = (size_t)queries * TILE * 4;
-    char* room = scratch.take(3 * tile_bytes + 2 * score_bytes + (size_t)queries * (z.steps * 4 + z.width * 4 + 64 + 8) + 1024);
-    char *keys = room, *values = keys + tile_bytes, *copy = values + tile_bytes, *q = copy + tile_bytes;
-    char* weights = q + (size_t)queries * z.steps * 4;
-    float* scores = (float*)(weights + (size_t)queries * TILE * z.bytes);
-    float *acc = scores + (size_t)queries * TILE, *total = acc + (size_t)queries * z.width, *most = total + (size_t)queries * LANES;
-    const int32_t* at = a.positions + span.first;
-    memset(q, 0, (size_t)queries * z.steps * 4);
-    for (int t = t0, r = 0; t < t1; t++)
-        for (int j = 0; j < group; j++, r++) {
-            const float* from = a.q + (span.first + t) * a.q_stride + (size_t)(g * group + j) * a.size;
-            char* to = q + (size_t)r * z.steps * 4;
-            if (a.kind == F32) memcpy(to, from, a.size * 4);
-            else
-                for (int i = 0; i < a.size; i += LANES) {
-                    alignas(64) bf16 x[LANES];
-                    narrow(x, load_n(from + i, a.size - i));
-                    memcpy((bf16*)to + i, x, 2 * std::min(LANES, a.size - i));
-                }
-        }
+    const int group = a.heads / a.kv_heads, queries = (p.to - p.from) * group;
+    const size_t tile_bytes = (size_t)TILE * z.width * z.bytes, query_bytes = (size_t)z.steps * 4;
+    char* room = scratch.take(3 * tile_bytes + WIDE_ROWS * TILE * 8 + queries * (query_bytes + (z.width + LANES + 3) * 4) + 1024);
+    const Tile tile{room, room + tile_bytes, room + 2 * tile_bytes};
+    float *scores = (float*)(room + 3 * tile_bytes), *acc = scores + 2 * WIDE_ROWS * TILE, *total = acc + (size_t)queries * z.width;
+    char *weights = (char*)(scores + WIDE_ROWS * TILE), *q = (char*)(total + (size_t)queries * LANES);
+    float *most = (float*)(q + queries * query_bytes), *slopes = most + queries;
+    int32_t* at = (int32_t*)(slopes + queries);
+    gather(a, span, p, z, q, at, slopes);
     std::fill_n(acc, (size_t)queries * (z.width + LANES), 0.0f);
     std::fill_n(most, queries, LOW);
 
-    int end = 0;
-    for (int t = t0; t < t1; t++) end = std::max(end, at[t] + 1);
+    const int begin = first_tile(a, span, p), end = last_position(a, span, p) + 1;
     const size_t position_bytes = (size_t)a.size * z.bytes, half = (size_t)a.rows * a.kv_heads * a.length * position_bytes;
-    const char *k = keys_of(a, span, g), *after = nullptr;
+    const char *k = keys_of(a, span, p.head), *after = nullptr;
     if (next) after = keys_of(a, spans[next->span], next->head) + first_tile(a, spans[next->span], *next) * position_bytes;
-    for (int start = first_tile(a, span, p); start < end; start += TILE) {
+    for (int start = begin; start < end; start += TILE) {
         const int count = std::min(TILE, end - start);
-        const char *here = k + start * position_bytes, *coming = start + TILE < end ? here + TILE * position_bytes : nullptr;
-        if (!coming && after) fetch(after, TILE * position_bytes);
-        const int panels = (count + LANES - 1) / LANES;
-        const bool inside = z.size == z.width && start + panels * LANES <= a.length;  // what is read beyond `end` is masked
-        const char* rows = inside ? here : padded(here, count, z, copy);
-        for (int p = 0; p < panels; p++) columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)p * LANES * z.steps);
-        multiply(a.kind, keys, (size_t)z.steps * 64, panels, q, (size_t)z.steps * 4, queries, z.steps, scores, TILE, false, coming);
-        for (int t = t0, r = 0; t < t1; t++)
-            for (int j = 0; j < group; j++, r++) {
-                const int from = a.window ? at[t] - a.window + 1 - start : 0, to = std::min(at[t] + 1 - start, TILE);
-                const float slope = a.slopes ? a.slopes[g * group + j] : 0;
-                const float shrink = soften(a, slope, scores + (size_t)r * TILE, start, from, to, most + r, total + (size_t)r * LANES, a.kind,
-                                            weights + (size_t)r * TILE * z.bytes);
-                if (shrink != 1.0f)
-                    for (int i = 0; i < z.width; i += LANES) store(acc + (size_t)r * z.width + i, mul(load(acc + (size_t)r * z.width + i), set1(shrink)));
-            }
-        if (!coming && after) fetch(after + half, TILE * position_bytes);
-        pack_values(a.kind, z.size == z.width ? here + half : padded(here + half, count, z, copy), count, z, values);
-        const int steps = (count * z.bytes + 3) / 4;
-        multiply(a.kind, values, (size_t)TILE * z.bytes * LANES, z.panels, weights, (size_t)TILE * z.bytes, queries, steps, acc, z.width, true,
-                 coming ? coming + half : nullptr);
-    }
-    for (int t = t0, r = 0; t < t1; t++)
-        for (int j = 0; j < group; j++, r++) {
-            char* to = a.out + (span.first + t) * a.out_stride;
-            const V by = set1(1.0f / std::max(sum(load(total + (size_t)r * LANES)), 1e-30f));
-            for (int i = 0; i < a.size; i += LANES) {
-                const int n = std::min(LANES, a.size - i), column = (g * group + j) * a.size + i;
-                V x = mul(load(acc + (size_t)r * z.width + i), by);
-                if (a.out_kind == F32) {
-                    store_n((float*)to + column, x, n);
-                } else {
-                    alignas(64) bf16 b[LANES];
-                    narrow(b, x);
-                    memcpy((bf16*)to + column, b, 2 * n);
-                }
-            }
+        const char* here = k + start * position_bytes;
+        const char* coming = start + TILE < end ? here + TILE * position_bytes : nullptr;
+        if (!coming && after) fetch(after, TILE * position_bytes), fetch(after + half, TILE * position_bytes);
+        tile.take_keys(a, z, here, start, count);
+        tile.take_values(a, z, here + half, count);
+        for (int r = 0; r < queries; r += WIDE_ROWS) {
+            const int rows = std::min(WIDE_ROWS, queries - r);
+            Sight sight;
+            const int seen = look(a, at + r, slopes + r, start, rows, sight);
+            if (!seen) continue;
+            const Running run{acc + (size_t)r * z.width, total + (size_t)r * LANES, most + r};
+            multiply(a.kind, tile.keys, query_bytes * LANES, (seen + LANES - 1) / LANES, q + r * query_bytes, query_bytes, rows, z.steps, scores, TILE, false,
+                     r ? nullptr : coming);
+            (sight.all ? soften<true> : soften<false>)(a.kind, sight, start, rows, scores, run, z.width, weights);
+            multiply(a.kind, tile.values, (size_t)TILE * z.bytes * LANES, z.panels, weights, (size_t)TILE * z.bytes, rows, (seen * z.bytes + 3) / 4, run.acc,
+                     z.width, true, r || !coming ? nullptr : coming + half);
         }
+    }
+    for (int r = 0; r < queries; r++)
+        settle(a, acc + (size_t)r * z.width, total + (size_t)r * LANES, span.first + p.from + r / group, p.head * group + r % group);
 }
 
 }  // namespace
@@ -214,7 +277,10 @@ void attend_piece(const Attention& a, const Span* spans, const Piece& p, const P
 void attend(Pool& pool, const Attention& a, const Span* spans, int count) {
     static thread_local std::vector<Piece> pieces;
     pieces.clear();
-    const int tokens = std::max(1, MOST_QUERIES / (a.heads / a.kv_heads));
+    int all_tokens = 0;
+    for (int s = 0; s < count; s++) all_tokens += spans[s].count;
+    const int group = a.heads / a.kv_heads, share = all_tokens * a.heads / (pool.threads() * 8);  // every thread gets several pieces
+    const int tokens = std::max(1, std::min(std::max(share, FEW_QUERIES), MANY_QUERIES) / group);
     for (int s = 0; s < count; s++)
         for (int t = (spans[s].count - 1) / tokens * tokens; t >= 0; t -= tokens)  // the longest first
             for (int g = 0; g < a.kv_heads; g++) pieces.push_back({s, g, t, std::min(spans[s].count, t + tokens)});

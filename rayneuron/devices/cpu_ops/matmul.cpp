@@ -113,10 +113,12 @@ void put(const Output& out, int row, int at, int count, V v) {
         float* to = (float*)y + at;
         if (out.finish == ADD) v = add(load_n(to, count), v);
         count >= LANES ? store(to, v) : store_n(to, v, count);
+    } else if (count >= LANES) {
+        narrow((bf16*)y + at, v);
     } else {
         alignas(64) bf16 t[LANES];
         narrow(t, v);
-        memcpy((bf16*)y + at, t, sizeof(bf16) * std::min(count, LANES));
+        memcpy((bf16*)y + at, t, sizeof(bf16) * count);
     }
 }
 
@@ -202,7 +204,7 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
             const int panels = std::min(group, to - p);
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
-                const size_t ahead = blocks == 1 ? AHEAD : group * w.panel_bytes();  // memory never rests
+                const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
                 strip_of((Kind)w.kind, count)(w.data + p * w.panel_bytes(), w.panel_bytes(), panels, x.rows + m * x.stride, x.stride, w.steps, acc,
                                               panels * LANES, false, ahead);
                 for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, panels, acc + i * panels * LANES, piece * rows + m + i);

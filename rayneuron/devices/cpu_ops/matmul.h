@@ -46,6 +46,12 @@ struct Output {
 
 V activate(Act act, V x);
 
+#ifdef RN_AVX512
+constexpr int WIDE_ROWS = 6;  // rows that make the best of four panels
+#else
+constexpr int WIDE_ROWS = 5;
+#endif
+
 // out[m][panel * 16 + lane] (+)= rows x panels; out has ldo floats a row (ints for S8). `next`: memory of the panels' size that is read
 // after this, fetched meanwhile; null: nothing.
 void multiply(Kind kind, const char* w, size_t panel_bytes, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more,
