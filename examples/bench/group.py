@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What several ranks on one host cost: a step without work, an all-reduce, and decoding with TP 1, TP 2 and PP 2.
 
-  python examples/bench/group.py [--model demo:random:tiny] [--parts step reduce decode]
+  python examples/bench/group.py [--model demo:random:tiny] [--parts step reduce decode bubble]
 
 Step: one batch out to N - 1 workers over unix sockets and their answers back, no model work. Reduce: ranks in step, skew included, sums
-checked; gloo over loopback beside it. Decode: tokens/s of one engine, interleaved rounds, one thread a rank.
+checked; gloo over loopback beside it. Decode: tokens/s of one engine, interleaved rounds, one thread a rank. Bubble: how much of a prefill
+step the two stages of a real model stand idle, by number of micro-batches.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+PARTS = ("step", "reduce", "decode", "bubble")
 SIZES = (2304, 8192, 65536)
 MODES: dict[str, dict[str, Any]] = {"TP 1": {}, "TP 2": {"tensor_parallel": 2}, "PP 2": {"pipeline_parallel": 2}}
 
@@ -153,11 +155,40 @@ def decode_rates(model: str, rows: int, new: int, rounds: int) -> dict[str, list
     return {name: values[1:] for name, values in rates.items()}
 
 
+def bubbles(model: str, micro_batches: Sequence[int], rounds: int) -> dict[int, list[float]]:
+    """By number of micro-batches, of prefill steps of 4 rows on 2 stages: 1 - busy time of both / (2 x time of the steps), a round each.
+
+    A stage is busy while it does anything but wait for the stage before it; every step starts and ends with one stage idle.
+    """
+    from rayneuron import LLM, SamplingParams
+    from rayneuron.parallel.group import Group
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    prompts = [[2 + (7 * i + j) % 400 for j in range(128)] for i in range(16)]
+    options: dict[str, Any] = {
+        "max_model_len": 512, "max_num_seqs": 16, "threads": 1, "pipeline_parallel": 2, "prefill_chunk_tokens": 512,
+        "buckets": {"batch": [16], "token_generation": [512], "context_encoding": [128, 512]},
+    }  # fmt: skip
+    found: dict[int, list[float]] = {count: [] for count in micro_batches}
+    for count in micro_batches:
+        with LLM(model, **options, micro_batches=count) as engine:
+            group = engine.engine.runner
+            assert isinstance(group, Group)
+            for _ in range(rounds + 1):
+                group.step_s = group.busy_s = 0.0
+                steps = group.steps
+                engine.generate(prompts, params)
+                assert group.steps - steps == len(prompts) // 4, "each step takes four prompts"
+                found[count].append(group.idle_share)
+    return {count: values[1:] for count, values in found.items()}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["step", "reduce", "decode"], choices=["step", "reduce", "decode"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--model", default="demo:smollm2")
+    parser.add_argument("--bubble-model", default="demo:random:160m")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -186,6 +217,12 @@ def main() -> None:
         for name, values in rates.items():
             ratio = statistics.median(v / base for v, base in zip(values, rates["TP 1"], strict=True))
             print(f"decode {args.rows} rows, {name}: {statistics.median(values):.1f} tokens/s, {ratio:.2f} x TP 1")
+    if "bubble" in args.parts:
+        from rayneuron.parallel.pipeline import bubble
+
+        for count, shares in bubbles(args.bubble_model, (1, 2, 4), args.rounds).items():
+            words = f"median {statistics.median(shares):.1%} idle of {len(shares)} rounds, {bubble(2, count):.0%} in theory"
+            print(f"prefill of 4 x 128 tokens on 2 stages, {count} micro-batches, {args.bubble_model}: {words}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -35,15 +36,15 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
-_ENDING_S = 5.0  # for workers to end by themselves; after a loss they have _LOST_ENDING_S
-_LOST_ENDING_S = 1.0
+_ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the latter after a loss
 _KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError)}
 
 
 class Group:
     """Stands where `engine.runner.Runner` stands. Call `start`, `meet`, `load`, `warm`, each once, then `run`; `close` after a failure too.
 
-    `lost` says who was lost, None while all is well. `refused` counts connections that were turned away.
+    `lost` says who was lost, None while all is well. `refused` counts connections that were turned away, `steps` steps; `step_s` is the
+    time of all steps together, and `busy_s` what all ranks worked in it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Group:
         self.members: list[Member] = []
         self.refused = 0
         self.steps = 0
+        self.step_s = self.busy_s = self._began_s = 0.0
         self.rank = Rank()
         self._on_lost = on_lost
         self._meeting: Meeting | None = None
@@ -74,6 +76,11 @@ class Group:
     def lost(self) -> str | None:
         """Who was lost first and how, None while the group is whole."""
         return self._watch.lost if self._watch is not None else None
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the time of all steps in which a rank had nothing to do (the bubble), 1 - busy / (ranks x steps' time)."""
+        return 1 - self.busy_s / (len(self.layout.workers) * self.step_s) if self.step_s else 0.0
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -128,19 +135,33 @@ class Group:
         self._locally(lambda: self.rank.warm(self._checked(progress)))
         self._all(Ready, "has not warmed up, and made no progress", self.config.group.load_s)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a step may begin while one runs."""
+        return self.config.compile.async_mode
+
     def run(self, plan: Plan) -> StepOutput:
         """One step on all ranks. Raises WorkerLost; then nothing runs here any more."""
+        return self.begin(plan).wait()
+
+    def begin(self, plan: Plan) -> pipeline.UnderWay:
+        """Begin one step on all ranks; where the device cannot queue it, this process's share is done here. Raises WorkerLost."""
         self._check()
+        self._began_s = time.perf_counter()
         divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
-        parts = [(shape, pack(p.works, shape, self.capacity.rows, self.capacity.length)) for shape, p in divided]
         self.steps += 1
+        parts = [(shape, pack(p.works, shape, self.capacity.rows, self.capacity.length)) for shape, p in divided]
         self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts]))
-        outputs = self._locally(lambda: self.rank.run(plan.copies, parts))
-        answers = self._all(Done, f"has not finished step {self.steps}", self.config.group.step_s)
-        for answer in answers:
-            if answer.outputs:
-                outputs = [arrays.step_output(sent) for sent in answer.outputs]
-        return pipeline.merge(outputs, [len(p.works) for _, p in divided])
+        begun = self._locally(lambda: self.rank.begin_step(plan.copies, parts))
+        return pipeline.UnderWay(self.steps, begun, [len(p.works) for _, p in divided], self._end)
+
+    def _end(self, step: pipeline.UnderWay) -> StepOutput:
+        outputs = self._locally(lambda: [part.wait() for part in step.parts])
+        answers = self._all(Done, f"has not finished step {step.number}", self.config.group.step_s)
+        self.step_s += time.perf_counter() - self._began_s
+        self.busy_s += self.rank.busy_s + sum(answer.busy_s for answer in answers)
+        outputs = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
+        return pipeline.merge(outputs, step.rows)
 
     def close(self) -> None:
         """End every worker and give everything back. Harmless twice."""
@@ -170,8 +191,6 @@ class Group:
         self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
         for member in self.members:
             member.channel.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------------------------
 
     def _invitation(self, meeting: Meeting, index: int, node: int, files: int) -> Invitation:
         leader = (os.getpid(), process_started(os.getpid()) or 0) if node == 0 else None

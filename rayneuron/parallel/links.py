@@ -78,11 +78,13 @@ class Incoming:
         self._socket = connection
         self._name = name
         self._timeout_s = timeout_s
+        self.waited_s = 0.0  # how long `receive` has taken, all calls together
         connection.settimeout(timeout_s)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def receive(self, x: Tensor) -> Tensor:
         """Fill a contiguous tensor with what comes next. Raises WorkerLost: gone, too late, or of another size."""
+        began = time.perf_counter()
         head = bytearray(_HEAD.size)
         self._fill(memoryview(head))
         size = _HEAD.unpack(head)[0]
@@ -90,6 +92,7 @@ class Incoming:
         if size != len(data):
             raise WorkerLost(f"{self._name} sent {size} bytes where {len(data)} were due; the stages run different steps")
         self._fill(data)
+        self.waited_s += time.perf_counter() - began
         return x
 
     def _fill(self, left: memoryview) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 
-VERSION = 2  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 3  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -126,10 +126,14 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A worker: the step is done; rank 0 of the last stage of several says what came out, ids, complete, logits a part."""
+    """A worker: the step is done; rank 0 of the last stage of several says what came out, ids, complete, logits a part.
+
+    `busy_s`: how long it worked, without waiting for the stage before it.
+    """
 
     number: int
     outputs: Sequence[tuple[Array | None, Array | None, Array | None]] = ()
+    busy_s: float = 0.0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

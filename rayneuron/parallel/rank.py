@@ -7,6 +7,7 @@ every wait.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
 from rayneuron.config import Deployment, parse
-from rayneuron.devices.base import StepOutput
+from rayneuron.devices.base import Ended, Pending, Queues, StepOutput
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.parallel import cores, wire
 from rayneuron.parallel.ledger import Grant, Ledger
@@ -37,6 +38,7 @@ class Rank:
     def __init__(self) -> None:
         self.grant: Grant | None = None
         self.runner: Runner | None = None
+        self.busy_s = 0.0  # of the last step: without the time it waited for the stage before
         self._listener: socket.socket | None = None
         self._store_socket: socket.socket | None = None
         self._probes: list[socket.socket] = []
@@ -129,8 +131,23 @@ class Rank:
     def run(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
         """One step: KV copies, then the micro-batches in order."""
         assert self.runner is not None
+        began, before_s = time.perf_counter(), self._waited_s()
         self.runner.copy(copies)
-        return [self._part(shape, batch) for shape, batch in parts]
+        outputs = [self._part(shape, batch) for shape, batch in parts]
+        self.busy_s = time.perf_counter() - began - (self._waited_s() - before_s)
+        return outputs
+
+    def _waited_s(self) -> float:
+        return self._before.waited_s if self._before is not None else 0.0
+
+    def begin_step(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> Sequence[Pending]:
+        """As `run`; where the device takes a step while one runs, without waiting for its end."""
+        assert self.runner is not None
+        device = self.runner.device
+        if not isinstance(device, Queues):
+            return [Ended(out) for out in self.run(copies, parts)]
+        self.runner.copy(copies)
+        return [device.start(shape, batch) for shape, batch in parts]
 
     def _part(self, shape: Shape, batch: Batch) -> StepOutput:
         """One micro-batch; hidden states come from the previous stage and go to the next."""

@@ -105,7 +105,7 @@ def _step(channel: wire.Channel[ToWorker], rank: Rank, step: Step) -> None:
 
     outputs = rank.run(step.copies, [(part.shape, arrays.batch(part)) for part in step.parts])
     sent = () if not rank.reports else [arrays.output(out) for out in outputs]
-    channel.send(messages.Done(step.number, sent), _SEND_S)
+    channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
 
 
 def _reporter(channel: wire.Channel[ToWorker]) -> Callable[[int, int], None]:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +155,19 @@ def test_stages_overlap() -> None:
     assert pipeline.bubble(2, 4) == pytest.approx(0.2) and pipeline.bubble(2, 1) == 0.5 and pipeline.bubble(1, 1) == 0
     best = min(Line(0.05, 4).idle_share() for _ in range(5))
     assert 0.19 <= best < 0.25
+
+
+def test_the_idle_share_of_real_stages(tiny: Path) -> None:
+    """1 - busy / (ranks x time). With one micro-batch never more than one of two stages works, so half is the least, however fast."""
+    from rayneuron import LLM, SamplingParams
+    from rayneuron.parallel.group import Group
+
+    options = {"dtype": "fp32", "max_model_len": 128, "max_num_seqs": 4, "threads": 1, "buckets": {"batch": [4], "token_generation": [128]}}
+    with LLM(tiny, **options, pipeline_parallel=2, micro_batches=1) as llm:
+        group = llm.engine.runner
+        assert isinstance(group, Group) and group.idle_share == 0
+        llm.generate([[5, 6, 7] * 20] * 4, SamplingParams(temperature=0.0, max_tokens=8))
+        assert 0 < group.busy_s <= group.step_s
+        assert 0.5 <= group.idle_share < 1
+        group.step_s, group.busy_s = 2.0, 3.0
+        assert group.idle_share == pytest.approx(0.25)
