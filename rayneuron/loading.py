@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,29 +88,34 @@ def open_engine(
     processes), `on_lost` is called once, from any thread, when one of them is gone.
     """
     seconds: dict[str, float] = {}
-    report = progress or _silent
     with _timed(seconds, "import"):
         from rayneuron.engine.admission import EngineLimits
         from rayneuron.engine.engine import Engine
         from rayneuron.models import hub
-        from rayneuron.text import Text
 
     with _timed(seconds, "check"):
         checked = check(config)
         log.info("a rank will hold %s", estimate(checked))
-    runner = _runner(checked, processes, on_lost)
-    try:
-        with _timed(seconds, "tokenizer"):  # while the other processes of a group start
-            source = Path(config.model.tokenizer) if config.model.tokenizer else checked.path
-            text = Text(source, chat_template=config.model.chat_template)
-        _prepare(runner, checked, report, seconds)
-    except BaseException:
-        runner.close()  # nothing is left of an engine that fails on the way
-        raise
+    with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside:  # the tokenizer is read while the weights are
+        reading = beside.submit(_text, config, checked.path, seconds)
+        runner = _runner(checked, processes, on_lost)
+        try:
+            _prepare(runner, checked, progress or _silent, seconds)
+            text = reading.result()
+        except BaseException:
+            runner.close()  # nothing is left of an engine that fails on the way
+            raise
     limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
     engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, checked.arch, checked.path, hub.generation_config(checked.path), seconds)
+
+
+def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
+    with _timed(seconds, "tokenizer"):
+        from rayneuron.text import Text
+
+        return Text(config.model.tokenizer or path, chat_template=config.model.chat_template)
 
 
 def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[str], None] | None) -> Runner | Group:

@@ -12,6 +12,8 @@ from rayneuron.errors import CheckpointError, ConfigError, RequestError
 from rayneuron.stops import Stops
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer_class of a tokenizer that is its tokenizer.json and nothing more
+OVERRULED = ("mistral", "mixtral", "qwen2", None)  # model types for which transformers may take a class of its own instead of a generic one
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -130,9 +132,15 @@ class Text:
 def _open(path: Path) -> Any:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds tokenizer.json")
-    from transformers import AutoTokenizer
-
+    named = _read(path / "tokenizer_config.json")
+    generic = named.get("tokenizer_class") in GENERIC and "auto_map" not in named and (path / "tokenizer.json").is_file()
     try:
+        if generic and _read(path / "config.json").get("model_type") not in OVERRULED:  # a second less than by the register of all models
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as wrong:  # transformers and tokenizers raise whatever the file at fault made them trip over
         raise CheckpointError(f"no tokenizer could be read from {path}: {wrong}") from wrong

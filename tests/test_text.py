@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError, RequestError
 from rayneuron.text import Text
 from tests.api import spelling
@@ -44,6 +45,21 @@ def test_the_demo_model_equals_transformers(smollm2: Path) -> None:
     assert ours.chat(CHAT) == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert ours.eos_ids == {theirs.convert_tokens_to_ids("<|im_end|>")}
     assert ours.vocab_size == json.loads((smollm2 / "config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize("model_type", sorted(models.FAMILIES))
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_a_generic_tokenizer_is_opened_as_the_register_would(model_type: str, named: str, tmp_path: Path) -> None:
+    """For every family: the way without the register of all models leads to the same class, tokens and settings."""
+    spelling.byte_level(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = Text(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours.tokenizer) is type(theirs) and ours.tokenizer.get_vocab() == theirs.get_vocab()
+    assert ours.tokenizer.special_tokens_map == theirs.special_tokens_map and ours.tokenizer.chat_template == theirs.chat_template
+    for sample in spelling.CORPUS:
+        assert ours.encode(sample) == theirs.encode(sample)
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rayneuron.engine.engine import Engine, StepInfo
 from rayneuron.errors import NotReady, RayNeuronError
 from rayneuron.types import Request, Snapshot, TokenDelta
+
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import Engine, StepInfo
 
 log = logging.getLogger(__name__)
 

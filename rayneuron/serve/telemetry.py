@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 
 from rayneuron import metrics
-from rayneuron.engine.engine import StepInfo
 from rayneuron.metrics import LABELS, Metric
 from rayneuron.types import FinishReason, Request, Snapshot, Stamps
+
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import StepInfo
 
 RECENT_LIMIT = 10_000  # observations kept for the next push to Ray; the exact sums on /metrics never lose any
 
