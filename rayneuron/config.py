@@ -46,14 +46,19 @@ class Buckets(_Section):
 
     context_encoding: list[int] | None = Field(None, description="New tokens of a prefill step (T).")
     token_generation: list[int] | None = Field(None, description="Attended positions (L), also called sequence buckets.")
+    prefix: list[int] | Literal["auto"] | None = Field(
+        None,
+        description="Tokens before a prefill's new ones: graphs are context_encoding x prefix as NxD Inference's prefix_buckets, "
+        "instead of x token_generation; auto: powers of two from 512.",
+    )
     batch: list[int] | None = Field(None, description="Rows of a decode step (B).")
     smallest: int = Field(128, ge=1, description="First power of two of the generated length buckets.")
 
-    @field_validator("context_encoding", "token_generation", "batch")
+    @field_validator("context_encoding", "token_generation", "batch", "prefix")
     @classmethod
-    def _positive(cls, value: list[int] | None) -> list[int] | None:
-        if value is None:
-            return None
+    def _positive(cls, value: list[int] | str | None) -> list[int] | str | None:
+        if value is None or isinstance(value, str):
+            return value
         if not value or min(value) < 1:
             raise ValueError(f"a bucket list needs at least one positive number, got {value}; leave it out for powers of two")
         return sorted(set(value))

@@ -13,6 +13,7 @@ from math import log2
 from rayneuron.devices.base import Output, Shape
 from rayneuron.errors import CompileError, ConfigError
 
+SMALLEST_CONTEXT = 32  # new tokens of the smallest prefill graph, where nothing else is said
 GRANULE = 16  # tokens; the KV budget is counted in these, so that a growing sequence asks seldom
 
 
@@ -21,7 +22,8 @@ class Capacity:
     """What one engine can hold, in rows and tokens, and the bucket lists that follow from it (each sorted, the maximum included).
 
     rows: sequences at once; length: positions of a row; chunk: most new tokens of a prefill step; scores: the same for a prefill
-    whose every logit is wanted; kv_tokens: KV budget over all rows.
+    whose every logit is wanted; kv_tokens: KV budget over all rows; prefix: where not empty, a prefill of T new tokens has a graph for each
+    of these numbers of tokens before it, 0 among them, instead of one for each length.
     """
 
     rows: int
@@ -33,6 +35,7 @@ class Capacity:
     context: tuple[int, ...]
     lengths: tuple[int, ...]
     prefill_rows: tuple[int, ...]
+    prefix: tuple[int, ...] = ()
 
 
 def powers(low: int, high: int) -> list[int]:
@@ -52,14 +55,20 @@ def capacity(
     context: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     smallest: int = 128,
-    smallest_context: int = 32,
+    smallest_context: int = SMALLEST_CONTEXT,
     prefill_rows: Sequence[int] = (1, 2, 4),
     scores: int = 128,
+    prefix: Sequence[int] = (),
 ) -> Capacity:
-    """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum."""
+    """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum.
+
+    With `prefix`, a prefill is of one row, as NxD Inference's prefix caching has it; 0 and the maximum are always in the list.
+    """
     chunk = min(chunk, length)
     if context and max(context) > length:
         raise ConfigError(f"buckets.context_encoding goes to {max(context)}, beyond max_model_len {length}")
+    if prefix and max(prefix) > length:
+        raise ConfigError(f"buckets.prefix goes to {max(prefix)}, beyond max_model_len {length}")
     if batch and max(batch) > rows:
         raise ConfigError(f"buckets.batch goes to {max(batch)}, beyond max_num_seqs {rows}")
     full = rows * -(-length // GRANULE) * GRANULE
@@ -75,7 +84,8 @@ def capacity(
         batch=tuple(sorted({*(batch or powers(1, rows)), rows})),
         context=tuple(context),
         lengths=tuple(sorted({*(lengths or powers(smallest, length)), length})),
-        prefill_rows=tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
+        prefill_rows=(1,) if prefix else tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
+        prefix=tuple(sorted({0, *prefix, length})) if prefix else (),
     )
 
 
@@ -98,6 +108,8 @@ def inventory(c: Capacity, outputs: Sequence[Output] = ("greedy", "sample", "log
 
 
 def _reach(c: Capacity, tokens: int) -> tuple[int, ...]:
+    if c.prefix:
+        return tuple(sorted({min(tokens + p, c.length) for p in c.prefix}))
     # A step uses this context bucket only with more new tokens than the bucket below holds, so shorter lengths never occur.
     below = c.context[bisect_left(c.context, tokens) - 1] if tokens > c.context[0] else 0
     return c.lengths[bisect_left(c.lengths, below + 1) :]
@@ -120,6 +132,8 @@ def prefill_shape(c: Capacity, counts: Sequence[int], length: int, output: Outpu
     """The graph for `counts[i]` new tokens of row i, the furthest attending `length` positions."""
     rows = at_least(c.prefill_rows, len(counts), "prefill row")
     tokens = at_least(c.context, max(counts), "context")
+    if c.prefix:
+        return Shape("prefill", rows, tokens, min(tokens + at_least(c.prefix, length - counts[0], "prefix"), c.length), output)
     return Shape("prefill", rows, tokens, at_least(c.lengths, length, "sequence length"), output)
 
 

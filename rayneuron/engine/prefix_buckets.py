@@ -1,7 +1,7 @@
 """NxD Inference's bucket lists and selection rules, two-dimensional ones included, as pure functions (research/neuron.md F1).
 
 A prefix bucket is (prefill, prefix): new tokens by tokens already cached. Our own scheduler needs no prefix dimension, since its prefill
-attends any length bucket; these serve configurations and artifacts written for NxD Inference.
+attends any length bucket; with `buckets.prefix` it keeps to these rules, the tail of the prefix computed again included.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rayneuron.engine.buckets import powers
+from rayneuron.engine.buckets import Capacity, powers
 from rayneuron.errors import CompileError, ConfigError
 
 Fit = Literal["first", "second"]
@@ -30,6 +30,18 @@ class PrefixFit:
 def context_lengths(longest: int, bucketing: bool = True) -> list[int]:
     """Prefill buckets: powers of two from 128, the last the longest prompt; only that one without bucketing."""
     return powers(SMALLEST, longest) if bucketing else [longest]
+
+
+def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
+    """`buckets.prefix` of a deployment: a list, or "auto" for NxD's powers of two from 512; empty where it says nothing."""
+    if said is None:
+        return ()
+    return tuple(powers(SMALLEST_PREFILL, longest)) if isinstance(said, str) else tuple(said)
+
+
+def chunk_fit(c: Capacity, new: int, cached: int) -> PrefixFit:
+    """The bucket of a chunk of `new` tokens behind `cached` ones, of an engine with prefix buckets."""
+    return select_prefix([(t, p) for t in c.context for p in c.prefix], new, cached)
 
 
 def prefix_contexts(longest: int, prefill: Sequence[int] | None = None, prefix: Sequence[int] | None = None) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rayneuron.engine.buckets import Capacity, pack_prefill
+from rayneuron.engine.prefix_buckets import chunk_fit
 from rayneuron.engine.sequence import Sequence
 from rayneuron.engine.slots import Slots
 
@@ -132,8 +133,16 @@ class Scheduler:
         if wants_scores(first):
             return [Work(first, first.computed, min(first.remaining, self.capacity.scores))]
         alike = [s for s in prefills if not wants_scores(s)]
+        if self.capacity.prefix:
+            return [self._behind_prefix(first)]
         counts = pack_prefill(self.capacity, (s.remaining for s in alike))
         return [Work(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
+
+    def _behind_prefix(self, first: Sequence) -> Work:
+        """A chunk with its bucket's free places taken by the end of what is computed already, which shortens the prefix."""
+        count = min(first.remaining, self.capacity.chunk)
+        again = chunk_fit(self.capacity, count, first.computed).recomputed
+        return Work(first, first.computed - again, count + again)
 
     def _grow(self, decodes: list[Sequence]) -> list[Sequence]:
         """Room for one more token each, in order of service; the last in order makes room for those before it."""

@@ -49,6 +49,23 @@ def test_tokens_are_the_cpu_devices(standin: Path, tiny: Path, ranks: int, monke
         assert tokens(llm) == want
 
 
+def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs for prefill x prefix, listed by `compile`, served by a deployment that may build nothing; the same tokens."""
+    from rayneuron.compiling import compile_ahead
+    from rayneuron.config import parse
+
+    cores(monkeypatch, 1)
+    with LLM(str(tiny), **OPTIONS) as cpu:
+        want = tokens(cpu)
+    options = OPTIONS | {"device": "neuron", "buckets": {**OPTIONS["buckets"], "prefix": [16, 32]}}
+    said: list[str] = []
+    compile_ahead(parse({"model": {"path": str(tiny)}, **options}), None, said.append, lambda done, total: None)
+    listed = "\n".join(said).split()
+    assert [f"b1_t16_l{n}_greedy" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_greedy" not in listed
+    with LLM(str(tiny), compile={"required": True}, **options) as llm:
+        assert tokens(llm) == want
+
+
 def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NxD's sampling rule, asked for in the deployment, draws the same on both devices, and not what the default draws."""
     cores(monkeypatch, 1)

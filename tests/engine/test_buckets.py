@@ -62,3 +62,49 @@ def test_wrong_lists_are_refused():
     c = capacity(rows=2, length=100, chunk=50)
     with pytest.raises(CompileError, match="largest is 2"):
         decode_shape(c, 3, 10, "greedy")
+
+
+PREFIXED = capacity(rows=4, length=2048, chunk=512, context=[128, 512], prefix=[512, 1024])
+
+
+def test_graphs_of_prefills_are_prefill_times_prefix():
+    """By hand: each T behind 0, 512, 1024 and the maximum, cut at the maximum; one row a prefill."""
+    made = {(s.rows, s.tokens, s.length) for s in inventory(PREFIXED) if s.tag == "prefill" and s.output == "greedy"}
+    assert made == {(1, 128, n) for n in (128, 640, 1152, 2048)} | {(1, 512, n) for n in (512, 1024, 1536, 2048)}
+    assert [s for s in inventory(PREFIXED) if s.tag == "decode"] == [
+        s for s in inventory(capacity(rows=4, length=2048, chunk=512, context=[128, 512])) if s.tag == "decode"
+    ]
+    with pytest.raises(ConfigError, match="buckets.prefix goes to 4096, beyond max_model_len 2048"):
+        capacity(rows=4, length=2048, chunk=512, prefix=[4096])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunks"),
+    [
+        (100, [(0, 100, 128, 128)]),
+        (300, [(0, 300, 512, 512)]),
+        (1000, [(0, 512, 512, 512), (488, 512, 512, 1024)]),  # 488 new leave 24 places: the prefix is 488, not 512
+        (600, [(0, 512, 512, 512), (472, 128, 128, 640)]),  # 88 new leave 40 places
+        (1700, [(0, 512, 512, 512), (512, 512, 512, 1024), (1024, 512, 512, 1536), (1536 - 348, 512, 512, 2048)]),
+        (1030, [(0, 512, 512, 512), (512, 512, 512, 1024), (1024 - 122, 128, 128, 1152)]),
+    ],
+)
+def test_chunks_behind_a_prefix_by_hand(prompt, chunks):
+    """(start, count) of each chunk, and T and L of its graph: select_prefix of NxD Inference on paper."""
+    from rayneuron.engine.runner import choose
+    from rayneuron.engine.scheduler import Scheduler
+    from tests.engine.test_scheduler import make
+
+    scheduler = Scheduler(PREFIXED)
+    scheduler.add(make(0, prompt, 1))
+    seen = []
+    while True:
+        plan = scheduler.plan()
+        (work,) = plan.works
+        shape = choose(PREFIXED, plan)
+        assert shape in set(inventory(PREFIXED))
+        seen.append((work.start, work.count, shape.tokens, shape.length))
+        scheduler.launch(plan, ahead=False)
+        if work.last:
+            break
+    assert seen == chunks
