@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rayneuron.devices.base import StepOutput
 from rayneuron.engine import logits as host
-from rayneuron.engine import sampling
+from rayneuron.engine import neuron_sampling, sampling
 from rayneuron.engine.batch import draw_number
+from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.scheduler import Plan, Work
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
@@ -26,8 +27,11 @@ def refuse_duplicate(request: Request, known: Mapping[str, object]) -> None:
         raise RequestError(f"request id {request.id!r} is in use", param="request_id")
 
 
-def advance(plan: Plan, output: StepOutput, now: float) -> list[TokenDelta | None]:
-    """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
+def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | None = None) -> list[TokenDelta | None]:
+    """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant.
+
+    `rule`: as in `engine.step.step`, for what is sampled here.
+    """
     ids = output.ids.tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     deltas: list[TokenDelta | None] = []
@@ -52,7 +56,7 @@ def advance(plan: Plan, output: StepOutput, now: float) -> list[TokenDelta | Non
         token = ids[i] if ids is not None else -1
         if ids is None or sequence.params.edits_logits or (complete is not None and not complete[i]):
             assert row is not None
-            token = _sample_on_host(row, sequence)
+            token = _sample_on_host(row, sequence, rule)
             if sequence.computed > work.start + work.count and ids is not None and token != ids[i]:
                 sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
         deltas.append(_append(sequence, token, row, now))
@@ -78,22 +82,20 @@ def _scored(sequence: Sequence) -> TokenDelta:
     return delta
 
 
-def _sample_on_host(row: Tensor, sequence: Sequence) -> int:
+def _sample_on_host(row: Tensor, sequence: Sequence, rule: NeuronSampling | None) -> int:
     """The same choice as the device's, after editing the row, over the whole vocabulary."""
     params = sequence.params
     if params.edits_logits:
         row = host.edit(row, sequence)
     if params.greedy:
         return int(row.argmax())
-    ids, _ = sampling.sample(
-        row[None],
-        torch.tensor([max(params.temperature, MIN_TEMPERATURE)]),
-        torch.tensor([max(params.top_k, 0)]),
-        torch.tensor([params.top_p]),
-        torch.tensor([params.min_p]),
-        torch.from_numpy(draw_number(sequence)),
-        candidates=row.shape[0],
-    )
+    top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(draw_number(sequence))
+    temperature = torch.tensor([max(params.temperature, MIN_TEMPERATURE)])
+    if rule is not None:
+        ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, rule)
+    else:
+        min_p = torch.tensor([params.min_p])
+        ids, _ = sampling.sample(row[None], temperature, top_k, top_p, min_p, uniform, candidates=row.shape[0])
     return int(ids[0])
 
 

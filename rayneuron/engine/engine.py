@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.admission import EngineLimits, admit, validate
+from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.runner import Runs, RunsAhead
 from rayneuron.engine.scheduler import Plan, Scheduler
 from rayneuron.engine.sequence import Sequence
@@ -32,6 +33,7 @@ class Engine:
     """One model instance. Call from one thread; `EngineLoop` gives it its own.
 
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
+    `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Engine:
         eos_ids: Iterable[int] = (),
         limits: EngineLimits | None = None,
         seed: int | None = None,
+        rule: NeuronSampling | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -54,6 +57,7 @@ class Engine:
         self.steps = 0
         self._clock = clock
         self._seed = seed
+        self._rule = rule
         self._order = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = False
@@ -69,6 +73,8 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
         validate(request, self.capacity, self.vocab, self.scheduler.slots)
+        if self._rule is not None:
+            check_request(request.params, self._rule)
 
     def admit(self, inbox: int = 0, inbox_tokens: int = 0) -> None:
         """Raise Busy if the queue is full, counting `inbox` requests not added yet. Safe from any thread."""
@@ -192,7 +198,7 @@ class Engine:
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
         deltas = []
-        for work, delta in zip(plan.works, commit.advance(plan, output, now), strict=True):
+        for work, delta in zip(plan.works, commit.advance(plan, output, now, self._rule), strict=True):
             sequence = work.sequence
             if delta is None:
                 continue

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, RequestError
+from rayneuron.types import SamplingParams
 
 MASKED = -3000.0
 
@@ -58,6 +59,14 @@ def check(top_k: float, top_p: float, temperature: float, global_topk: int = 256
         raise RequestError(f"temperature {temperature} must be at least 0", param="temperature")
     if temperature == 0 and top_k in (-1, 0):
         raise RequestError("temperature 0 with top_k -1 or 0 would draw evenly; write top_k: 1 for greedy", param="temperature")
+
+
+def check_request(params: SamplingParams, rule: NeuronSampling) -> None:
+    """Refuse what this rule has no meaning for. Greedy requests always pass: as the vLLM plugin, they are sent as (1, 1.0, 1.0)."""
+    if params.min_p:
+        raise RequestError("min_p is unknown to on_device_sampling.neuron_compat; leave it out", param="min_p")
+    if not params.greedy:
+        check(params.top_k, params.top_p, params.temperature, rule.global_topk)
 
 
 def sample(

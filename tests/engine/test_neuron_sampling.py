@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -120,3 +122,42 @@ def test_it_compiles() -> None:
     program = torch.export.export(Sampler(), (LOGITS.expand(2, -1).contiguous(), one.int(), one, one, one * 0.5))
     assert not program.range_constraints
     assert not [n for n in program.graph.nodes if any(w in str(n.target) for w in ("aten.item", "nonzero", "multinomial"))]
+
+
+LIMITS = [
+    ({"top_k": 9}, "top_k", "top_k 9 must be -1 or a whole number from 0 to 8"),
+    ({"min_p": 0.1}, "min_p", "min_p is unknown to on_device_sampling.neuron_compat; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("params", "param", "said"), LIMITS)
+def test_an_engine_refuses_what_the_rule_does_not_know(tiny: Path, params: dict[str, float], param: str, said: str) -> None:
+    """BR-42: at the door, naming the field; greedy requests, defaults, and every engine without the rule are not concerned."""
+    from rayneuron import LLM, SamplingParams
+    from rayneuron.errors import RequestError
+
+    small = {"max_model_len": 32, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1}
+    with LLM(str(tiny), **small, on_device_sampling={"neuron_compat": True, "global_topk": 8}) as llm:
+        with pytest.raises(RequestError, match=said) as refused:
+            llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2, **params))
+        assert refused.value.param == param and refused.value.status == 400
+        for fine in ({"temperature": 0.0}, {}, {"top_k": 8}, {"top_k": -1}):
+            llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2, **fine))
+    with LLM(str(tiny), **small) as llm:
+        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2, **params))
+
+
+def test_what_the_host_samples_follows_the_rule(tiny: Path) -> None:
+    """A bias of nothing brings the logits to the host, and the draw must stay the device's: by NxD's rule, not by transformers'."""
+    from rayneuron import LLM, SamplingParams
+
+    small = {"max_model_len": 32, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1}
+    drawn = []
+    with LLM(str(tiny), **small, on_device_sampling={"neuron_compat": True}) as llm:
+        for more in ({}, {"logit_bias": {3: 0.0}}):
+            params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, top_k=50, top_p=0.3, **more)
+            drawn.append(llm.generate([{"prompt_token_ids": [5, 9]}], params)[0].outputs[0].token_ids)
+    with LLM(str(tiny), **small) as llm:
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, top_k=50, top_p=0.3)
+        default = llm.generate([{"prompt_token_ids": [5, 9]}], params)[0].outputs[0].token_ids
+    assert drawn[0] == drawn[1] != default
