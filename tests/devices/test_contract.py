@@ -1,6 +1,7 @@
 """Every symbol of the SDK that is used: our code uses only recorded ones, the stand-in has their parameters, and so has the real source.
 
-RAYNEURON_NXD names the `src` folder of a neuronx-distributed checkout; without it the check against the real source is skipped.
+RAYNEURON_NXD names the `src` folder of a neuronx-distributed checkout, RAYNEURON_NXD_GIT a clone of it (bare or not) with its history;
+without them the checks against the real source are skipped. The clone proves that no admitted release needs ModelBuilder v1.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from rayneuron.devices import neuron
+from rayneuron.devices import neuron, neuron_sdk
 from tests.devices.symbols import CLOSED, FORWARD_MODES, SYMBOLS, Symbol
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = os.environ.get("RAYNEURON_NXD")
+CLONE = os.environ.get("RAYNEURON_NXD_GIT")
+# Releases as the clone has them. SDK 2.31's neuronx-distributed 0.19 was not published as source.
+REVISIONS = {"2.26": ("v2.26.0", "0.15"), "2.27": ("v2.27.0", "0.16"), "2.28": ("v2.28.0", "0.17"), "2.29": ("HEAD", "0.18")}
 
 
 def spelled(arguments: ast.arguments) -> tuple[str, ...]:
@@ -112,3 +117,30 @@ def test_the_real_source_has_these_modes_and_calls() -> None:
     assert set(FORWARD_MODES) == set(re.findall(r"'(\w+)'", text[text.index("SUPPORTED_FORWARD_MODES = ") :].split("\n")[0]))
     used = "".join(p.read_text() for p in (folder / "neuronx_distributed").rglob("*.py"))
     assert all(re.search(rf"from {module}(\.\w+)* import .*\b{name}\b", used) for module, name in CLOSED)
+
+
+def shown(revision: str, module: str) -> str | None:
+    """A module's source in the clone at a revision, None where it does not exist."""
+    path = "src/" + "/".join(module.split(".")) + ".py"
+    ran = subprocess.run(["git", "-C", str(CLONE), "show", f"{revision}:{path}"], capture_output=True, text=True, check=False)
+    return ran.stdout if ran.returncode == 0 else None
+
+
+@pytest.mark.skipif(CLONE is None, reason="RAYNEURON_NXD_GIT names no clone of neuronx-distributed")
+@pytest.mark.parametrize("sdk", REVISIONS)
+def test_every_admitted_release_has_all_that_is_used(sdk: str) -> None:
+    """So there is nothing for a fallback to ModelBuilder v1 to do; and 2.26, which would need one, is refused."""
+    revision, version = REVISIONS[sdk]
+    assert version in (shown(revision, "neuronx_distributed._version") or shown(revision, "neuronx_distributed.version") or "")
+    missing = []
+    for symbol in SYMBOLS:
+        source = shown(revision, symbol.module)
+        found = definition(source, symbol) if source is not None else None
+        if found is None or spelled(found.args) != symbol.parameters:
+            missing.append(symbol)
+    admitted = tuple(map(int, version.split("."))) in neuron_sdk.RELEASES
+    assert admitted is not any(s.since == "2.27" for s in missing), [s.dotted for s in missing]
+    if admitted:
+        assert not missing
+    model = shown(revision, "neuronx_distributed.trace.nxd_model.nxd_model") or ""
+    assert not admitted or {"ranked", "async"} <= set(re.findall(r"'(\w+)'", model[model.index("SUPPORTED_FORWARD_MODES = ") :].split("\n")[0]))
