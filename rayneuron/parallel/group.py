@@ -7,7 +7,6 @@ Every wait has a deadline and names who is missing; the first loss breaks all wa
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from rayneuron.errors import Busy, CheckpointError, CompileError, ConfigError, R
 from rayneuron.models.arch import Arch
 from rayneuron.parallel import arrays, messages, pipeline, seating, wire
 from rayneuron.parallel.children import Children, Processes
-from rayneuron.parallel.holders import process_started
+from rayneuron.parallel.holders import this_process
 from rayneuron.parallel.layout import Layout
 from rayneuron.parallel.meeting import Meeting, Member
 from rayneuron.parallel.messages import Done, Failed, Placed, Progress, Ready
@@ -43,8 +42,7 @@ _KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, 
 class Group:
     """Stands where `engine.runner.Runner` stands. Call `start`, `meet`, `load`, `warm`, each once, then `run`; `close` after a failure too.
 
-    `lost` says who was lost, None while all is well. `refused` counts connections that were turned away, `steps` steps; `step_s` is the
-    time of all steps together, and `busy_s` what all ranks worked in it.
+    `lost`: who was lost, None while all is well; `refused`: connections turned away; `step_s` and `busy_s`: all steps' and all ranks' time.
     """
 
     def __init__(
@@ -103,23 +101,20 @@ class Group:
 
     def meet(self) -> None:
         """Wait for the workers, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
-        if self._meeting is None:
-            self.start()
-        meeting, limits = self._meeting, self.config.group
+        meeting, limits, ips = (self if self._meeting else self.start())._meeting, self.config.group, tuple(self.processes.node_ips)
         assert meeting is not None
-        ips = tuple(self.processes.node_ips)
         try:
             self.members = meeting.gather(self.layout.workers[1:], ips, limits.start_s, self.processes.gone)
         finally:
             self.refused = meeting.refused
             meeting.close()
         for member in self.members:
-            member.channel.limit_bytes = self._longest_answer()
+            member.channel.limit_bytes = seating.longest_answer(self.capacity, self.arch.vocab)
         self._watch = Watch(self.members, self._break, limits.silence_s)
         placed = self._take_places(meeting.token, ips)
         begins = seating.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())
         for member, begin in zip(self.members, begins[1:], strict=True):
-            member.channel.send(begin)
+            self._tell(member, wire.frame(begin))
         self._locally(lambda: self.rank.begin(begins[0], self._check))
         self._all(Ready, "has not connected to the others", limits.start_s)
 
@@ -193,40 +188,34 @@ class Group:
             member.channel.close()
 
     def _invitation(self, meeting: Meeting, index: int, node: int, files: int) -> Invitation:
-        leader = (os.getpid(), process_started(os.getpid()) or 0) if node == 0 else None
-        addresses = meeting.addresses(node)
-        return Invitation(index, meeting.token, addresses, self.config.group.start_s, leader, self._longest_step(), files)
+        leader, longest = this_process() if node == 0 else None, seating.longest_step(self.capacity)
+        return Invitation(index, meeting.token, meeting.addresses(node), self.config.group.start_s, leader, longest, files)
 
     def _take_places(self, token: bytes, ips: Sequence[str]) -> list[Placed]:
         places = seating.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))
         for member, place in zip(self.members, places[1:], strict=True):
-            member.channel.send(place)
+            self._tell(member, wire.frame(place))
         mine = self._locally(lambda: self.rank.place(places[0]))
         limit_s = self.config.group.start_s + self.config.group.cores_s
         return [mine, *self._all(Placed, "has not taken its place", limit_s)]
 
     def _hellos(self) -> dict[int, tuple[int, int]]:
-        pid = os.getpid()
-        return {0: (pid, process_started(pid) or 0)} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
+        return {0: this_process()} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
 
     def _common(self) -> seating.Common:
         share = max(1, settings.threads() // max(len(self.layout.on_node(n)) for n in range(self.layout.nodes)))
         return seating.Common(self.capacity, self.dtype, self.config.threads or share, str(self.model))
 
-    def _longest_step(self) -> int:
-        rows = max(self.capacity.rows, max(self.capacity.prefill_rows))
-        return wire.MOST_BYTES + 64 * rows + 16 * max(self.capacity.chunk, rows)
-
-    def _longest_answer(self) -> int:
-        return wire.MOST_BYTES + 4 * self.arch.vocab * max(self.capacity.rows, self.capacity.scores) + 64 * self.capacity.rows
-
     def _send(self, message: messages.ToWorker) -> None:
         frame = wire.frame(message)
         for member in self.members:
-            try:
-                member.channel.send_frame(frame, self.config.group.step_s)
-            except (wire.WireError, TimeoutError) as problem:
-                raise self._lose(f"{member.name} is gone ({problem})") from None
+            self._tell(member, frame)
+
+    def _tell(self, member: Member, frame: bytearray) -> None:
+        try:
+            member.channel.send_frame(frame, self.config.group.step_s)
+        except (wire.WireError, TimeoutError) as problem:
+            raise self._lose(f"{member.name} is gone ({problem})") from None
 
     def _locally(self, work: Callable[[], Answer]) -> Answer:
         """This process's own share. What breaks because another one died is reported as that one's death."""

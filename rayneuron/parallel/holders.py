@@ -38,6 +38,12 @@ def process_started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def this_process() -> tuple[int, int]:
+    """Pid and start time of the caller."""
+    pid = os.getpid()
+    return pid, process_started(pid) or 0
+
+
 def write(directory: Path, holder: Holder) -> Path:
     """Leave a record; visible whole or not at all."""
     path = directory / f"{holder.cores[0]}-{holder.cores[-1]}.{holder.pid}.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity
-from rayneuron.parallel import instances
+from rayneuron.parallel import instances, wire
 from rayneuron.parallel.environment import Endpoints, Host, environment
 from rayneuron.parallel.instances import Instance
 from rayneuron.parallel.layout import Layout, Worker, layout
@@ -108,6 +108,17 @@ def begins(
     return out
 
 
+def longest_step(c: Capacity) -> int:
+    """Bytes of the longest message to a worker."""
+    rows = max(c.rows, max(c.prefill_rows))
+    return wire.MOST_BYTES + 64 * rows + 16 * max(c.chunk, rows)
+
+
+def longest_answer(c: Capacity, vocab: int) -> int:
+    """Bytes of the longest message from a worker: the logits of a step."""
+    return wire.MOST_BYTES + 4 * vocab * max(c.rows, c.scores) + 64 * c.rows
+
+
 def _opposite(stage: Sequence[Worker], worker: Worker) -> Worker:
     """The worker of another stage with the same ranks."""
     return next(other for other in stage if other.ranks == worker.ranks)
@@ -120,6 +131,6 @@ def _environment(
     run = placed[leader.index].cores
     roots = tuple(placed[made.stage(stage)[0].index].ports[0] for stage in range(made.pipeline_parallel))
     ports = Endpoints(tuple(node_ips), roots, placed[0].ports[1])
-    host = Host(platform.release(), async_mode=config.compile.async_mode)
+    host = Host(platform.release(), cache_url=config.compile.cache, async_mode=config.compile.async_mode)
     mine = run[worker.offset : worker.offset + len(worker.ranks)]
     return environment(made, worker, instance, mine, ports, host, config.model.served_name)
