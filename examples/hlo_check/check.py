@@ -1,8 +1,9 @@
 """The HLO gate: the graphs that would go to neuronx-cc, lowered by torch-xla on a CPU.
 
-For every tag: no operator falls back to eager, no dynamic dimension, the donated buffers are exactly the KV buffers, and the outputs and
-KV equal eager torch's. For 8 and 32 ranks: the replica groups of every collective. With --nxd PATH (a neuronx-distributed checkout's
-src): its shard of a row- and a column-parallel layer equals ours.
+For every tag: no operator falls back to eager, no dynamic dimension, the donated buffers are exactly the states (KV, and in async mode
+the ids sampled last), and the outputs and states equal eager torch's; also for the stages of a pipeline. For 8 and 32 ranks, with and
+without sequence parallelism: the replica groups of every collective. With --nxd PATH (a neuronx-distributed checkout's src): its shard of
+a row- and a column-parallel layer equals ours.
 
     python check.py [--family llama] [--nxd /path/to/neuronx-distributed/src]
 """
@@ -28,14 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 import torch_xla  # noqa: E402
+import torch_xla.core.xla_model as xm  # noqa: E402
 import torch_xla.debug.metrics as metrics  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rayneuron import models  # noqa: E402
 from rayneuron.devices import neuron_graphs as graphs  # noqa: E402
-from rayneuron.devices.base import Shape, Solo  # noqa: E402
-from rayneuron.engine.step import step  # noqa: E402
+from rayneuron.devices.base import FOLLOWS, Shape, Solo  # noqa: E402
+from rayneuron.devices.neuron_graphs import WHOLE, Border  # noqa: E402
 from rayneuron.models import decoder, ops, weights  # noqa: E402
+from rayneuron.parallel import pipeline  # noqa: E402
+from rayneuron.parallel.pipeline import Stage  # noqa: E402
 
 ROWS, LENGTH = 3, 32
 TARGETS = (
@@ -44,6 +48,15 @@ TARGETS = (
     Shape("decode", 2, 1, 32, "greedy"),
     Shape("decode", 2, 1, 32, "logits"),
     Shape("verify", 2, 3, 32, "scores"),
+)
+FLOAT = torch.float32
+STAGES = (  # of async mode, and of the two stages of a pipeline
+    (Shape("decode", 2, 1, 32, "greedy"), Border(feedback=True)),
+    (Shape("decode", 2, 1, 32, "logits"), Border(feedback=True)),
+    (Shape("prefill", 1, 16, 32, "scores"), Border(feedback=True)),
+    (graphs.Move("kv_export", 8), Border(feedback=True)),
+    (Shape("prefill", 2, 16, 32, "hidden"), Border(last=False, hidden=64)),
+    (Shape("decode", 2, 1, 32, "greedy"), Border(first=False, hidden=64)),
 )
 MOVES = (graphs.Move("kv_export", 8), graphs.Move("kv_import", 8))  # the same for every family
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 32, "head_dim": 16,
@@ -89,19 +102,36 @@ class Groups:
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return torch_xla._XLAC._xla_all_gather(x, dim % x.dim(), self.ranks, self._groups, False, None, None)
 
+    def reduce_scatter(self, x: Tensor, dim: int, computation: str = "sum") -> Tensor:
+        return xm.reduce_scatter(computation, x, 1.0, dim % x.dim(), self.ranks, self._groups, pin_layout=False)
 
-def graph_of(name: str, ranks: int, comm: Any) -> graphs.Graph:
+    def share(self, x: Tensor, dim: int) -> Tensor:
+        return self.reduce_scatter(x, dim, "max")
+
+    send = receive = broadcast = None  # no verbs of a graph
+
+
+def graph_of(name: str, ranks: int, comm: Any, border: Border = WHOLE, sequence_parallel: bool = False) -> graphs.Graph:
     config = FAMILIES[name]
     arch, family = models.architecture(config), models.family(config)
-    loaded = weights.load(arch, family, Random(arch, family), dtype=torch.float32, rank=0, ranks=ranks)
-    shapes = decoder.kv_shapes(arch, ROWS + 1, LENGTH + 1, ranks)
-    return graphs.Graph(partial(step, arch), ops.PLAIN, comm, loaded, shapes, torch.float32)
+    stages = 1 if border.first and border.last else 2
+    loaded = weights.load(
+        arch, family, Random(arch, family), dtype=FLOAT, rank=0, ranks=ranks, stage=int(not border.first), stages=stages
+    )  # fmt: skip
+    shapes = decoder.kv_shapes(arch, ROWS + 1, LENGTH + 1, ranks, len(loaded["layers"]))
+    program = pipeline.program(arch, Stage(FLOAT, border.first, border.last, sequence_parallel))
+    return graphs.Graph(program, ops.PLAIN, comm, loaded, shapes, FLOAT, border)
 
 
-def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, Tensor]:
-    made = graphs.example(target, graph.kv.get_buffer("0").shape, len(list(graph.kv.buffers())), torch.float32)
+def inputs(graph: graphs.Graph, target: graphs.Target, border: Border = WHOLE) -> dict[str, Tensor]:
+    made = graphs.example(target, graph.kv.get_buffer("0").shape, len(list(graph.kv.buffers())), FLOAT, border)
     if isinstance(target, Shape):
-        made["tokens"] += torch.arange(1, target.tokens + 1, dtype=torch.int32)
+        if border.first:
+            made["tokens"] += torch.arange(1, target.tokens + 1, dtype=torch.int32)
+        else:
+            made["hidden"] += torch.linspace(-1, 1, border.hidden)
+        if border.feedback and target.tokens == 1:
+            made["tokens"][1:] = FOLLOWS
         made["positions"] += torch.arange(target.tokens, dtype=torch.int32)
         made["rows"] += torch.arange(target.rows, dtype=torch.int32)
         for name, value in (("temperature", 0.8), ("top_p", 0.9), ("uniform", 0.4)):
@@ -114,11 +144,14 @@ def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, Tensor]:
     return made
 
 
-def check_one(name: str, target: graphs.Target) -> str:
+def check_one(name: str, target: graphs.Target, border: Border = WHOLE) -> str:
     """Lower and run one graph on XLA's CPU; returns what was seen, raises AssertionError where it is wrong."""
-    eager, lowered = graph_of(name, 1, Solo()), graph_of(name, 1, Solo())
+    eager, lowered = graph_of(name, 1, Solo(), border), graph_of(name, 1, Solo(), border)
     eager.target = lowered.target = target
-    given = inputs(eager, target)
+    given = inputs(eager, target, border)
+    if border.feedback:
+        for graph in (eager, lowered):
+            graph.ids += torch.arange(7, 7 + ROWS + 1, dtype=torch.int32)
     with torch.no_grad():
         want = eager(**given)
         device = torch_xla.device()
@@ -135,21 +168,22 @@ def check_one(name: str, target: graphs.Target) -> str:
     assert "<=" not in text.split("ENTRY")[1], "a dynamic dimension"
     shape = ",".join(map(str, lowered.kv.get_buffer("0").shape))
     entry = text.split("ENTRY")[1]
-    kv = {int(n) for n in re.findall(rf"f32\[{shape}\]\S* parameter\((\d+)\)", entry)}
+    kinds = [rf"f32\[{shape}\]", *([rf"s32\[{ROWS + 1}\]"] if border.feedback else [])]
+    kv = {int(n) for kind in kinds for n in re.findall(rf"{kind}\S* parameter\((\d+)\)", entry)}
     donor = re.search(r"buffer_donor=\{(.*?)\}(?:,|\n|$)", text.split("\n")[0].replace("{}", ""))
     donated = {int(n) for n in re.findall(r"\((\d+),", donor.group(1))} if donor else set()
-    states = len(list(lowered.kv.buffers()))
+    states = len(list(lowered.buffers()))
     assert len(kv) == states and donated == kv, f"donated {sorted(donated)}, KV parameters {sorted(kv)}"
     worst = max(float((a.cpu().float() - b.float()).abs().max()) for a, b in zip(got, want, strict=True))
-    worst_kv = max(float((a.cpu() - b).abs().max()) for a, b in zip(lowered.kv.buffers(), eager.kv.buffers(), strict=True))
+    worst_kv = max(float((a.cpu() - b).abs().max()) for a, b in zip(lowered.buffers(), eager.buffers(), strict=True))
     assert worst < 1e-4 and worst_kv < 1e-5, f"outputs differ by {worst}, KV by {worst_kv}"
-    return f"{states} donated = KV, {len(entry.splitlines())} instructions, differs by {worst:.1e}, KV by {worst_kv:.1e}"
+    return f"{states} donated = the states, {len(entry.splitlines())} instructions, differs by {worst:.1e}, KV by {worst_kv:.1e}"
 
 
-def check_groups(name: str, ranks: int) -> str:
+def check_groups(name: str, ranks: int, sequence_parallel: bool = False) -> str:
     """Rank 0's graph of a group of `ranks`, lowered only: one replica group of all ranks in every collective."""
-    graph = graph_of(name, ranks, Groups(ranks))
-    target = Shape("decode", 2, 1, 32, "greedy")
+    graph = graph_of(name, ranks, Groups(ranks), sequence_parallel=sequence_parallel)
+    target = Shape("prefill", 1, 32, 32, "greedy") if sequence_parallel else Shape("decode", 2, 1, 32, "greedy")
     graph.target = target
     device = torch_xla.device()
     graph.to(device)
@@ -159,13 +193,21 @@ def check_groups(name: str, ranks: int) -> str:
     context = torch_xla._XLAC.lowering.LoweringContext()
     context.build([*out, *graph.kv.buffers()])
     chunks = context.hlo_text().split("instructions {")  # the module as protobuf text
-    kinds = {kind: sum(f'opcode: "{kind}"' in c for c in chunks) for kind in ("all-reduce", "all-gather")}
-    found = [c for c in chunks if 'opcode: "all-' in c]
+    kinds = {kind: sum(f'opcode: "{kind}"' in c for c in chunks) for kind in ("all-reduce", "reduce-scatter", "all-gather")}
+    found = [c for c in chunks if re.search(r'opcode: "(all-|reduce-scatter)', c)]
     groups = [[list(map(int, re.findall(r"replica_ids: (\d+)", g))) for g in c.split("replica_groups {")[1:]] for c in found]
     layers = 2
-    assert kinds == {"all-reduce": 1 + 2 * layers, "all-gather": 1}, kinds  # embedding, attention and feed-forward; the logits
-    assert all(g == [list(range(ranks))] for g in groups), groups
-    return f"{kinds['all-reduce']} all-reduce + {kinds['all-gather']} all-gather, all over 0..{ranks - 1}"
+    if sequence_parallel:  # the embedding; its shares, attention and feed-forward; before both, the last norm and the logits
+        wanted = {"all-reduce": 1, "reduce-scatter": 1 + 2 * layers, "all-gather": 2 * layers + 2}
+    else:  # embedding, attention and feed-forward; the logits
+        wanted = {"all-reduce": 1 + 2 * layers, "reduce-scatter": 0, "all-gather": 1}
+    assert kinds == wanted, kinds
+    assert len(groups) == sum(kinds.values()) and all(g == [list(range(ranks))] for g in groups), groups
+    return f"{' + '.join(f'{n} {kind}' for kind, n in kinds.items() if n)}, all over 0..{ranks - 1}"
+
+
+def said(border: Border) -> str:
+    return "async" if border.feedback else "stage 0" if border.first else "stage 1"
 
 
 def main() -> int:
@@ -176,7 +218,9 @@ def main() -> int:
     passed = failed = 0
     checks = [(f"{f} {graphs.name(t)}", partial(check_one, f, t)) for f in args.family or FAMILIES for t in TARGETS]
     checks += [(f"llama {graphs.name(t)}", partial(check_one, "llama", t)) for t in MOVES]
+    checks += [(f"llama {graphs.name(t)} {said(b)}", partial(check_one, "llama", t, b)) for t, b in STAGES]
     checks += [(f"llama decode, {r} ranks", partial(check_groups, "llama", r)) for r in (8, 32)]
+    checks += [(f"llama sequence parallel, {r} ranks", partial(check_groups, "llama", r, True)) for r in (8, 32)]
     if args.nxd:
         import sharding
 

@@ -95,7 +95,7 @@ def _sample_on_host(row: Tensor, sequence: Sequence, rule: NeuronSampling | None
         ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, rule)
     else:
         min_p = torch.tensor([params.min_p])
-        ids, _ = sampling.sample(row[None], temperature, top_k, top_p, min_p, uniform, candidates=row.shape[0])
+        ids = sampling.on_host(row[None], temperature, top_k, top_p, min_p, uniform)
     return int(ids[0])
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayneuron.devices.cpu_ops import draws, library
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import TokenLogprobs
 
@@ -73,18 +74,23 @@ def _repeats(ids: Ids[int], size: int) -> set[int]:
 
 def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     """Log-probability of `token` under a row [V] of unedited logits, its rank, and the `count` likeliest."""
-    return _describe(logits.double().log_softmax(-1)[None], [token], count)[0]
+    return prompt_logprobs(logits[None], [token], count)[0]
 
 
 def prompt_logprobs(logits: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
-    """The same for positions [T, V]: row i predicts tokens[i]."""
-    return _describe(logits.double().log_softmax(-1), tokens, count)
-
-
-def _describe(logp: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
-    wanted = torch.tensor(tokens)[:, None]
-    own = logp.gather(1, wanted)
-    ranks = (logp > own).sum(-1) + 1
-    values, ids = logp.topk(count, dim=-1) if count else (logp[:, :0], wanted[:, :0])
-    rows = zip(tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    """The same for positions [T, V]: row i predicts tokens[i]. By the CPU's kernels where they are built."""
+    wanted, found = torch.tensor(tokens), library.present()
+    if found is not None and draws.fits(logits):
+        told = draws.describe(found, logits, wanted, count)
+    else:
+        told = describe(logits, wanted, count)
+    rows = zip(tokens, *(t.tolist() for t in told), strict=True)
     return [TokenLogprobs(t, p, r, tuple(zip(i, v, strict=True))) for t, p, r, i, v in rows]
+
+
+def describe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[T,V], tokens [T] -> log-probability [T] and rank [T] of each, ids and log-probabilities [T,count] of the likeliest."""
+    logp = logits.double().log_softmax(-1)
+    own = logp.gather(1, tokens[:, None])
+    values, ids = logp.topk(count, dim=-1)
+    return own[:, 0], (logp > own).sum(-1) + 1, ids, values

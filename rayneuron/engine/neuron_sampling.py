@@ -7,13 +7,16 @@ Shapes: B rows, V vocabulary, C candidates. Its three parameters a row are [top_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, RequestError
 from rayneuron.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rayneuron.config import Deployment
 
 MASKED = -3000.0
 

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayneuron.devices.cpu_ops import draws, library
+
 CANDIDATES = 256  # NxD Inference's global_topk; a nucleus that is larger is sampled on the host
 _BELOW_ONE = 1.0 - 2.0**-23
 
@@ -61,6 +63,14 @@ def sample(
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     out = torch.where(cold, top.new_zeros((), dtype=ids.dtype) + ids[:, 0], torch.where(filtered, chosen, everything))
     return out.to(torch.int32), cold | ~filtered | inside | (count == logits.shape[-1])
+
+
+def on_host(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """`sample` with the whole vocabulary as candidates -> ids [B]; by the CPU's kernels where they are built, whatever the device is."""
+    found = library.present()
+    if found is not None and draws.fits(logits):
+        return draws.draw(found, None, logits, temperature, top_k, top_p, min_p, uniform)
+    return sample(logits, temperature, top_k, top_p, min_p, uniform, candidates=logits.shape[-1])[0]
 
 
 def _keep(top: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:

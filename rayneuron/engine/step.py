@@ -45,5 +45,7 @@ def finish(
     if rule is not None:
         ids, complete = neuron_sampling.sample(logits, batch.top_k, batch.top_p, batch.temperature, batch.uniform, rule)
         return StepOutput(ids=ids, complete=complete, logits=logits)
-    ids, complete = sampling.sample(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+    how = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+    fused = ops.sample(logits, *how) if ops.sample is not None else None
+    ids, complete = sampling.sample(logits, *how) if fused is None else fused
     return StepOutput(ids=ids, complete=complete, logits=logits)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rayneuron.config import Deployment
 from rayneuron.devices.base import Batch, Collectives, Pending, Program, Shape, StepOutput, Weights
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import NeuronSampling
@@ -22,6 +21,9 @@ from rayneuron.engine.scheduler import Plan
 from rayneuron.engine.step import finish, step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+
+if TYPE_CHECKING:
+    from rayneuron.config import Deployment
 
 WORTH_TOKENS = 32  # new tokens of a micro-batch below which reading the weights once more costs more than overlap gains
 A_STAGE = 2  # micro-batches a stage: of S stages and M of them, (S - 1) / (M + S - 1) of the time is idle; 2 x 2 gives 20 %

@@ -3,7 +3,7 @@ exactly the KV buffers written, and the outputs of the CPU device's program."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import torch
 
 from rayneuron import models
 from rayneuron.devices import neuron_graphs as graphs
-from rayneuron.devices.base import Shape, Solo
-from rayneuron.engine.step import step
+from rayneuron.devices.base import FOLLOWS, Shape, Solo
+from rayneuron.devices.neuron_graphs import WHOLE, Border
 from rayneuron.models import decoder, hub, ops, weights
+from rayneuron.parallel import pipeline
 from tests.models import cases
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
@@ -41,18 +42,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> graphs.Graph:
     return opened("llama", tmp_path_factory.mktemp("llama"))
 
 
-def opened(family: str, folder: Path) -> graphs.Graph:
+def opened(family: str, folder: Path, border: Border = WHOLE) -> graphs.Graph:
     cases.save(cases.CONFIGS[family](), folder, tokens=2)
     raw = hub.read_config(folder)
     arch = models.architecture(raw)
-    loaded = weights.load(arch, models.family(raw), hub.Checkpoint(folder), dtype=torch.float32)
-    shapes = decoder.kv_shapes(arch, ROWS + 1, LENGTH + 1)
-    return graphs.Graph(partial(step, arch), ops.PLAIN, Solo(), loaded, shapes, torch.float32)
+    stages = 1 if border.first and border.last else 2
+    loaded = weights.load(
+        arch, models.family(raw), hub.Checkpoint(folder), dtype=torch.float32, stage=int(not border.first), stages=stages
+    )  # fmt: skip
+    shapes = decoder.kv_shapes(arch, ROWS + 1, LENGTH + 1, layers=len(loaded["layers"]))
+    border = replace(border, hidden=arch.hidden)
+    program = pipeline.program(arch, pipeline.Stage(torch.float32, border.first, border.last))
+    return graphs.Graph(program, ops.PLAIN, Solo(), loaded, shapes, torch.float32, border)
 
 
 def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, torch.Tensor]:
     """Inputs that differ in every row, the last one idle; the rest zero as in the example."""
-    made = graphs.example(target, graph.kv.get_buffer("0").shape, len(list(graph.kv.buffers())), torch.float32)
+    border = graph._border
+    made = graphs.example(target, graph.kv.get_buffer("0").shape, len(list(graph.kv.buffers())), torch.float32, border)
     generator = torch.Generator().manual_seed(5)
     if isinstance(target, graphs.Move):
         made["row"][:] = 1
@@ -60,7 +67,12 @@ def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, torch.Tensor
         if "values" in made:
             made["values"].normal_(generator=generator)
         return made
-    made["tokens"].random_(0, cases.VOCAB, generator=generator)
+    if border.first:
+        made["tokens"].random_(0, cases.VOCAB, generator=generator)
+    else:
+        made["hidden"].normal_(generator=generator)
+    if border.feedback and target.tokens == 1:
+        made["tokens"][0] = FOLLOWS
     made["positions"][:] = torch.arange(4, 4 + target.tokens)
     made["rows"][:] = torch.tensor([2, ROWS] if target.rows == 2 else [2])
     if "last" in made:
@@ -85,6 +97,44 @@ def test_every_kind_of_graph_exports(llama: graphs.Graph, target: graphs.Target)
     check(llama, target)
 
 
+STAGES = ((Shape("decode", 2, 1, 32, "hidden"), Border(last=False)), (Shape("decode", 2, 1, 32, "greedy"), Border(first=False)))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_stages_of_every_family_export(family: str, tmp_path: Path) -> None:
+    """Hidden states out of the first stage and into the last, which sees no token."""
+    for target, border in STAGES:
+        check(opened(family, tmp_path, border), target)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[1], ONCE[1], *ONCE[3:]], ids=graphs.name)
+def test_the_ids_sampled_last_are_a_state_of_every_graph(tmp_path: Path, target: graphs.Target) -> None:
+    """Of async mode: every graph writes them, those that sample nothing too."""
+    check(opened("llama", tmp_path, Border(feedback=True)), target)
+
+
+def test_an_id_follows_from_step_to_step(tmp_path: Path) -> None:
+    """Two decode steps; the second is told nothing but FOLLOWS, and equals one that is told the id."""
+    graph = opened("llama", tmp_path, Border(feedback=True))
+    graph.target = target = Shape("decode", 2, 1, 32, "greedy")
+    given = graphs.example(target, graph.kv.get_buffer("0").shape, 2, torch.float32)
+    given["tokens"][:, 0] = torch.tensor([5, 9])
+    given["rows"][:] = torch.tensor([2, 0])
+    with torch.no_grad():
+        (first,) = graph(**given)
+        assert graph.ids.tolist() == [int(first[1]), 0, int(first[0]), 0]
+        kv = [b.clone() for b in graph.kv.buffers()]
+        given["positions"][:] = 1
+        (told,) = graph(**{**given, "tokens": first[:, None]})
+        for buffer, value in zip(graph.kv.buffers(), kv, strict=True):
+            buffer.copy_(value)
+        graph.ids[torch.tensor([2, 0])] = first
+        (followed,) = graph(**{**given, "tokens": torch.full((2, 1), FOLLOWS, dtype=torch.int32)})
+    assert torch.equal(told, followed) and first.tolist() != [5, 9]
+
+
 def check(graph: graphs.Graph, target: graphs.Target) -> None:
     graph.target = target
     given = inputs(graph, target)
@@ -97,7 +147,8 @@ def check(graph: graphs.Graph, target: graphs.Target) -> None:
         value = node.meta.get("val")
         assert not isinstance(value, torch.Tensor) or all(type(n) is int for n in value.shape), node
     signature = program.graph_signature
-    assert set(signature.buffers_to_mutate.values()) == {f"kv.{i}" for i in range(len(list(graph.kv.buffers())))}
+    states = {f"kv.{i}" for i in range(len(list(graph.kv.buffers())))} | ({"ids"} if graph._border.feedback else set())
+    assert set(signature.buffers_to_mutate.values()) == states
     assert not signature.user_inputs_to_mutate and not getattr(signature, "parameters_to_mutate", {})
     assert all(t.dtype in (torch.int32, torch.float32) for t in given.values())
     returned = [n for n in program.graph.output_node().args[0] if n.name in signature.user_outputs]
@@ -114,9 +165,11 @@ def check_values(graph: graphs.Graph, program: torch.export.ExportedProgram, giv
         held = dict(run.named_buffers())
         for i, value in enumerate(start):
             held[f"kv.{i}"].copy_(value)
+        if "ids" in held:
+            held["ids"].copy_(torch.arange(7, 7 + len(held["ids"])))
         with torch.no_grad():
             out = run(**given)
-        results.append((out, [held[f"kv.{i}"].clone() for i in range(len(start))]))
+        results.append((out, [held[name].clone() for name in sorted(held) if name.startswith(("kv.", "ids"))]))
     (a, kv_a), (b, kv_b) = results
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(kv_a, kv_b, strict=True))
