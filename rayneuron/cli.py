@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo_model(commands: Any) -> None:
     command = commands.add_parser("demo-model", help="write the demo model, or a random one, and print its directory")
-    command.add_argument("--random", metavar="SIZE", help="a Llama with random weights: tiny, tp8, 160m, 0.5b or 1b")
+    command.add_argument("--random", metavar="SIZE", help="a Llama with random weights: tiny, tp8, tp128, 160m, 0.5b or 1b")
     command.add_argument("--seed", type=int, default=0, help="of the random weights (0)")
     command.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (bf16)")
     command.add_argument("--out", type=Path, metavar="DIR", help="write there instead of the cache")
@@ -65,7 +65,7 @@ def _add_deployment(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the args: model.path=/models/x"
     )
-    command.add_argument("--application", metavar="NAME", help="which application --set means, where the file has several")
+    command.add_argument("--application", metavar="NAME", help="which application --set means, where the file has several; or all")
 
 
 def _add_config(commands: Any) -> None:
@@ -117,12 +117,13 @@ def _add_serve(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     """Become `serve run`: signals and the exit code are its own."""
-    from rayneuron import deployment_file, settings
-    from rayneuron.serve.profile import profile_env
+    from rayneuron import deployment_file, devices, settings
+    from rayneuron.serve.profile import profile_env, stand_in_env
 
     path = args.deployment
     file = deployment_file.read(path, deployment_file.parse_assignments(args.set), args.application)
-    environment = settings.environment({**profile_env(args.profile), "RAY_USAGE_STATS_ENABLED": "0"})
+    cores = stand_in_env([d for d in file.deployments.values() if devices.ranks_per_process(d.device) == 1])
+    environment = settings.environment({**profile_env(args.profile), **cores, "RAY_USAGE_STATS_ENABLED": "0"})
     if args.set:
         path = _in_memory(file.content)
     sys.stdout.flush()
@@ -194,52 +195,49 @@ def _conversation(llm: Any, prompt: str) -> dict[str, Any]:
     return {"prompt_token_ids": llm.text.chat([{"role": "user", "content": prompt}])}
 
 
+def _add_conversion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a model directory or demo:NAME")
+    command.add_argument("--scheme", default="per_channel", help="one scale per_channel or per_tensor (per_channel)")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+
+
+def _convert(args: argparse.Namespace, unit: str, write: Callable[..., object], **options: Any) -> None:
+    """write(model, out=..., **options) with a progress bar over so many `unit`; then the new directory is printed."""
+    from rayneuron import demo
+
+    with _bar(unit) as progress:
+        write(demo.resolve(args.model), scheme=args.scheme, out=args.out, progress=progress, **options)
+    print(args.out)
+
+
 def _add_shard(commands: Any) -> None:
     command = commands.add_parser("shard", help="cut a checkpoint once, so that every rank reads its own file")
-    command.add_argument("model", metavar="MODEL", help="a model directory or demo:NAME")
+    _add_conversion(command)
     command.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel degree: how many ranks")
     command.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (auto: the checkpoint's)")
     command.add_argument("--quantization", help="int8, f8e4m3 or f8e5m2 weights (none)")
-    command.add_argument("--scheme", default="per_channel", help="one scale per_channel or per_tensor (per_channel)")
     command.add_argument("--unfused", action="store_true", help="keep q, k and v apart, for deployments with fused_qkv: false")
-    command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.set_defaults(run=_shard)
 
 
 def _shard(args: argparse.Namespace) -> None:
-    from rayneuron import demo
     from rayneuron.models import presharded
 
-    with _bar("layers") as progress:
-        presharded.shard(
-            demo.resolve(args.model),
-            args.tp,
-            args.out,
-            dtype=args.dtype,
-            quantization=args.quantization,
-            scheme=args.scheme,
-            fused_qkv=not args.unfused,
-            progress=progress,
-        )
-    print(args.out)
+    options = {"tp": args.tp, "dtype": args.dtype, "quantization": args.quantization, "fused_qkv": not args.unfused}
+    _convert(args, "layers", presharded.shard, **options)
 
 
 def _add_quantize(commands: Any) -> None:
     command = commands.add_parser("quantize", help="write a copy of a checkpoint with int8 or float8 weights")
-    command.add_argument("model", metavar="MODEL", help="a model directory or demo:NAME")
+    _add_conversion(command)
     command.add_argument("--dtype", default="int8", help="int8, f8e4m3 or f8e5m2 (int8)")
-    command.add_argument("--scheme", default="per_channel", help="one scale per_channel or per_tensor (per_channel)")
-    command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.set_defaults(run=_quantize)
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    from rayneuron import demo
     from rayneuron.models import quantize
 
-    with _bar("tensors") as progress:
-        quantize.quantize(demo.resolve(args.model), args.dtype, args.scheme, args.out, progress=progress)
-    print(args.out)
+    _convert(args, "tensors", quantize.quantize, dtype=args.dtype)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
         config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads
     )  # fmt: skip
     try:
-        weights = loading.rank_weights(config, checked.path, checked.raw, arch, checked.dtype, _silent, made, stage)
+        weights = loading.rank_weights(checked, made, _silent, stage)
         device.load(weights, decoder.kv_shapes(arch, capacity.rows + 1, capacity.length + 1, made.ranks, len(weights["layers"])))
         program = loading.program(config, arch, checked.dtype, stage)
         return devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))

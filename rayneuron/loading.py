@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rayneuron.devices import Ahead
     from rayneuron.devices.base import Program
+    from rayneuron.engine.buckets import Capacity
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
     from rayneuron.models.arch import Arch
@@ -53,8 +54,15 @@ class Checked:
     raw: dict[str, Any]
     arch: Arch
     dtype: torch.dtype
-    capacity: Any
+    capacity: Capacity
     layout: Layout
+
+    @property
+    def ahead(self) -> Ahead:
+        """What a device is told where this process holds the whole model."""
+        from rayneuron.parallel.ahead import ahead
+
+        return ahead(self.config, self.capacity.length)
 
 
 def check(config: Deployment) -> Checked:
@@ -91,6 +99,7 @@ def open_engine(
     with _timed(seconds, "import"):
         from rayneuron.engine.admission import EngineLimits
         from rayneuron.engine.engine import Engine
+        from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.models import hub
 
     with _timed(seconds, "check"):
@@ -99,14 +108,21 @@ def open_engine(
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside:  # the tokenizer is read while the weights are
         reading = beside.submit(_text, config, checked.path, seconds)
         runner = _runner(checked, processes, on_lost)
+
+        def report(stage: str, done: int, total: int) -> None:
+            if reading.done():
+                reading.result()  # a model whose tokenizer is broken ends here, not behind its last layer
+            if progress is not None:
+                progress(stage, done, total)
+
         try:
-            _prepare(runner, checked, progress or _silent, seconds)
+            _prepare(runner, checked, report, seconds)
             text = reading.result()
         except BaseException:
             runner.close()  # nothing is left of an engine that fails on the way
             raise
     limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
-    engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed)
+    engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed, rule=rule_of(config))
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, checked.arch, checked.path, hub.generation_config(checked.path), seconds)
 
@@ -120,7 +136,6 @@ def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
 
 def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[str], None] | None) -> Runner | Group:
     from rayneuron import devices, models
-    from rayneuron.parallel.ahead import ahead
 
     config = checked.config
     if len(checked.layout.workers) > 1 or config.instance is not None:
@@ -133,7 +148,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 
     device = devices.open(
         config.device,
-        ahead=ahead(config, checked.capacity.length),
+        ahead=checked.ahead,
         dtype=checked.dtype,
         kv_dtype=models.kv_type(config.kv_dtype),
         threads=config.threads or settings.threads(),
@@ -144,12 +159,10 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
     """Load weights and make every graph ready; first the processes of a group meet."""
     from rayneuron.engine.runner import Runner
-    from rayneuron.parallel.ahead import ahead
 
     if isinstance(runner, Runner):
         with _timed(seconds, "weights"):
-            made = ahead(checked.config, checked.capacity.length)
-            runner.load(rank_weights(checked.config, checked.path, checked.raw, checked.arch, checked.dtype, report, made))
+            runner.load(rank_weights(checked, checked.ahead, report))
         with _timed(seconds, "graphs"):
             runner.warm(lambda done, total, shape: report("graphs", done, total))
         return
@@ -185,19 +198,18 @@ def program(config: Deployment, arch: Arch, dtype: torch.dtype, stage: int = 0) 
     return pipeline.program(arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
 
 
-def rank_weights(
-    config: Deployment, path: Path, raw: dict[str, Any], arch: Arch, dtype: torch.dtype, report: Progress, made: Ahead, stage: int = 0
-) -> dict[str, Any]:
+def rank_weights(checked: Checked, made: Ahead, report: Progress, stage: int = 0) -> dict[str, Any]:
     """Weights of the ranks this process drives: those of the first, and under "ranks" all of them where there are several."""
     from rayneuron.models import presharded
 
+    config = checked.config
     local = range(made.start_rank, made.start_rank + (made.local_ranks or made.ranks))
     loaded = [
         presharded.open_weights(
-            path,
-            raw,
-            arch,
-            dtype=dtype,
+            checked.path,
+            checked.raw,
+            checked.arch,
+            dtype=checked.dtype,
             rank=rank,
             ranks=made.ranks,
             fused=config.fused_qkv,
@@ -227,7 +239,3 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - started
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    return None

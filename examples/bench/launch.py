@@ -12,13 +12,21 @@ import yaml
 from engine import CHECKOUT, VENVS, peers
 from server import Server, free_port
 
+STANDIN = CHECKOUT / "tests" / "devices" / "standin"
 
-def rayneuron(args: dict[str, Any], profile: str = "plain", urgent: bool = False) -> Server:
-    """`serve run` of `args` (config.Deployment's keys) with one profile."""
+
+def rayneuron(args: dict[str, Any], profile: str = "plain", urgent: bool = False, neuron_cache: Path | None = None) -> Server:
+    """`serve run` of `args` (config.Deployment's keys) with one profile.
+
+    `neuron_cache`: with the tests' stand-in for the Neuron runtime, whose compiled graphs are kept there.
+    """
     from rayneuron.serve.profile import profile_env
 
     folder = _folder()
     env = profile_env(profile) | (_private_haproxy(folder) if profile == "fast" else {}) | {"PYTHONPATH": str(CHECKOUT)}
+    if neuron_cache is not None:
+        env |= {"PYTHONPATH": os.pathsep.join([str(STANDIN), str(CHECKOUT)]), "NEURON_COMPILE_CACHE_URL": str(neuron_cache)}
+        env |= {"STANDIN_CORES": str(folder / "cores"), "RAYNEURON_LEDGER": str(folder / "ledger")}
     return _serve_run(f"rayneuron {profile}", Path(sys.executable), "rayneuron.serve.app:build", args, env, folder, urgent)
 
 
