@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import options
 import report
 import verdicts
 from child import Child
@@ -144,20 +145,15 @@ def show(measured: Measured, names: Sequence[str], loads: dict[str, float], mode
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo:smollm2", help="model directory or demo:NAME (default %(default)s)")
+    parser = options.parser(__doc__ or "", "engine", 5)
     parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp32", "int8"], default=["bf16", "int8"], help="int8: Q8_0 for llama.cpp")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each engine (default: all cores)")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 16], help="decode batch sizes (default 1 8 16)")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths for prefill (default 512 2048)")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the decode cases (default %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="new tokens of the decode cases (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", nargs="?", const=",".join(PEERS), default="", help="more peers, comma-separated (bare: all of them)")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="folder of the peers' environments (default %(default)s)")
     parser.add_argument("--alone", action="store_true", help="without transformers")
-    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
-    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/engine.json)")
     args = parser.parse_args(argv)
     args.names = ["rayneuron", *([] if args.alone else ["transformers"]), *filter(None, args.peers.split(","))]
     unknown = set(args.names) - set(peers(args.threads))

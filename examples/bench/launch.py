@@ -26,7 +26,7 @@ def rayneuron(args: dict[str, Any], profile: str = "plain", urgent: bool = False
     env = profile_env(profile) | (_private_haproxy(folder) if profile == "fast" else {}) | {"PYTHONPATH": str(CHECKOUT)}
     if neuron_cache is not None:
         env |= {"PYTHONPATH": os.pathsep.join([str(STANDIN), str(CHECKOUT)]), "NEURON_COMPILE_CACHE_URL": str(neuron_cache)}
-        env |= {"STANDIN_CORES": str(folder / "cores"), "RAYNEURON_LEDGER": str(folder / "ledger")}
+        env |= {"STANDIN_CORES": str(folder / "cores"), "RAYNEURON_LEDGER": str(folder / "ledger"), "NEURON_RT_VISIBLE_CORES": "0-0"}
     return _serve_run(f"rayneuron {profile}", Path(sys.executable), "rayneuron.serve.app:build", args, env, folder, urgent)
 
 

@@ -25,3 +25,8 @@ class Words:
             ids = self._text.encode(text)
             if len(ids) == tokens:
                 return text, ids
+
+
+def body(model: str, prompt: str, new: int) -> dict[str, Any]:
+    """One completion: greedy, exactly `new` tokens."""
+    return {"model": model, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}

@@ -8,17 +8,16 @@ first token, counts. Host: seconds of planning, packing and committing a decode 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import machine
+import options
 import report
 
 if TYPE_CHECKING:
@@ -151,19 +150,14 @@ def bars(admission: Admission, hosts: dict[int, dict[str, list[float]]]) -> list
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo:smollm2")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (default: all cores)")
+    parser = options.parser(__doc__ or "", "scheduling", 5)
+    options.add_dtype(parser)
     parser.add_argument("--streams", type=int, default=8, help="running sequences (default %(default)s)")
     parser.add_argument("--long", type=int, default=2000, help="prompt tokens of the newcomer (default %(default)s)")
     parser.add_argument("--chunk", type=int, help="prefill_chunk_tokens (default: the deployment's)")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--host-model", default="demo:random:tiny")
     parser.add_argument("--host-rows", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--host-steps", type=int, default=100)
-    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
-    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/scheduling.json)")
     return parser.parse_args(argv)
 
 

@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import client
 import engine
 import launch
 import machine
+import options
 import report
 from child import Child
-from prompts import Words
+from prompts import Words, body
 from server import CpuTime, Server
 
 STEP_SECONDS = "rayneuron:step_seconds_sum"
@@ -86,11 +85,6 @@ class Level:
         }
 
 
-def body(prompt: str, new: int) -> dict[str, Any]:
-    """One request: greedy, exactly `new` tokens."""
-    return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-
-
 async def idle_rate(server: Server, threads: int) -> CpuTime:
     """CPU seconds a second that each part uses while nobody asks anything."""
     before = server.cpu_time(threads)
@@ -104,7 +98,7 @@ async def http_round(server: Server, level: Level, prompts: Sequence[tuple[str, 
     before, cpu = await _clocks(server), server.cpu_time(args.threads)
     watch = machine.Watch({p.session for p in server.processes()})
     level.loads.append(
-        await client.closed_loop(server.url, "/v1/completions", [body(text, args.new) for text, _ in prompts], level.clients)
+        await client.closed_loop(server.url, "/v1/completions", [body(MODEL_NAME, text, args.new) for text, _ in prompts], level.clients)
     )
     level.others.append(watch.others())
     level.cpu.append((cpu, server.cpu_time(args.threads)))
@@ -169,18 +163,10 @@ def bars(summaries: dict[int, dict[str, Any]], profile: str) -> list[tuple[str, 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__ or "", "serving-PROFILE", 3)
     parser.add_argument("--profile", choices=list(BARS), default="plain")
-    parser.add_argument("--model", default="demo:smollm2")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of the engine (default: all cores)")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--each", type=int, default=3, help="requests a client sends in a round (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default %(default)s)")
-    parser.add_argument("--new", type=int, default=64, help="output tokens (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
-    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/serving-PROFILE.json)")
+    options.add_dtype(parser)
+    options.add_load(parser, clients=[1, 4, 16], each=3)
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import time
@@ -21,9 +20,10 @@ from typing import Any
 import client
 import launch
 import machine
+import options
 import report
 from engine import VENVS, peers
-from prompts import Words
+from prompts import Words, body
 from server import Server
 
 FAST, PLAIN, RAY_LLM, VLLM = "rayneuron fast", "rayneuron plain", "ray.serve.llm", "vllm"
@@ -48,16 +48,11 @@ def servers(model: Path, args: argparse.Namespace) -> dict[str, Callable[[], Ser
     }
 
 
-def body(prompt: str, new: int) -> dict[str, Any]:
-    """One request: greedy, exactly `new` tokens."""
-    return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-
-
 async def token(server: Server, timeout_s: float = 30.0) -> str:
     """Ask for one token; "" or what went wrong."""
     connection = client.Connection(server.url)
     try:
-        reply = await asyncio.wait_for(client.complete(connection, "/v1/completions", body("Once upon a time", 1)), timeout_s)
+        reply = await asyncio.wait_for(client.complete(connection, "/v1/completions", body(MODEL_NAME, "Once upon a time", 1)), timeout_s)
         return reply.error
     except asyncio.TimeoutError:
         return "no answer in time"
@@ -82,7 +77,7 @@ async def one_round(server: Server, clients: int, prompts: Sequence[str], new: i
     if problem := await token(server):
         raise RuntimeError(f"{server.name} did not survive being stopped: {problem}; its log ends with:\n{server.log_tail()}")
     before, busy, started = server.cpu_s() + time.process_time(), machine.busy_s(), time.perf_counter()
-    load = await client.closed_loop(server.url, "/v1/completions", [body(prompt, new) for prompt in prompts], clients)
+    load = await client.closed_loop(server.url, "/v1/completions", [body(MODEL_NAME, prompt, new) for prompt in prompts], clients)
     others = (machine.busy_s() - busy) - (server.cpu_s() + time.process_time() - before)
     server.freeze()
     return load, max(0.0, others / (time.perf_counter() - started))
@@ -133,19 +128,11 @@ def bars(summaries: dict[str, dict[int, dict[str, Any]]]) -> list[tuple[str, flo
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__ or "", "serving-peers", 5)
     names = (FAST, PLAIN, RAY_LLM, VLLM)
     parser.add_argument("--servers", nargs="+", choices=names, default=names, help="which take part (default: all)")
-    parser.add_argument("--model", default="demo:smollm2")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each engine (default: all cores)")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--each", type=int, default=2, help="requests a client sends in a round (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default %(default)s)")
-    parser.add_argument("--new", type=int, default=64, help="output tokens (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
+    options.add_load(parser, clients=[1, 16], each=2)
     parser.add_argument("--venvs", type=Path, default=VENVS, help="folder of the peers' environments (default %(default)s)")
-    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
-    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/serving-peers.json)")
     return parser.parse_args(argv)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import os
 import re
 import statistics
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import client
 import launch
 import machine
+import options
 import report
 from server import Server
 
@@ -177,18 +177,13 @@ def one_of_each(length: int) -> dict[str, list[int]]:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__ or "", "start-PROFILE", 3)
     parser.add_argument("--profile", choices=["plain", "fast"], default="plain")
-    parser.add_argument("--model", default="demo:smollm2", help="converted before the clock starts (default %(default)s)")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of the engine (default: all cores)")
+    options.add_dtype(parser)
     parser.add_argument("--length", type=int, default=2048, help="max_model_len, as deployments/smollm2.yaml has it (default %(default)s)")
     parser.add_argument("--device", choices=["cpu", "neuron"], default="cpu",
                         help="neuron: over the tests' stand-in, once from an empty cache")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a start may take (default %(default)s)")
-    parser.add_argument("--urgent", action="store_true", help="run before other users of this machine (needs root)")
-    parser.add_argument("--json", type=Path, help=f"where the figures go (default {report.FOLDER}/start-PROFILE.json)")
     return parser.parse_args(argv)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import engine
@@ -13,6 +14,7 @@ import prompts
 import pytest
 import scheduling
 import serving
+import serving_peers
 import start
 from client import Load, Reply
 from fake_http import STREAM, Fake, chunk
@@ -22,7 +24,7 @@ from rayneuron.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
-SCRIPTS = ("engine.py", "serving.py", "scheduling.py", "start.py")
+SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -104,6 +106,46 @@ def test_serving_summary_by_hand() -> None:
     assert summary["rest_us_per_token"] == pytest.approx(1000.0)
     bars = {name: (measured, verdict) for name, measured, _, verdict in serving.bars({1: summary}, "plain")}
     assert bars["mean TTFT beyond the same requests' prefill at 1 client, ms"] == (pytest.approx(10.0), "met")
+
+
+def test_servers_are_compared_round_by_round() -> None:
+    """The machine was half as fast in the second round: both sides of a ratio saw it."""
+    rates = {"rayneuron fast": [600.0, 300.0, 600.0], "ray.serve.llm": [300.0, 150.0, 400.0], "vllm": [500.0, 250.0, 500.0]}
+    summaries = {name: {16: {"output_tok_s": values}} for name, values in rates.items()}
+    assert [(row[0], pytest.approx(row[1]), row[3]) for row in serving_peers.bars(summaries)] == [
+        ("16 clients: tok/s of rayneuron fast / ray.serve.llm", 2.0, "met"),
+        ("16 clients: tok/s of rayneuron fast / vllm", 1.2, "met"),
+    ]
+
+
+def test_servers_without_their_environment_are_left_out_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = serving_peers.parse_args(["--venvs", str(tmp_path)])
+    assert serving_peers.present(args) == ["rayneuron fast", "rayneuron plain"]
+    assert "ray.serve.llm is left out: there is no" in capsys.readouterr().err
+
+
+async def test_a_server_is_ready_when_a_token_came() -> None:
+    """200 on other paths says nothing: the first token is waited for, refusals and all."""
+    asked: list[str] = []
+
+    async def handler(method, path, body, writer) -> bool:
+        asked.append(path)
+        if len(asked) < 3:
+            writer.write(b"HTTP/1.1 503 Loading\r\nContent-Length: 0\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, STREAM)) + b"0\r\n\r\n")
+        return False
+
+    class Server(serving_peers.Server):
+        def __init__(self, url: str) -> None:
+            self.url, self.started_s = url, time.perf_counter()
+
+        def check(self) -> None:
+            return
+
+    async with Fake(handler) as fake:
+        assert 0.2 <= await serving_peers.first_token(Server(fake.url)) < 10
+    assert asked == ["/v1/completions"] * 3
 
 
 LOG = """\
