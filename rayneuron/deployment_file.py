@@ -11,6 +11,7 @@ from rayneuron import config
 from rayneuron.errors import ConfigError
 
 IMPORT_PATH = "rayneuron.serve.app:build"
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,15 @@ class DeploymentFile:
 def read(path: Path, assignments: Mapping[str, Any] | None = None, application: str | None = None) -> DeploymentFile:
     """Read and check a file, with dotted keys of one application's args set to other values first.
 
-    `application` names it where the file has several. Raises ConfigError for a file or key that is wrong.
+    `application` names it where the file has several, ALL means each of them. Raises ConfigError for a file or key that is wrong.
     """
     content = _content(path)
     ours = [entry for entry in content["applications"] if entry.get("import_path") == IMPORT_PATH]
     if not ours:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}")
     if assignments:
-        target = _only(ours, application, path)
-        target["args"] = config.override(target.get("args") or {}, assignments)
+        for target in ours if application == ALL else [_only(ours, application, path)]:
+            target["args"] = config.override(target.get("args") or {}, assignments)
     return DeploymentFile(content, {_name(entry): _parsed(entry, path) for entry in ours})
 
 
@@ -72,7 +73,7 @@ def _only(entries: list[dict[str, Any]], name: str | None, path: Path) -> dict[s
     if len(chosen) == 1:
         return chosen[0]
     names = ", ".join(_name(entry) for entry in entries)
-    raise ConfigError(f"{path} holds the applications {names}; say which one with --application NAME")
+    raise ConfigError(f"{path} holds the applications {names}; say which one with --application NAME, or {ALL}")
 
 
 def _name(entry: Mapping[str, Any]) -> str:

@@ -67,11 +67,25 @@ def test_override_reaches_the_checked_deployment_and_the_content(file) -> None:
     assert read.content["applications"][0]["args"] == {"model": {"path": "/elsewhere"}, "max_num_seqs": 4, "limits": {"max_waiting": 7}}
 
 
+def test_override_of_all_applications(file) -> None:
+    read = deployment_file.read(file(TWO), {"max_num_seqs": 9}, application="all")
+    assert {name: deployment.max_num_seqs for name, deployment in read.deployments.items()} == {"one": 9, "two": 9}
+
+
+def test_a_cpu_stands_in_for_the_instances_that_are_named() -> None:
+    from rayneuron.config import parse
+    from rayneuron.serve.profile import stand_in_env
+
+    named = [parse({"model": {"path": "/m"}, "instance": name}) for name in ("inf2.xlarge", "trn1.32xlarge")]
+    assert stand_in_env(named) == {"RAY_OVERRIDE_RESOURCES": '{"CPU": 128, "neuron_cores": 32}'}
+    assert stand_in_env([parse({"model": {"path": "/m"}})]) == {}
+
+
 def test_override_of_one_application_of_several(file) -> None:
     path = file(TWO)
     read = deployment_file.read(path, {"max_num_seqs": 9}, application="two")
     assert {name: deployment.max_num_seqs for name, deployment in read.deployments.items()} == {"one": 4, "two": 9}
-    with pytest.raises(ConfigError, match="holds the applications one, two; say which one with --application NAME"):
+    with pytest.raises(ConfigError, match="holds the applications one, two; say which one with --application NAME, or all"):
         deployment_file.read(path, {"max_num_seqs": 9})
 
 

@@ -35,6 +35,7 @@ class Size:
 SIZES: Mapping[str, Size] = {
     "tiny": Size(64, 2, 4, 2, 16, 128, SMALL_VOCAB),  # unit tests
     "tp8": Size(256, 4, 8, 8, 32, 704, SMALL_VOCAB),  # unit tests of up to eight ranks
+    "tp128": Size(512, 2, 128, 8, 4, 1024, SMALL_VOCAB),  # and of up to 128
     "160m": Size(768, 12, 12, 4, 64, 2048, 49152),
     "0.5b": Size(1024, 24, 16, 8, 64, 3584, 49152),
     "1b": Size(2048, 16, 32, 8, 64, 8192, 49152),  # Llama 3.2 1B but for the vocabulary

