@@ -217,11 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for start in empty:
         engine = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in start.engine_s.items())
         print(f"\nFrom an empty cache of compiled graphs: first token after {start.first_token_s:.1f} s ({engine})")
-    fields = [{name: getattr(start, name) for name in Start.__slots__} for start in starts]
-    print(
-        f"\n{report.save(f'start-{args.profile}', {'machine': facts, 'deployment': deployment, 'starts': fields}, args.json)}",
-        file=sys.stderr,
-    )
+    made = {"empty": empty, "warm": starts}
+    fields = {part: [{name: getattr(start, name) for name in Start.__slots__} for start in of_part] for part, of_part in made.items()}
+    document = {"machine": facts, "device": args.device, "deployment": deployment, "starts": fields}
+    print(f"\n{report.save(f'start-{args.profile}', document, args.json)}", file=sys.stderr)
     return 0 if all(start.honest for start in starts) else 1
 
 

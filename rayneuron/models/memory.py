@@ -13,9 +13,7 @@ from types import ModuleType
 
 from rayneuron.models import shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.rules import Rules, cut_of, entering, shape_of
-
-PRODUCTS = frozenset({"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w"})  # what may be quantised
+from rayneuron.models.rules import PRODUCTS, Rules, cut_of, entering, shape_of
 
 
 @dataclass(frozen=True, slots=True)

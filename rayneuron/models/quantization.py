@@ -18,7 +18,6 @@ Scheme = Literal["per_tensor", "per_channel"]
 DTYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
 METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
-QUANTISED = frozenset({"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w"})
 FLOOR = 1e-5  # the largest value a channel is taken to have at least, so that zeros have a scale
 
 

@@ -15,8 +15,8 @@ from rayneuron import models
 from rayneuron.errors import CheckpointError
 from rayneuron.models import hub
 from rayneuron.models.arch import Arch
-from rayneuron.models.quantization import METHOD, QUANTISED, dtype_name, parse, quantise, scale_name, spread, stored_scale
-from rayneuron.models.rules import same
+from rayneuron.models.quantization import METHOD, dtype_name, parse, quantise, scale_name, spread, stored_scale
+from rayneuron.models.rules import PRODUCTS, same
 from rayneuron.models.stored import stored_shape
 
 
@@ -85,7 +85,7 @@ def scale_shapes(arch: Arch, family: ModuleType) -> dict[str, tuple[int, ...]]:
         ffn = arch.dense_ffn if i in arch.dense_layers else arch.ffn
         for ours, rule in family.layer(arch, i).items():
             names = ours.split()
-            if not set(names) <= QUANTISED:
+            if not set(names) <= PRODUCTS:
                 continue
             theirs, convert = rule if isinstance(rule, tuple) else (rule, same)
             shape = stored_shape(arch, names, ffn, convert)

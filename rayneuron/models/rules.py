@@ -19,6 +19,8 @@ Convert = Callable[["Tensor"], Any]
 Rules = dict[str, "str | tuple[str, Convert]"]
 Unit = Literal["query heads", "KV heads", "equal parts"]
 
+PRODUCTS = frozenset({"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w"})  # what is quantised where a model is
+
 
 def same(t: Tensor) -> Tensor:
     """The tensor as it is stored."""

@@ -18,10 +18,10 @@ from rayneuron.errors import CheckpointError
 from rayneuron.models import flash_decoding, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import alibi_slopes
-from rayneuron.models.quantization import QUANTISED, Quantization, is_quantised, parse, quantise, scale_of
+from rayneuron.models.quantization import Quantization, is_quantised, parse, quantise, scale_of
 from rayneuron.models.reader import Reader
 from rayneuron.models.rotary import frequencies
-from rayneuron.models.rules import Convert, Rules, cut_of, entering, same, shape_of
+from rayneuron.models.rules import PRODUCTS, Convert, Rules, cut_of, entering, same, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Build:
             self.check(name, whole, theirs)
             if scale is None and is_quantised(whole.dtype):
                 raise CheckpointError(f"tensor {theirs!r} is stored as {whole.dtype}, but the checkpoint holds no scale for it")
-            if scale is None and self.quantization is not None and name in QUANTISED:
+            if scale is None and self.quantization is not None and name in PRODUCTS:
                 scale = scale_of(whole, self.quantization)
             if scale is None:
                 out[name] = self.piece(name, whole)
