@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 
-VERSION = 3  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 4  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -41,7 +41,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Place(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Worker 0: take what others will ask you about. Zero and empty mean not you.
 
-    `take` cores of `instance` from the ledger in `directory`; shared memory for `share` ranks; a store for `gather` ranks over several
+    `take` cores of `instance` from the ledger in `directory`; shared memory for `share` ranks of this node; a store for `gather`
     nodes; a listener for the previous stage, "unix" or "tcp".
     """
 
@@ -69,8 +69,9 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Worker 0: who you are. `config`: the deployment as plain data; `capacity`: as worker 0 computed it; `peers`: rank -> (pid, started)
-    of the stage, empty over several nodes; `link`: the next stage's listener, empty for the last stage."""
+    """Worker 0: who you are. `config`: the deployment as plain data; `capacity`: as worker 0 computed it; `hosts`: nodes that share the
+    stage; `peers`: place among the stage's workers of this node -> (pid, started), without oneself; `link`: the next stage's listener,
+    empty for the last stage."""
 
     config: Mapping[str, Any]
     capacity: Capacity
@@ -81,6 +82,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stages: int
     rank: int
     ranks: int
+    hosts: int = 1
     segment: tuple[int, int] | None
     store: str
     link: str

@@ -216,19 +216,28 @@ class Rank:
             self._listener = None
 
     def _collectives(self, begin: Begin) -> Collectives:
-        if begin.ranks == 1:
+        """Shared memory within this node, and between nodes one rank of each."""
+        near = self._near(begin)
+        if begin.hosts == 1:
+            return near
+        from rayneuron.devices.collectives import meet
+        from rayneuron.devices.two_levels import TwoLevels
+
+        host, limits, ip = begin.rank // near.ranks, (begin.timeout_s, begin.step_timeout_s), self._place.node_ip
+        far = meet(self._store, begin.store, ip, host, begin.hosts, *limits) if near.rank == 0 else None
+        return far if near.ranks == 1 and far is not None else TwoLevels(near, far, host, begin.hosts)
+
+    def _near(self, begin: Begin) -> Collectives:
+        here = begin.ranks // begin.hosts
+        if here == 1 or begin.segment is None:
             from rayneuron.devices.base import Solo
 
             return Solo()
-        if begin.segment is not None:
-            from rayneuron.devices.shared_memory import Segment, SharedMemory
+        from rayneuron.devices.shared_memory import Segment, SharedMemory
 
-            if self._segment is None:
-                self._segment = Segment.attach(begin.segment, begin.ranks)
-            return SharedMemory(self._segment, begin.rank, begin.ranks, peers=begin.peers, timeout_s=begin.step_timeout_s)
-        from rayneuron.devices.collectives import meet
-
-        return meet(self._store, begin.store, self._place.node_ip, begin.rank, begin.ranks, begin.timeout_s, begin.step_timeout_s)
+        if self._segment is None:
+            self._segment = Segment.attach(begin.segment, here)
+        return SharedMemory(self._segment, begin.rank % here, here, peers=begin.peers, timeout_s=begin.step_timeout_s)
 
 
 def _dtype(name: str) -> torch.dtype:

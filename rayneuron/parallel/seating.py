@@ -47,8 +47,8 @@ def places(config: Deployment, made: Layout, node_ips: Sequence[str], token: byt
     instance = counted(config)
     out = []
     for worker in made.workers:
-        alone = made.tensor_parallel == len(worker.ranks)
         first = worker.ranks[0] == 0
+        near = len(_near(made, worker))
         before = made.stage(worker.stage - 1) if worker.stage else ()
         ip = node_ips[worker.node]
         out.append(
@@ -61,8 +61,8 @@ def places(config: Deployment, made: Layout, node_ips: Sequence[str], token: byt
                 instance=config.instance,
                 directory=f"{ledgers}/{ip}",
                 wait_s=config.group.cores_s,
-                share=len(made.stage(worker.stage)) if first and not alone and made.nodes_per_stage == 1 else 0,
-                gather=len(made.stage(worker.stage)) if first and not alone and made.nodes_per_stage > 1 else 0,
+                share=near if worker.leads and near > 1 else 0,
+                gather=made.nodes_per_stage if first and made.nodes_per_stage > 1 else 0,
                 listen="" if not before else "unix" if _opposite(before, worker).node == worker.node else "tcp",
             )
         )
@@ -84,7 +84,7 @@ def begins(
         stage = made.stage(worker.stage)
         first = placed[stage[0].index]
         after = made.stage(worker.stage + 1) if worker.stage + 1 < made.pipeline_parallel else ()
-        near = made.nodes_per_stage == 1
+        near = _near(made, worker)
         out.append(
             Begin(
                 config=config.model_dump(exclude_unset=True),
@@ -96,10 +96,11 @@ def begins(
                 stages=made.pipeline_parallel,
                 rank=stage.index(worker),
                 ranks=len(stage),
-                segment=first.segment,
+                hosts=made.nodes_per_stage,
+                segment=placed[near[0].index].segment,
                 store=first.store,
                 link=placed[_opposite(after, worker).index].link if after else "",
-                peers={stage.index(w): processes[w.index] for w in stage if w is not worker} if near else {},
+                peers={i: processes[w.index] for i, w in enumerate(near) if w is not worker},
                 timeout_s=config.group.start_s,
                 step_timeout_s=config.group.step_s,
                 model=common.model,
@@ -117,6 +118,11 @@ def longest_step(c: Capacity) -> int:
 def longest_answer(c: Capacity, vocab: int) -> int:
     """Bytes of the longest message from a worker: the logits of a step."""
     return wire.MOST_BYTES + 4 * vocab * max(c.rows, c.scores) + 64 * c.rows
+
+
+def _near(made: Layout, worker: Worker) -> list[Worker]:
+    """The workers of a worker's stage on its node, in rank order; the first leads."""
+    return [other for other in made.stage(worker.stage) if other.node == worker.node]
 
 
 def _opposite(stage: Sequence[Worker], worker: Worker) -> Worker:
