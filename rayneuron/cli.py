@@ -171,16 +171,16 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--max-tokens", type=int, default=128)
     command.add_argument("--temperature", type=float, default=0.0)
     command.add_argument("--seed", type=int)
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of rayneuron.LLM: dtype=fp32")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of LLM: dtype=fp32, buckets.batch=[4]")
     command.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from rayneuron import LLM, SamplingParams, deployment_file
+    from rayneuron import LLM, SamplingParams, config, deployment_file
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
-    with LLM(args.model, **deployment_file.parse_assignments(args.set)) as llm:
+    with LLM(args.model, **config.override({}, deployment_file.parse_assignments(args.set))) as llm:
         asked = [_conversation(llm, prompt) for prompt in prompts] if args.chat else prompts
         if len(asked) > 1:
             for result in llm.generate(asked, params):

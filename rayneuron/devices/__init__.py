@@ -22,15 +22,16 @@ NAMES = ("cpu", "neuron", "null")
 class Ahead:
     """What a device that is compiled ahead needs to know beside its rank: which ranks this process drives, and where graphs come from.
 
-    length: the longest context; lnc: physical cores a logical one, None for the chip's own; cache: a folder or s3://, None for the
-    environment's; required: build nothing; artifact: a folder written by `rayneuron compile --out`; first, last, hidden: the pipeline
-    stage, and the size of what passes between stages.
+    length: the longest context; chip: what the deployment's instance has, None for any; lnc: physical cores a logical one, None for the
+    chip's own; cache: a folder or s3://, None for the environment's; required: build nothing; artifact: a folder written by
+    `rayneuron compile --out`; first, last, hidden: the pipeline stage, and the size of what passes between stages.
     """
 
     ranks: int = 1
     start_rank: int = 0
     local_ranks: int | None = None
     length: int = 0
+    chip: str | None = None
     lnc: int | None = None
     cache: str | None = None
     required: bool = False
@@ -80,6 +81,7 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
             start_rank=a.start_rank,
             local_ranks=a.local_ranks,
             length=a.length,
+            chip=a.chip,
             lnc=a.lnc,
             options=a.options,
             cache=a.opened(),

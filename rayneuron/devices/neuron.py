@@ -192,9 +192,9 @@ class Watch:
         last = -1
         while not self._ended.wait(1.0):
             done = min(len(list(self._folder.rglob("graph.neff"))), self._total)
+            self._told(done)  # every second: a graph may take longer than a group waits without a sign of life
             if done != last:
                 last = done
-                self._told(done)
                 log.info("compiled %d of %d graphs", done, self._total)
 
     def __enter__(self) -> None:

@@ -21,7 +21,7 @@ from rayneuron.devices.cpu import idle
 from rayneuron.devices.neuron import InGraph, build, sdk, start
 from rayneuron.devices.neuron_graphs import WHOLE, Border, Graph, Move, Target
 from rayneuron.devices.neuron_sdk import CompilerOptions
-from rayneuron.errors import CompileError
+from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models import ops as plain
 
 MOVED_POSITIONS = 128  # of one row, by one kv_export or kv_import
@@ -63,6 +63,7 @@ class Neuron:
         start_rank: int = 0,
         local_ranks: int | None = None,
         length: int = 0,
+        chip: str | None = None,
         lnc: int | None = None,
         options: CompilerOptions | None = None,
         cache: Cache | None = None,
@@ -74,6 +75,11 @@ class Neuron:
         if async_mode:
             settings.export(neuron_sdk.IN_FLIGHT)  # before the SDK is imported: the runtime reads it once
         self.sdk = sdk()
+        if chip is not None and chip != self.sdk.chip:
+            raise ConfigError(
+                f"the deployment's instance has {chip}, and the SDK here is for {self.sdk.chip}; correct `instance:`, or compile ahead "
+                f"for it with NEURON_PLATFORM_TARGET_OVERRIDE={chip}"
+            )
         self.comm = InGraph(self.sdk, ranks)
         self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
         self.ops = plain.PLAIN
@@ -135,7 +141,11 @@ class Neuron:
         key = self.key(program, targets)
         if self._artifact is not None:
             return neuron_artifact.opened(self._artifact, key)
-        return (self._cache or Cache()).get_or_build(key, lambda draft: self._build(program, targets, draft, progress, shape))
+        return (self._cache or Cache()).get_or_build(
+            key,
+            lambda draft: self._build(program, targets, draft, progress, shape),
+            lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
+        )
 
     def _start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""

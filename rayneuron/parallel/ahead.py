@@ -7,6 +7,9 @@ from pathlib import Path
 from rayneuron.config import Deployment
 from rayneuron.devices import Ahead
 from rayneuron.devices.neuron_sdk import CompilerOptions
+from rayneuron.parallel import instances
+
+DECLARED = "declared"  # the family of `instance: cores:N`, which is no chip
 
 
 def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1, stage: int = 0, hidden: int = 0) -> Ahead:
@@ -15,6 +18,7 @@ def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1, st
     `length`: the longest context; `hidden`: the size of what passes between stages.
     """
     said, stages = config.compile, config.pipeline_parallel
+    known = instances.instance(config.instance) if config.instance else None
     local = config.tensor_parallel // workers
     artifact = Path(said.artifact) if said.artifact else None
     return Ahead(
@@ -22,6 +26,8 @@ def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1, st
         start_rank=worker * local,
         local_ranks=local,
         length=length,
+        chip=known.family if known is not None and known.family != DECLARED else None,
+        lnc=known.lnc if known is not None and len(known.lncs) > 1 else None,
         cache=said.cache,
         required=said.required,
         artifact=stage_folder(artifact, stage, stages) if artifact is not None else None,

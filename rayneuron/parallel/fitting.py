@@ -9,7 +9,8 @@ from typing import Any
 
 from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.engine.buckets import Capacity, capacity
+from rayneuron.engine.buckets import SMALLEST_CONTEXT, Capacity, capacity
+from rayneuron.engine.prefix_buckets import SMALLEST_PREFILL, prefixes
 from rayneuron.errors import ConfigError
 from rayneuron.parallel.instances import MACHINE, Instance
 from rayneuron.parallel.layout import Layout, Style, partition
@@ -47,9 +48,13 @@ def model_length(config: Deployment, raw: Mapping[str, Any]) -> int:
 
 def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
     """Rows, lengths and bucket lists the engine will have."""
+    length = model_length(config, raw)
+    prefix = prefixes(config.buckets.prefix, length)
     return capacity(
         rows=config.max_num_seqs,
-        length=model_length(config, raw),
+        length=length,
+        prefix=prefix,
+        smallest_context=SMALLEST_PREFILL if prefix else SMALLEST_CONTEXT,
         chunk=config.prefill_chunk_tokens,
         kv_tokens=config.kv_cache_tokens,
         batch=config.buckets.batch,
@@ -73,8 +78,7 @@ def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) ->
         return held
     raise ConfigError(
         f"needs {gib(worst.total)} GiB a {'core' if instance.name != MACHINE else 'rank'} ({parts(worst)}), "
-        f"{instance.name} has {gib(instance.core_memory_bytes)}; "
-        + _what_fits(want, made, c, instance)
+        f"{instance.name} has {gib(instance.core_memory_bytes)}; " + _what_fits(want, made, c, instance)
     )
 
 

@@ -220,6 +220,19 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     assert ran.returncode == 1 and "0 is in use by another process" in ran.stderr
 
 
+def test_an_instance_with_another_chip(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BR-18: graphs for Trn2 would be compiled for, or loaded on, an Inf2; and the logical cores are those of the deployment's instance."""
+    from rayneuron.config import parse
+    from rayneuron.parallel.ahead import ahead
+
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    made = ahead(parse({"model": {"path": str(tiny)}, "device": "neuron", "instance": "inf2.xlarge"}), 64)
+    with pytest.raises(ConfigError, match="the deployment's instance has inf2, and the SDK here is for trn2; .*TARGET_OVERRIDE=inf2"):
+        devices.open("neuron", ahead=made, dtype=torch.float32)
+    made = ahead(parse({"model": {"path": str(tiny)}, "device": "neuron", "instance": "trn2.48xlarge"}), 64)
+    assert devices.open("neuron", ahead=made, dtype=torch.float32).lnc == made.lnc == 2
+
+
 def test_tensor_parallel_the_chip_does_not_know(standin: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own refusal arrives as ours."""
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
@@ -259,6 +272,22 @@ def test_artifact_and_flags_that_disagree(standin: Path, tiny: Path, monkeypatch
     broken, _, _, _ = opened(standin, tiny, 2, artifact=out)
     with pytest.raises(ConfigError, match="is damaged: model.pt"):
         broken.compile(program, shapes, silent)
+
+
+def test_who_waits_for_another_compiler_gives_signs_of_life(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group ends a worker that makes no progress; waiting an hour for the node that compiles is progress."""
+    import threading
+
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1)
+    targets = device.targets(shapes)
+    heard, found = threading.Event(), []
+    with device._cache.folder.lock(device.key(program, targets).digest):
+        waiting = threading.Thread(target=lambda: found.append(device.artifact(program, targets, lambda *_: heard.set(), shapes[0])))
+        waiting.start()
+        assert heard.wait(30) and not found
+    waiting.join(60)
+    assert found and found[0].is_dir()
 
 
 def test_what_is_required_and_absent(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
