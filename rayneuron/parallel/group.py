@@ -77,8 +77,8 @@ class Group:
 
     @property
     def idle_share(self) -> float:
-        """The share of the time of all steps in which a rank had nothing to do (the bubble), 1 - busy / (ranks x steps' time)."""
-        return 1 - self.busy_s / (len(self.layout.workers) * self.step_s) if self.step_s else 0.0
+        """The share of all steps' time in which a rank had nothing to do (the bubble), 1 - busy / (ranks x time); 0 in async mode."""
+        return 1 - self.busy_s / (len(self.layout.workers) * self.step_s) if self.step_s and not self.ahead else 0.0
 
     @property
     def cores(self) -> tuple[int, ...]:

@@ -143,4 +143,6 @@ def test_every_admitted_release_has_all_that_is_used(sdk: str) -> None:
     if admitted:
         assert not missing
     model = shown(revision, "neuronx_distributed.trace.nxd_model.nxd_model") or ""
-    assert not admitted or {"ranked", "async"} <= set(re.findall(r"'(\w+)'", model[model.index("SUPPORTED_FORWARD_MODES = ") :].split("\n")[0]))
+    assert not admitted or {"ranked", "async"} <= set(
+        re.findall(r"'(\w+)'", model[model.index("SUPPORTED_FORWARD_MODES = ") :].split("\n")[0])
+    )

@@ -11,6 +11,7 @@ import pytest
 
 from rayneuron import SamplingParams, demo, loading
 from rayneuron.config import parse
+from rayneuron.devices.neuron_sdk import IN_FLIGHT
 from rayneuron.parallel.children import Children
 from rayneuron.parallel.group import Group
 from rayneuron.parallel.holders import process_started
@@ -59,6 +60,8 @@ def nodes(standin: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
     monkeypatch.setenv("STANDIN_CORES", str(standin / "cores-0"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(compiled))
+    for name in IN_FLIGHT:
+        monkeypatch.setenv(name, "")  # taken back at the end, whoever exports it
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
     yield standin
     pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -107,6 +110,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "two stages of tp2 on two nodes": {"tensor_parallel": 2, "pipeline_parallel": 2, "nodes": 2, "instance": "cores:2"},
     "two stages on one node": {"tensor_parallel": 2, "pipeline_parallel": 2, "instance": "cores:4"},
     "two stages in three micro-batches": {"pipeline_parallel": 2, "micro_batches": 2, "nodes": 2, "instance": "cores:1"},
+    "tp4 over two nodes, ahead": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "compile": {"async_mode": True}},
     "sequence parallel over two nodes": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "sequence_parallel": True},
 }
 
