@@ -9,40 +9,42 @@ from collections.abc import Sequence as Ids
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayneuron.devices.cpu_ops import draws, library
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import TokenLogprobs
 
+Row = NDArray[np.float32]
 BANNED = float("-inf")
 
 
 def edit(logits: Tensor, sequence: Sequence) -> Tensor:
-    """A copy of a row [V] with every processor of the request applied.
+    """A copy of a row [V] with every processor of the request applied. In numpy: torch would wake threads that then spin beside the step's.
 
     Repetition penalty counts prompt and output (Keskar et al. 2019, as transformers); presence and frequency penalties
     count output only (OpenAI).
     """
     params = sequence.params
-    row = logits.clone()
+    row: Row = logits.numpy().copy()
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.ids)))
-        value = row[seen]
-        row[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+        seen = np.unique(np.asarray(sequence.ids, np.int64))
+        value, penalty = row[seen], np.float32(params.repetition_penalty)
+        row[seen] = np.where(value > 0, value / penalty, value * penalty)
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = np.unique(np.asarray(sequence.ids[sequence.prompt_len :], np.int64), return_counts=True)
-        row[torch.from_numpy(ids)] -= params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(row.dtype)
+        row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
     if params.logit_bias:
-        row[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
-    return _ban(row, sequence)
+        row[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
+    return torch.from_numpy(_ban(row, sequence))
 
 
-def _ban(row: Tensor, sequence: Sequence) -> Tensor:
+def _ban(row: Row, sequence: Sequence) -> Row:
     params = sequence.params
     if params.allowed_token_ids is not None:
         allowed = list(params.allowed_token_ids)
-        only = torch.full_like(row, BANNED)
+        only = np.full_like(row, BANNED)
         only[allowed] = row[allowed]
         row = only
     banned = set(params.banned_token_ids)

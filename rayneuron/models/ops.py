@@ -25,8 +25,8 @@ class Ops:
     linear(w, name, x); norm(w, name, x, kind, eps); rotate(x, cos, sin, pairs); write_kv(kv, rows, positions, k, v) in place;
     attend(q, kv, rows, length, bias, scale) -> [B,T,H*D]; top_k(x, k) -> values, int64 indices (last dim);
     experts(w, x, which, share, act) -> the weighted sum of the chosen experts of every token.
-    Two fused forms a device may have, with the arguments and results of `decoder.layers` and `decoder.greedy`; None is returned for what
-    they do not cover, which the verbs above then do.
+    Three fused forms a device may have, with the arguments and results of `decoder.layers`, `decoder.greedy` and `engine.sampling.sample`;
+    None is returned for what they do not cover, which the verbs above then do.
     """
 
     linear: Callable[..., Tensor]
@@ -38,6 +38,7 @@ class Ops:
     experts: Callable[..., Tensor]
     layers: Callable[..., Tensor | None] | None = None
     greedy: Callable[..., Tensor | None] | None = None
+    sample: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
 
 def norm(w: Mapping[str, Tensor], name: str, x: Tensor, kind: str, eps: float) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from scipy import stats
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from rayneuron.devices.cpu_ops import draws, library
+from rayneuron.engine.logits import describe
 from rayneuron.engine.sampling import greedy, sample, uniforms
 
 VOCAB = 50
@@ -51,12 +53,29 @@ def draw(rows: int, uniform: np.ndarray, candidates=256, temperature=1.0, top_k=
     )
 
 
+def native(logits: torch.Tensor, *how: torch.Tensor, march: str = "native") -> torch.Tensor:
+    """The kernels' draw."""
+    found = library.library(march)
+    if found is None:
+        pytest.skip("no compiler, or a processor without AVX2")
+    return draws.draw(found, None, logits, *how)
+
+
+def parameters(rows: int, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[torch.Tensor]:
+    whole = torch.full((rows,), top_k, dtype=torch.int32)
+    return [torch.full((rows,), temperature), whole, torch.full((rows,), top_p), torch.full((rows,), min_p), torch.as_tensor(uniform)]
+
+
+@pytest.mark.parametrize("how", ["torch", "native", "x86-64-v3"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_draws_follow_transformers(case):
+def test_draws_follow_transformers(case, how):
     n = 20_000
     expected = reference(**case).double().numpy()
-    ids, complete = draw(n, uniforms(range(n), [7] * n), **case)
-    assert complete.all()
+    if how == "torch":
+        ids, complete = draw(n, uniforms(range(n), [7] * n), **case)
+        assert complete.all()
+    else:
+        ids = native(LOGITS.expand(n, VOCAB), *parameters(n, uniforms(range(n), [7] * n), **case), march=how)
     counts = np.bincount(ids.numpy(), minlength=VOCAB)
     assert counts[expected == 0].sum() == 0, "a filtered token was drawn"
     likely = expected * n >= 5
@@ -121,3 +140,71 @@ def test_impossible_tokens_are_never_drawn():
         ids, _ = sample(logits, one, torch.zeros(1, dtype=torch.int32), one, one * 0, torch.tensor([u]))
         assert ids[0] == 4
     assert greedy(torch.tensor([[1.0, 3.0, 3.0]]))[0] == 1
+
+
+BIG = [
+    *CASES,
+    dict(temperature=0.0),
+    dict(temperature=4.0, top_p=0.99),
+    dict(top_p=0.9999),
+    dict(temperature=3.0, min_p=1e-4),
+    dict(top_k=3000),
+    dict(temperature=6.0, top_p=0.5, min_p=1e-3),
+    dict(top_p=0.0),
+    dict(top_k=9000, top_p=0.7),
+    dict(temperature=100.0, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("march", ["native", "x86-64-v3"])
+@pytest.mark.parametrize("case", BIG, ids=str)
+@pytest.mark.parametrize("vocab", [1, 17, 300, 8191])
+def test_the_kernels_draw_what_torch_draws(case, march, vocab):
+    """From the same numbers the same tokens, whatever the size of the nucleus; a row alone as among others. Ties go to the lower id."""
+    n = 200
+    logits = torch.from_numpy(np.random.default_rng(vocab).normal(0, 3, (n, vocab)).astype(np.float32))
+    logits[:, vocab // 2 :: 7] = float("-inf")
+    logits[:, 0] = 1.0
+    how = parameters(n, uniforms(range(n), [5] * n), **{"temperature": 1.0, **case})
+    ids = native(logits, *how, march=march)
+    want, _ = sample(logits, *how, candidates=vocab)
+    assert (ids == want).float().mean() >= 0.99  # a draw may fall on the border of two tokens
+    alone = torch.cat([native(logits[i : i + 1], *(h[i : i + 1] for h in how), march=march) for i in range(0, n, 17)])
+    assert torch.equal(alone, ids[::17])
+    assert logits[torch.arange(n), ids.long()].isfinite().all()
+
+
+def test_the_kernels_reach_both_ends_of_what_is_kept():
+    """As uniform runs over [0, 1) the drawn tokens are exactly those torch keeps, likeliest first."""
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1, 5000).astype(np.float32))
+    n = 20_000
+    uniform = (np.arange(n) / n).astype(np.float32)
+    for case in (dict(top_p=0.6), dict(temperature=2.0, top_p=0.9), dict(min_p=0.02), dict(top_p=0.8, min_p=0.05)):
+        ids = native(logits.expand(n, -1), *parameters(n, uniform, **case))
+        scores = logits[ids.long()]
+        assert (scores.diff() <= 0).all(), "descending"
+        kept = TemperatureLogitsWarper(case.get("temperature", 1.0))(None, logits[None].clone())
+        if "top_p" in case:
+            kept = TopPLogitsWarper(case["top_p"])(None, kept)
+        if "min_p" in case:
+            kept = MinPLogitsWarper(case["min_p"])(None, kept)
+        allowed = set(kept[0].isfinite().nonzero()[:, 0].tolist())
+        assert set(ids.tolist()) - allowed == set()
+        assert len(set(ids.tolist())) > 0.9 * len(allowed)
+
+
+@pytest.mark.parametrize("march", ["native", "x86-64-v3"])
+@pytest.mark.parametrize(("vocab", "count"), [(1, 1), (50, 5), (50, 50), (5000, 0), (5000, 7), (5000, 400)])
+def test_the_kernels_describe_what_torch_describes(march, vocab, count):
+    found = library.library(march)
+    if found is None:
+        pytest.skip("no compiler, or a processor without AVX2")
+    logits = torch.from_numpy(np.random.default_rng(2).normal(0, 3, (9, vocab)).astype(np.float32))
+    logits[:, -3:] = logits[:, :1]  # equals
+    tokens = torch.arange(9) * 5 % vocab
+    own, rank, ids, values = draws.describe(found, logits, tokens, count)
+    want_own, want_rank, _, want_values = describe(logits, tokens, count)
+    assert torch.allclose(own, want_own, atol=1e-5) and torch.equal(rank.long(), want_rank)
+    assert torch.allclose(values, want_values, atol=1e-5)
+    assert torch.allclose(logits.double().log_softmax(-1).gather(1, ids.long()), values, atol=1e-5)
+    assert all(len(set(row)) == count for row in ids.tolist())

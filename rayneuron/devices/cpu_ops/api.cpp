@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "sample.h"
 #include "stack.h"
 
 using namespace rn;
@@ -93,5 +94,18 @@ void rn_attend(Pool* pool, const Attention* a, const Span* spans, int count) { a
 Stack* rn_stack_open(Pool* pool, const Model* model) { return open_stack(*pool, *model); }
 void rn_stack_close(Stack* stack) { close_stack(stack); }
 int rn_stack_run(Stack* stack, const Call* call, int first, int last, int parts) { return run_stack(stack, *call, first, last, parts); }
+
+// One id a row of logits [rows][stride], of the first n; without a pool by the calling thread.
+void rn_draw(Pool* pool, const float* logits, int rows, int n, int64_t stride, const Draw* how, int32_t* ids) {
+    auto one = [&](int i) { ids[i] = draw(logits + i * stride, n, how[i]); };
+    if (pool) return pool->run(rows, one);
+    for (int i = 0; i < rows; i++) one(i);
+}
+
+// For every row [rows][stride]: log-probability and rank of its token, and ids and log-probabilities of the `count` likeliest.
+void rn_describe(const float* logits, int rows, int n, int64_t stride, const int32_t* tokens, int count, double* logprob, int32_t* rank, int32_t* ids,
+                 double* logprobs) {
+    for (int i = 0; i < rows; i++) describe(logits + i * stride, n, tokens[i], count, logprob + i, rank + i, ids + (size_t)i * count, logprobs + (size_t)i * count);
+}
 
 }  // extern "C"

@@ -20,7 +20,7 @@ FLAGS = ("-O2", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-w")  #
 NEEDED = frozenset({"avx2", "fma", "f16c"})
 AVX512, BF16, INT8 = 1, 2, 4  # bits of rn_features
 _LONGEST_S = 300.0
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_features": (_I, []),
     "rn_pool_open": (_P, [_I]),
@@ -28,6 +28,8 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_linear": (None, [_P, _P, _P, _I, _I, _P, _I]),
     "rn_best": (None, [_P, _P, _P, _I, _I, _I, _P]),
     "rn_norm": (None, [_P, _P, _I, _I, _I, _P, _P, _I, _F, _P]),
+    "rn_draw": (None, [_P, _P, _I, _I, _L, _P, _P]),
+    "rn_describe": (None, [_P, _I, _I, _L, _P, _I, _P, _P, _P, _P]),
     "rn_attend": (None, [_P, _P, _P, _I]),
     "rn_stack_open": (_P, [_P, _P]),
     "rn_stack_close": (None, [_P]),
@@ -49,6 +51,18 @@ def library(march: str = "native", extra: tuple[str, ...] = ()) -> ctypes.CDLL |
         return None
 
 
+@lru_cache
+def present() -> ctypes.CDLL | None:
+    """The kernels if they were built before; nothing is compiled here, for whoever has another way and no time."""
+    if NEEDED - processor_flags():
+        return None
+    try:
+        entry = _cache().get(_key("native"))
+    except OSError:
+        return None
+    return library() if entry is not None else None
+
+
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions set."""
     for name, (result, arguments) in SIGNATURES.items():
@@ -59,25 +73,37 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def built(march: str, extra: tuple[str, ...] = ()) -> Path:
     """The library's file, compiled at most once a machine kind. Raises OSError where there is no compiler or it fails."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler; install g++")
-    folder = Path(__file__).parent
-    sources = sorted(folder.glob("*.cpp"))
-    key = cache.key(
+
+    def build(target: Path) -> None:
+        _run([_compiler(), *FLAGS, *extra, f"-march={march}", "-shared", "-o", str(target / "kernels.so"), *map(str, _sources())])
+
+    return _cache().get_or_build(_key(march, extra), build) / "kernels.so"
+
+
+def _key(march: str, extra: tuple[str, ...] = ()) -> cache.Key:
+    return cache.key(
         "cpu-kernels",
-        source=cache.source_version(*sources, *folder.glob("*.h")),
-        compiler=_run([compiler, "--version"]).splitlines()[0],
+        source=cache.source_version(*_sources(), *Path(__file__).parent.glob("*.h")),
+        compiler=_run([_compiler(), "--version"]).splitlines()[0],
         flags=[*FLAGS, *extra, march],
         processor=sorted(processor_flags()) if march == "native" else march,
         libc=list(platform.libc_ver()),
     )
 
-    def build(target: Path) -> None:
-        command = [compiler, *FLAGS, *extra, f"-march={march}", "-shared", "-o", str(target / "kernels.so"), *map(str, sources)]
-        _run(command)
 
-    return cache.Cache(str(settings.cache_dir() / "native")).get_or_build(key, build) / "kernels.so"
+def _cache() -> cache.Cache:
+    return cache.Cache(str(settings.cache_dir() / "native"))
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.cpp"))
+
+
+def _compiler() -> str:
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise FileNotFoundError("there is no C++ compiler; install g++")
+    return found
 
 
 def processor_flags() -> frozenset[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import Collectives
-from rayneuron.devices.cpu_ops import library
+from rayneuron.devices.cpu_ops import draws, library
 from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, Arena, MatrixFields, Packed, pack, pack_experts, zeros
 from rayneuron.devices.cpu_ops.stack import Stack, refused
 from rayneuron.models import ops as plain
@@ -40,7 +40,7 @@ class Kernels:
         self.found = found
         self.team = found.rn_pool_open(threads)
         self.int8 = bool(found.rn_features() & library.INT8)
-        self.ops = replace(base, linear=self.linear, norm=self.norm, layers=self.layers, greedy=self.greedy)
+        self.ops = replace(base, linear=self.linear, norm=self.norm, layers=self.layers, greedy=self.greedy, sample=self.sample)
         self._base = base
         self._arena = Arena()
         self._stacks: dict[int, Stack | None] = {}
@@ -101,6 +101,12 @@ class Kernels:
         kind, rows = KIND[hidden.dtype], ids.numel()
         self.found.rn_best(self.team, head.address, hidden.data_ptr(), kind, rows, arch.vocab, ids.data_ptr())
         return ids
+
+    def sample(self, logits: Tensor, *how: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As `engine.sampling.sample` with the whole vocabulary as candidates; so every row is complete."""
+        if not draws.fits(logits):
+            return None
+        return draws.draw(self.found, self.team, logits, *how), torch.ones(logits.shape[0], dtype=torch.bool)
 
     def layers(
         self,

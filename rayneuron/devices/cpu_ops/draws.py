@@ -1,0 +1,45 @@
+"""Next tokens drawn from logits, and what is told about them, by the kernels: any row by itself, over the whole vocabulary.
+
+B rows, V vocabulary. `engine.sampling` and `engine.logits` define the results in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WORDS = 5  # `Draw` of sample.h: four floats and an int, each 4 bytes
+
+
+def fits(logits: Tensor) -> bool:
+    """Whether the kernels read these logits [B,V] as they lie."""
+    return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.dim() == 2 and logits.stride(1) == 1
+
+
+def draw(
+    found: ctypes.CDLL, team: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """[B,V] float32 and [B] parameters -> ids [B] int32. `team`: the threads of a rank, None: this one."""
+    rows, count = logits.shape
+    how = torch.empty(rows, _WORDS)
+    for i, values in enumerate((temperature, top_p, min_p, uniform)):
+        how[:, i] = values
+    how.view(torch.int32)[:, 4] = top_k
+    ids = torch.empty(rows, dtype=torch.int32)
+    found.rn_draw(team, logits.data_ptr(), rows, count, logits.stride(0), how.data_ptr(), ids.data_ptr())
+    return ids
+
+
+def describe(found: ctypes.CDLL, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[B,V] float32, tokens [B] -> log-probability [B] float64 and rank [B] of each, ids and log-probabilities [B,count] of the likeliest."""
+    rows, n = logits.shape
+    count = min(count, n)
+    tokens = tokens.to(torch.int32).contiguous()
+    own, rank = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.int32)
+    ids, values = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, dtype=torch.float64)
+    where = [t.data_ptr() for t in (own, rank, ids, values)]
+    found.rn_describe(logits.data_ptr(), rows, n, logits.stride(0), tokens.data_ptr(), count, *where)
+    return own, rank, ids, values
