@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from rayneuron import LLM, SamplingParams, demo
-from tests.cluster.conftest import free_port
+from tests.cluster.conftest import Cluster, deploy, free_port, remove, started, status
 from tests.serve.scripted import eventually
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +120,29 @@ def test_inf2_three_models(expected: str) -> None:
         for name in ("chat", "mistral", "qwen"):
             assert answers(f"{url}/m/{name}", name, process) == expected
         assert len(ranks(process)) == 24
+
+
+class Trn1(Cluster):
+    """Two nodes that declare what a trn1.32xlarge has."""
+
+    cpus, cores = 128, 32
+
+
+def test_llama405b_over_two_of_its_four_nodes(expected: str) -> None:
+    """128 ranks are 24 GB of Python and torch, more than this machine has; 64 on two nodes take 12. One file, two keys changed for it."""
+    from rayneuron import deployment_file
+
+    assignments = {"model.path": "demo:random:tp128", "device": "cpu", "dtype": "fp32", "nodes": 2, "tensor_parallel": 64}
+    read = deployment_file.read(ROOT / "deployments/llama405b_trn1x4.yaml", assignments)
+    with started(Trn1) as cluster:
+        began = time.monotonic()
+        assert deploy(cluster, read.content["applications"][0]["args"], 400.0) == "RUNNING", status()
+        reply = httpx.post(f"{cluster.url}/v1/completions", json=PROMPT | {"model": "llama-3.1-405b-instruct"}, timeout=120)
+        assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == expected
+        found = [*cluster.workers, *cluster.replicas]
+        print(f"llama405b: {len(found)} ranks, answered after {time.monotonic() - began:.0f} s, {pss_mib(found)} MiB")
+        assert len(found) == 64
+        remove(cluster)
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2", "handle_call"])

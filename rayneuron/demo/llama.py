@@ -30,12 +30,13 @@ class Size:
     head_dim: int
     ffn: int
     vocab: int
+    length: int = 8192
 
 
 SIZES: Mapping[str, Size] = {
     "tiny": Size(64, 2, 4, 2, 16, 128, SMALL_VOCAB),  # unit tests
     "tp8": Size(256, 4, 8, 8, 32, 704, SMALL_VOCAB),  # unit tests of up to eight ranks
-    "tp128": Size(512, 2, 128, 8, 4, 1024, SMALL_VOCAB),  # and of up to 128
+    "tp128": Size(512, 2, 128, 8, 4, 1024, SMALL_VOCAB, 16384),  # and of up to 128, as long as the files in deployments/ ask for
     "160m": Size(768, 12, 12, 4, 64, 2048, 49152),
     "0.5b": Size(1024, 24, 16, 8, 64, 3584, 49152),
     "1b": Size(2048, 16, 32, 8, 64, 8192, 49152),  # Llama 3.2 1B but for the vocabulary
@@ -94,9 +95,9 @@ def write_config(size: Size, folder: Path, dtype: str, *, length: int, theta: fl
 def write_random(size: Size, seed: int, folder: Path, dtype: str, tokenizer: Path | None) -> None:
     """Write a Llama of random weights with the tokenizer of the directory `tokenizer`, or the small one where that is None."""
     save(_random_weights(size, seed), folder, dtype)
-    write_config(size, folder, dtype, length=8192, theta=100000.0, epsilon=1e-5)
+    write_config(size, folder, dtype, length=size.length, theta=100000.0, epsilon=1e-5)
     if tokenizer is None:
-        vocabulary.write(vocabulary.small(size.vocab), folder, 8192, vocabulary.CHATML)
+        vocabulary.write(vocabulary.small(size.vocab), folder, size.length, vocabulary.CHATML)
         return
     for name in vocabulary.FILES:
         shutil.copy(tokenizer / name, folder / name)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -32,7 +32,10 @@ def free_port() -> int:
 
 @dataclass
 class Cluster:
-    """Started nodes, each a process group of its own, and where Serve answers."""
+    """Started nodes, each a process group of its own, and where Serve answers. `cpus` and `cores`: what the further nodes declare."""
+
+    cpus: ClassVar[int] = 8
+    cores: ClassVar[int] = 4
 
     folder: Path
     network: Network = field(default_factory=lambda: Network().open())
@@ -69,10 +72,10 @@ class Cluster:
         log.close()
 
     def start_worker_node(self, name: str) -> None:
-        """A raylet of eight CPUs and four cores."""
+        """A raylet with CPUs and cores."""
         self.start(
-            name, "--address", self.address, "--node-ip-address", name, "--num-cpus", "8",
-            "--resources", '{"neuron_cores": 4}',
+            name, "--address", self.address, "--node-ip-address", name, "--num-cpus", str(self.cpus),
+            "--resources", f'{{"neuron_cores": {self.cores}}}',
         )  # fmt: skip
         log = self.folder / f"{name}.log"
         eventually(lambda: "Ray runtime started" in log.read_text(), 90, lambda: log.read_text()[-2000:])
