@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": {"errors", "settings", "models"},
     "policies": {"errors", "types", "hashing"},
     "api": {"errors", "types"},
-    "engine": LEAVES | {"models", "devices.base"},
+    "engine": LEAVES | {"models", "devices.base", "devices.host"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
     "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel"},

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayneuron.devices.cpu_ops import draws, library
+from rayneuron.devices import host
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import TokenLogprobs
 
@@ -81,11 +81,8 @@ def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
 
 def prompt_logprobs(logits: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
     """The same for positions [T, V]: row i predicts tokens[i]. By the CPU's kernels where they are built."""
-    wanted, found = torch.tensor(tokens), library.present()
-    if found is not None and draws.fits(logits):
-        told = draws.describe(found, logits, wanted, count)
-    else:
-        told = describe(logits, wanted, count)
+    wanted = torch.tensor(tokens)
+    told = host.describe(logits, wanted, count) or describe(logits, wanted, count)
     rows = zip(tokens, *(t.tolist() for t in told), strict=True)
     return [TokenLogprobs(t, p, r, tuple(zip(i, v, strict=True))) for t, p, r, i, v in rows]
 

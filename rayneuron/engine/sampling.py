@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayneuron.devices.cpu_ops import draws, library
+from rayneuron.devices import host
 
 CANDIDATES = 256  # NxD Inference's global_topk; a nucleus that is larger is sampled on the host
 _BELOW_ONE = 1.0 - 2.0**-23
@@ -67,10 +67,9 @@ def sample(
 
 def on_host(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     """`sample` with the whole vocabulary as candidates -> ids [B]; by the CPU's kernels where they are built, whatever the device is."""
-    found = library.present()
-    if found is not None and draws.fits(logits):
-        return draws.draw(found, None, logits, temperature, top_k, top_p, min_p, uniform)
-    return sample(logits, temperature, top_k, top_p, min_p, uniform, candidates=logits.shape[-1])[0]
+    how = (temperature, top_k, top_p, min_p, uniform)
+    ids = host.draw(logits, *how)
+    return sample(logits, *how, candidates=logits.shape[-1])[0] if ids is None else ids
 
 
 def _keep(top: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ def draw(
 
 
 def describe(found: ctypes.CDLL, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[B,V] float32, tokens [B] -> log-probability [B] float64 and rank [B] of each, ids and log-probabilities [B,count] of the likeliest."""
+    """As `engine.logits.describe`: [B,V] float32, tokens [B] -> two of [B], two of [B,count]; of equals the lowest id comes first."""
     rows, n = logits.shape
     count = min(count, n)
     tokens = tokens.to(torch.int32).contiguous()
