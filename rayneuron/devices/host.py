@@ -1,6 +1,6 @@
 """What the engine does with single rows of logits on the host, by the CPU's kernels where they are built, whatever the device is.
 
-B rows, V vocabulary. None means: there are no kernels, or they do not read such logits; `engine.sampling` and `engine.logits` say it in torch.
+B rows, V vocabulary. None: there are no kernels, or they do not read such logits; `engine.sampling` and `engine.logits` do it in torch.
 """
 
 from __future__ import annotations

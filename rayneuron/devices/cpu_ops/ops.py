@@ -20,9 +20,11 @@ from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, Arena, MatrixFie
 from rayneuron.devices.cpu_ops.stack import Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
+from rayneuron.models.quantization import Quantization, quantise, scale_of
 
 KIND = {torch.float32: F32, torch.bfloat16: BF16}
 NORMS = {"rms": 0, "layer": 1}
+INT8 = Quantization(torch.int8, "per_channel")
 
 
 def kernels(threads: int, dtype: torch.dtype, base: plain.Ops) -> Kernels | None:
@@ -48,10 +50,17 @@ class Kernels:
         self._end.atexit = False  # an engine thread may still be inside a step then
 
     def pack(self, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        """The weights of one rank, packed layer by layer."""
-        arena = self._arena
+        """The weights of one rank, packed layer by layer.
+
+        The head of an int8 model becomes int8 too: half of what such a step reads would be the head.
+        """
+        arena, top = self._arena, weights["top"]
+        small = self.int8 and dtype == torch.bfloat16 and any(t.dtype == torch.int8 for w in weights["layers"] for t in w.values())
+        if small and "head.w" in top and top["head.w"].dtype != torch.int8:
+            scale = scale_of(top["head.w"], INT8)
+            top = {**top, "head.w": quantise(top["head.w"], scale, INT8), "head.scale": scale}
         layers = [pack(w, arena, dtype, self.int8) for w in weights["layers"]]
-        return {**weights, "top": pack(weights["top"], arena, dtype, self.int8), "layers": layers}
+        return {**weights, "top": pack(top, arena, dtype, self.int8), "layers": layers}
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """KV: in huge pages, since every head of every row is a place of its own and a page walk costs as much as a tile of work."""
