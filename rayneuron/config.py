@@ -81,6 +81,7 @@ class Serving(_Section):
     autoscaling: dict[str, Any] | None = Field(None, description="Ray Serve's autoscaling_config, instead of num_replicas.")
     num_cpus: float | None = Field(None, gt=0, description="CPUs a replica reserves in Ray; default 1.")
     drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams.")
+    wait_for_nodes: bool = Field(False, description="Wait for nodes an autoscaler adds; else a group the cluster cannot hold is refused.")
     stall_timeout_s: float = Field(120.0, gt=0, description="No step finished for so long while work is pending: the replica is unhealthy.")
     stream_events_per_s: float | None = Field(
         None, gt=0, description="Most stream events a replica writes; beyond, tokens travel together. Default: 250, behind HAProxy 500."

@@ -97,7 +97,8 @@ def check_room(layout: Layout) -> None:
     )
     raise ConfigError(
         f"the group wants {len(layout.bundles)} bundles of {{{bundle}}}, each on a node of its own; the cluster has {there}. "
-        "Add nodes, declare neuron_cores where they start, or lower tensor_parallel, serving.num_cpus or nodes"
+        "Add nodes, declare neuron_cores where they start, or lower tensor_parallel, serving.num_cpus or nodes; "
+        "where an autoscaler adds nodes, write serving.wait_for_nodes: true"
     )
 
 

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from rayneuron import config as deployment
 from rayneuron import devices, loading
 from rayneuron.config import Deployment
-from rayneuron.errors import NotReady, RayNeuronError
+from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.parallel.layout import Layout
 from rayneuron.parallel.seating import group_layout
 from rayneuron.serve.actors import Actors, check_room, worker_options
@@ -140,7 +140,12 @@ def placement_of(config: Deployment) -> dict[str, Any]:
         return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
     layout = layout_of(config)
     if ray.is_initialized():
-        check_room(layout)
+        try:
+            check_room(layout)
+        except ConfigError as short:
+            if not config.serving.wait_for_nodes:
+                raise
+            log.warning("%s: waiting for nodes: %s", config.model.served_name, short.message)
     return {
         "ray_actor_options": worker_options(layout, layout.workers[0]),
         "placement_group_bundles": [dict(bundle) for bundle in layout.bundles],
