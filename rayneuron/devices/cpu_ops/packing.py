@@ -72,7 +72,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _huge(count_bytes: int) -> Tensor:
-    memory = mmap.mmap(-1, count_bytes + _HUGE_BYTES)
+    # Private: shared anonymous memory, Python's default, is never in huge pages where the kernel's shmem_enabled is "never", as usual.
+    memory = mmap.mmap(-1, count_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skip = -whole.data_ptr() % _HUGE_BYTES
