@@ -1,0 +1,33 @@
+"""Weights and KV of the CPU device lie in huge pages where the kernel gives them to whoever asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayneuron.devices.cpu_ops import packing
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_bytes(address: int) -> int:
+    """AnonHugePages of the mapping that holds `address` (man 5 proc, smaps)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, stop = (int(x, 16) for x in head.split("-"))
+            inside = start <= address < stop
+        elif inside and head == "AnonHugePages:":
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(not SETTING.is_file() or "[never]" in SETTING.read_text(), reason="this kernel gives no huge pages")
+def test_weights_and_kv_are_in_huge_pages() -> None:
+    size = 8 << 20
+    for held in (packing.Arena().take(size), packing.zeros((size // 2,), torch.bfloat16)):
+        held.fill_(1)
+        assert huge_bytes(held.data_ptr()) >= size
