@@ -7,6 +7,7 @@ stay booked.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +19,13 @@ from rayneuron.parallel.layout import CORES
 from rayneuron.serve.actors import free_resources
 
 PREFIXES = ("SERVE_REPLICA::", "SERVE_GANG::")
+_ANSWER_S = 5.0
 _AGAIN_S = 2.0  # a replica's group is made a moment before the replica
 
 
 def report(address: str, *, clean: bool = False) -> Iterator[str]:
     """Lines for people; `clean` removes the placement groups that are leaked. Raises ConnectionError where no cluster answers."""
+    _answers(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield from _nodes()
@@ -39,6 +42,16 @@ def report(address: str, *, clean: bool = False) -> Iterator[str]:
                 yield f"  removed {group['name']}"
     finally:
         ray.shutdown()
+
+
+def _answers(address: str) -> None:
+    """Raise ConnectionError at once where nobody listens: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        except OSError as problem:
+            raise ConnectionError(str(problem)) from None
 
 
 def groups() -> list[dict[str, Any]]:
