@@ -1,7 +1,7 @@
 """Any device as one that takes the next step while one runs: its steps run in order on a thread of their own.
 
-B rows. For a CPU this costs more than it gains, since the host's work wants the same cores (figures in README.md beside this file); it is off
-unless `compile.async_mode` asks for it.
+B rows. For a CPU this costs more than it gains, since the host wants the same cores (figures in README.md here); it is off unless
+`compile.async_mode` asks for it.
 """
 
 from __future__ import annotations
