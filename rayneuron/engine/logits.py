@@ -18,6 +18,7 @@ from rayneuron.types import TokenLogprobs
 
 Row = NDArray[np.float32]
 BANNED = float("-inf")
+FLOAT = np.finfo(np.float32)
 
 
 def edit(logits: Tensor, sequence: Sequence) -> Tensor:
@@ -30,14 +31,21 @@ def edit(logits: Tensor, sequence: Sequence) -> Tensor:
     row: Row = logits.numpy().copy()
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(sequence.ids, np.int64))
-        value, penalty = row[seen], np.float32(params.repetition_penalty)
-        row[seen] = np.where(value > 0, value / penalty, value * penalty)
+        row[seen] = _repeated(row[seen], params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = np.unique(np.asarray(sequence.ids[sequence.prompt_len :], np.int64), return_counts=True)
         row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
     if params.logit_bias:
         row[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
     return torch.from_numpy(_ban(row, sequence))
+
+
+def _repeated(value: Row, penalty: float) -> Row:
+    """Logits of tokens seen before. Finite whatever the penalty: an infinite one would make probabilities that are no numbers."""
+    factor = np.clip(penalty, FLOAT.tiny, FLOAT.max).astype(np.float32)
+    with np.errstate(over="ignore"):
+        changed = np.where(value > 0, value / factor, value * factor)
+    return np.clip(changed, FLOAT.min, FLOAT.max)
 
 
 def _ban(row: Row, sequence: Sequence) -> Row:

@@ -28,6 +28,14 @@ def test_repetition_penalty_is_transformers():
     assert torch.equal(edit(ROW, make(ids, 2, repetition_penalty=1.7)), expected)
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e39, 1.7e308])
+def test_no_penalty_makes_what_is_no_number(penalty):
+    row = torch.tensor([3.0, -2.0, 0.0, 1e30, -1e30])
+    edited = edit(row, make([0, 1, 2, 3, 4], 5, repetition_penalty=penalty))
+    assert torch.isfinite(edited).all() and (edited[2] == 0.0) and (edited.softmax(-1).sum() == 1.0)
+    assert (edited[0] > 3.0) == (penalty < 1.0) and (edited[1] > -2.0) == (penalty < 1.0)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_repeat_ngram_is_transformers(size):
     ids = [1, 2, 3, 1, 2, 4, 1, 2]
