@@ -1,5 +1,5 @@
 // Register tiles of M rows x N panels, chosen so that accumulators, weights and one spread input fit the registers.
-#include "matmul.h"
+#include "amx.h"
 
 #include <algorithm>
 
@@ -50,7 +50,7 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
             const char* at = w + n * panel + (size_t)s * 64;
-            _mm_prefetch(at + ahead, _MM_HINT_T1);
+            if constexpr (M > 2) _mm_prefetch(at + ahead, _MM_HINT_T1);  // for one or two rows the processor's own is faster
             ww[n] = dload(at);
         }
 #pragma GCC unroll 16
@@ -150,7 +150,7 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
 // Panels of one piece of work: so many pieces that no thread waits long for the last, so few that claiming them costs nothing. Even, for
 // gated pairs.
 int piece_panels(const Matrix& w, int rows, int threads) {
-    if (rows > MOST_ROWS) return 2;
+    if (rows > MOST_ROWS) return tiled(w.kind) ? 4 : 2;
     const int by_bytes = (int)((160 << 10) / w.panel_bytes()), by_share = w.panels / (threads * 6);
     return std::max(2, std::min({by_bytes, by_share, MOST_WIDE}) / 2 * 2);
 }
@@ -194,8 +194,9 @@ int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + pie
 
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
-    const int blocks = blocks_of(rows);
-    const int group = blocks == 1 ? MOST_WIDE : 2;  // panels all rows meet before the next ones
+    const bool tiles = tiled(w.kind);
+    const int blocks = tiles ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
+    const int group = blocks == 1 ? MOST_WIDE : tiles ? 4 : 2;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
         const int from = piece * wide, to = std::min(w.panels, from + wide);
@@ -205,8 +206,9 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
-                strip_of((Kind)w.kind, count)(w.data + p * w.panel_bytes(), w.panel_bytes(), panels, x.rows + m * x.stride, x.stride, w.steps, acc,
-                                              panels * LANES, false, ahead);
+                const char *at = w.data + p * w.panel_bytes(), *from_row = x.rows + m * x.stride;
+                if (tiles) tile_strip((Kind)w.kind, count, at, w.panel_bytes(), panels, from_row, x.stride, w.steps, acc, panels * LANES, ahead);
+                else strip_of((Kind)w.kind, count)(at, w.panel_bytes(), panels, from_row, x.stride, w.steps, acc, panels * LANES, false, ahead);
                 for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, panels, acc + i * panels * LANES, piece * rows + m + i);
                 m += count;
             }

@@ -63,7 +63,7 @@ class Kernels:
         return {**weights, "top": pack(top, arena, dtype, self.int8), "layers": layers}
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """KV: in huge pages, since every head of every row is a place of its own and a page walk costs as much as a tile of work."""
+        """KV, in small pages (`packing.zeros`)."""
         return zeros(shape, dtype)
 
     def linear(self, w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
