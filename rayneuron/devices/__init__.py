@@ -117,7 +117,7 @@ def precompile(device: Device, program: Program, shapes: Sequence[Shape], tell: 
     tell(f"the CPU runs its {len(shapes)} shapes ({counts}) with one library of C++ kernels, built once for this processor")
     progress(0, 1, shapes[0])
     try:
-        entry = library.built("native").parent
+        entry = library.built(library.best()).parent
     except (OSError, subprocess.SubprocessError) as problem:
         raise CompileError(
             f"the C++ kernels cannot be built here ({problem}); install gcc, or run without: torch's own ops are used"

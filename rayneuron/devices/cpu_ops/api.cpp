@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "sample.h"
 #include "stack.h"
 
@@ -31,7 +32,7 @@ Input encoded(Pool& pool, const Matrix& w, const void* x, Kind kind, int rows, s
 
 extern "C" {
 
-// 1: AVX-512, 2: bf16 products, 4: int8 products.
+// 1: AVX-512, 2: bf16 products, 4: int8 products, 8: both on AMX tiles.
 int rn_features() {
     int found = 0;
 #ifdef RN_AVX512
@@ -43,8 +44,13 @@ int rn_features() {
 #ifdef __AVX512VNNI__
     found |= 4;
 #endif
+#ifdef RN_TILES
+    found |= 4 | 8;
+#endif
     return found;
 }
+
+int rn_tiles_work() { return tiles_work(); }
 
 Pool* rn_pool_open(int threads) { return new Pool(threads); }
 void rn_pool_close(Pool* pool) { delete pool; }

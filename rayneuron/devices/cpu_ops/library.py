@@ -12,17 +12,20 @@ from pathlib import Path
 
 from rayneuron import settings
 from rayneuron.devices import cache
+from rayneuron.devices.cpu_ops import isa
+from rayneuron.devices.cpu_ops.isa import processor_flags
 from rayneuron.errors import RayNeuronError
 
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O2", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-w")  # contraction off: the same source rounds the same everywhere
 NEEDED = frozenset({"avx2", "fma", "f16c"})
-AVX512, BF16, INT8 = 1, 2, 4  # bits of rn_features
+AVX512, BF16, INT8, TILES = 1, 2, 4, 8  # bits of rn_features
 _LONGEST_S = 300.0
 _P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_features": (_I, []),
+    "rn_tiles_work": (_I, []),
     "rn_pool_open": (_P, [_I]),
     "rn_pool_close": (None, [_P]),
     "rn_linear": (None, [_P, _P, _P, _I, _I, _P, _I]),
@@ -38,17 +41,21 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 
 @lru_cache
-def library(march: str = "native", extra: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """The kernels, None where they cannot be had (said once in the log). `march`: the instruction set, as the compiler names it."""
+def library(name: str | None = None, extra: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The kernels, None where they cannot be had (said once in the log). `name`: an instruction set of `isa`, None: the best here."""
     missing = NEEDED - processor_flags()
     if missing:
         log.info("this processor lacks %s: torch's own CPU ops are used", ", ".join(sorted(missing)))
         return None
     try:
-        return declared(ctypes.CDLL(str(built(march, extra))))
+        found = declared(ctypes.CDLL(str(built(name or best(), extra))))
     except (OSError, subprocess.SubprocessError, RayNeuronError) as problem:
         log.warning("the CPU kernels could not be built (%s): torch's own CPU ops are used, at a third of the speed", problem)
         return None
+    if not found.rn_tiles_work():
+        log.warning("the AMX tiles of this processor give wrong products (please report it): the kernels do without them")
+        return library(isa.NATIVE, extra)
+    return found
 
 
 @lru_cache
@@ -57,10 +64,24 @@ def present() -> ctypes.CDLL | None:
     if NEEDED - processor_flags():
         return None
     try:
-        entry = _cache().get(_key("native"))
+        entry = _cache().get(_key(best()))
     except OSError:
         return None
     return library() if entry is not None else None
+
+
+@lru_cache
+def best() -> str:
+    """The instruction set for this processor, operating system and compiler; said in the log where tiles are part of the question."""
+    if not isa.has_tiles():
+        return isa.NATIVE
+    try:
+        _run([_compiler(), *isa.flags(isa.AMX), "-fsyntax-only", "-x", "c++", "/dev/null"])
+    except (OSError, subprocess.SubprocessError) as problem:
+        log.info("this processor has AMX, but the compiler does not know it (%s): the kernels do without", problem)
+        return isa.NATIVE
+    log.info("bf16 and int8 products use AMX: compiled and emulated by the tests, never run on hardware by the authors")
+    return isa.AMX
 
 
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
@@ -71,22 +92,22 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def built(march: str, extra: tuple[str, ...] = ()) -> Path:
+def built(name: str, extra: tuple[str, ...] = ()) -> Path:
     """The library's file, compiled at most once a machine kind. Raises OSError where there is no compiler or it fails."""
 
     def build(target: Path) -> None:
-        _run([_compiler(), *FLAGS, *extra, f"-march={march}", "-shared", "-o", str(target / "kernels.so"), *map(str, _sources())])
+        _run([_compiler(), *FLAGS, *extra, *isa.flags(name), "-shared", "-o", str(target / "kernels.so"), *map(str, _sources())])
 
-    return _cache().get_or_build(_key(march, extra), build) / "kernels.so"
+    return _cache().get_or_build(_key(name, extra), build) / "kernels.so"
 
 
-def _key(march: str, extra: tuple[str, ...] = ()) -> cache.Key:
+def _key(name: str, extra: tuple[str, ...] = ()) -> cache.Key:
     return cache.key(
         "cpu-kernels",
         source=cache.source_version(*_sources(), *Path(__file__).parent.glob("*.h")),
         compiler=_run([_compiler(), "--version"]).splitlines()[0],
-        flags=[*FLAGS, *extra, march],
-        processor=sorted(processor_flags()) if march == "native" else march,
+        flags=[*FLAGS, *extra, name, *isa.flags(name)],
+        processor=sorted(processor_flags()) if isa.is_native(name) else name,
         libc=list(platform.libc_ver()),
     )
 
@@ -104,15 +125,6 @@ def _compiler() -> str:
     if found is None:
         raise FileNotFoundError("there is no C++ compiler; install g++")
     return found
-
-
-def processor_flags() -> frozenset[str]:
-    """What the processor can do, in the kernel's words; empty where that is not told (or the processor is no x86)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
 
 
 def _run(command: list[str]) -> str:
