@@ -45,7 +45,8 @@ def _repeated(value: Row, penalty: float) -> Row:
     factor = np.clip(penalty, FLOAT.tiny, FLOAT.max).astype(np.float32)
     with np.errstate(over="ignore"):
         changed = np.where(value > 0, value / factor, value * factor)
-    return np.clip(changed, FLOAT.min, FLOAT.max)
+    finite: Row = np.clip(changed, FLOAT.min, FLOAT.max)
+    return finite
 
 
 def _ban(row: Row, sequence: Sequence) -> Row:
