@@ -22,6 +22,9 @@ struct Matrix {
     size_t row_bytes() const { return (size_t)steps * 4; }
 };
 
+// Bytes from one row of an input to the next: rows a power of two apart would all want the same few places of the first cache.
+constexpr size_t apart(size_t row_bytes) { return row_bytes % 512 ? row_bytes : row_bytes + 64; }
+
 // The rows a product reads: `kind` of the matrix, padded with zeros to whole steps.
 struct Input {
     const char* rows;

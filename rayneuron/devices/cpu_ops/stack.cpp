@@ -83,17 +83,18 @@ class Stack {
 
     // Rows of floats -> what `w` reads, normed on the way where asked.
     Input encode(const float* from, int rows, int n, const Matrix& w, const Norm* norm, Room& room) {
-        float* scale = room.floats((size_t)rows * (w.steps + 1) + LANES);
+        const size_t stride = apart(w.row_bytes());
+        float* scale = room.floats((size_t)rows * (stride / 4 + 1) + LANES);
         char* to = (char*)(scale + (rows + LANES - 1) / LANES * LANES);
         each(rows, [&](int i) {
             const float* row = from + (size_t)i * n;
-            if (!norm) return encode_row(row, n, (Kind)w.kind, w.steps, to + i * w.row_bytes(), scale + i);
+            if (!norm) return encode_row(row, n, (Kind)w.kind, w.steps, to + i * stride, scale + i);
             thread_local std::vector<float> normed;
             normed.resize(n);
             norm_row(row, norm->w, norm->b, n, (NormKind)m_.norm, m_.eps, normed.data());
-            encode_row(normed.data(), n, (Kind)w.kind, w.steps, to + i * w.row_bytes(), scale + i);
+            encode_row(normed.data(), n, (Kind)w.kind, w.steps, to + i * stride, scale + i);
         });
-        return {to, w.row_bytes(), scale};
+        return {to, stride, scale};
     }
 
     void norm_rows(const Norm& norm) {
@@ -142,11 +143,12 @@ class Stack {
         const int width = m_.heads * m_.head_dim;
         const bool direct = w.o.kind == BF16 && w.o.steps * 2 == width;  // attention can write what the product reads
         const Kind kind = direct ? BF16 : F32;
-        float* mixed = mixed_.floats((size_t)tokens_ * width);
-        attend(pool_, {qkv, (size_t)qkv_width(), w.kv, m_.slopes, position_.data(), (char*)mixed, (size_t)width * (direct ? 2 : 4), (Kind)m_.kind, kind,
+        const size_t stride = direct ? apart((size_t)width * 2) : (size_t)width * 4;
+        float* mixed = mixed_.floats(tokens_ * stride / 4);
+        attend(pool_, {qkv, (size_t)qkv_width(), w.kv, m_.slopes, position_.data(), (char*)mixed, stride, (Kind)m_.kind, kind,
                        m_.kv_rows, m_.kv_heads, m_.kv_length, m_.head_dim, m_.heads, w.window, m_.scale},
                spans_.data(), (int)spans_.size());
-        const Input out = direct ? Input{(const char*)mixed, (size_t)width * 2, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
+        const Input out = direct ? Input{(const char*)mixed, stride, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
         matmul(pool_, w.o, out, tokens_, onto(c));
         if (m_.post_norm && !c.summand) norm_rows(w.ln1);
     }
@@ -161,9 +163,10 @@ class Stack {
         if (w.expert_up) return mixture(w, c);
         const int width = m_.inner;
         const bool direct = w.down.kind == BF16 && w.down.steps * 2 == width;
-        float* inner = inner_.floats((size_t)tokens_ * width);
-        matmul(pool_, w.up, fed_, tokens_, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, (size_t)width * (direct ? 2 : 4), nullptr, nullptr});
-        const Input in = direct ? Input{(const char*)inner, (size_t)width * 2, nullptr} : encode(inner, tokens_, width, w.down, nullptr, h_);
+        const size_t stride = direct ? apart((size_t)width * 2) : (size_t)width * 4;
+        float* inner = inner_.floats(tokens_ * stride / 4);
+        matmul(pool_, w.up, fed_, tokens_, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, stride, nullptr, nullptr});
+        const Input in = direct ? Input{(const char*)inner, stride, nullptr} : encode(inner, tokens_, width, w.down, nullptr, h_);
         matmul(pool_, w.down, in, tokens_, onto(c, true));
         if (m_.post_norm && !c.summand) norm_rows(w.ln2);
     }
