@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.serve.scripted import Site, site
+from tests.serve.scripted import Site, eventually, site
 from tests.serve.wire import Wire
 
 openai = pytest.importorskip("openai")
@@ -79,19 +80,26 @@ def test_errors_are_its_own_classes(client: Any, change: dict[str, Any], kind: s
 
 def test_it_retries_a_full_queue_and_gets_through(tiny: Path) -> None:
     """The default client: 429 with Retry-After is tried again, and works once there is room."""
-    import threading
-
     with site(tiny, {"limits": {"max_waiting": 0, "retry_after_s": 0.5}}, rows=1) as running:
         running.runner.hold()
         holder = Wire(running)
         holder.post("/v1/completions", {"model": "scripted", "prompt": "go", "max_tokens": 5})
-        from tests.serve.scripted import eventually
-
         eventually(lambda: running.server.engine.snapshot().running == 1, 5, running.idle)
-        threading.Timer(0.3, running.runner.free).start()
-        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="-") as client:
+        answers: list[int] = []
+
+        def make_room(response: httpx.Response) -> None:
+            """Frees the row on the first refusal, so that the client is always refused once, however slow the machine."""
+            answers.append(response.status_code)
+            if response.status_code == 429:
+                running.runner.free()
+
+        with (
+            httpx.Client(event_hooks={"response": [make_room]}) as transport,
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="-", http_client=transport) as client,
+        ):
             assert client.completions.create(model="scripted", prompt="say:ok", max_tokens=9).choices[0].text == "ok"
-        assert running.server.telemetry.series[_rejections()].values[("capacity",)] >= 1
+        assert answers[0] == 429 and answers[-1] == 200 and set(answers) == {429, 200}
+        assert running.server.telemetry.series[_rejections()].values[("capacity",)] == answers.count(429)
         holder.close()
 
 
