@@ -20,9 +20,12 @@ class EngineLimits:
 
 
 def admit(limits: EngineLimits, load: Snapshot, inbox: int, inbox_tokens: int) -> None:
-    """Raise Busy when one more request would wait beyond the limits. Free slots do not count as waiting."""
+    """Raise Busy when one more request would wait beyond the limits. Free slots do not count as waiting.
+
+    Slots in use are counted by who runs: a sequence between the queue and its slot has a slot reserved and is in the queue still.
+    """
     waiting = load.waiting + inbox
-    if waiting >= limits.max_waiting + load.slots_free:
+    if waiting + load.running >= limits.max_waiting + load.slots_total:
         raise Busy(f"{waiting} requests are waiting; the limit is {limits.max_waiting}", retry_after_s=limits.retry_after_s)
     tokens = load.waiting_tokens + inbox_tokens
     if limits.max_waiting_tokens is not None and tokens >= limits.max_waiting_tokens:

@@ -97,12 +97,15 @@ class EngineLoop:
 
     def _take(self) -> None:
         while self._inbox:
-            request = self._inbox[0]
-            try:
-                self.engine.add(request)
-            except RayNeuronError as error:
-                self._deliver([_refused(request, i, str(error)) for i in range(request.params.n)])
-            self._inbox.popleft()
+            request, wrong = self._inbox[0], ""
+            with self._admission:  # in between it would count twice, and somebody be refused for whom there is room
+                try:
+                    self.engine.add(request)
+                except RayNeuronError as error:
+                    wrong = str(error)
+                self._inbox.popleft()
+            if wrong:
+                self._deliver([_refused(request, i, wrong) for i in range(request.params.n)])
         while self._aborts:
             self.engine.abort(*self._aborts.popleft())
 

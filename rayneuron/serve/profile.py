@@ -11,9 +11,13 @@ from rayneuron.errors import ConfigError
 from rayneuron.parallel import instances
 from rayneuron.parallel.layout import CORES
 
+# A proxy is given up and started anew where it is not ready in time: 5 s else, too little where models are loading beside it.
+PATIENT: dict[str, str] = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+
 # Serve's own proxy ends the answers of a replica that died (serve.ending). Where replicas answer HTTP themselves there is nobody to do it.
 # It hears of a replica lost with its node once it has waited in vain for the cause, and looks at that once a heartbeat: 1 + 1 s else.
 PLAIN: dict[str, str] = {
+    **PATIENT,
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
     "RAY_timeout_ms_task_wait_for_death_info": "300",
     "RAY_core_worker_internal_heartbeat_ms": "250",
@@ -21,6 +25,7 @@ PLAIN: dict[str, str] = {
 
 # Read when Ray Serve is imported, by controller, proxies and replicas alike: export before Ray starts, on every node.
 FAST: dict[str, str] = {
+    **PATIENT,
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut a long stream

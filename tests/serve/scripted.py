@@ -32,6 +32,7 @@ from rayneuron.text import Text
 from rayneuron.types import Request
 
 LETTERS = "etaoinshrdlcumwfg"
+PATIENCE_S = 60.0  # how long a test waits for what will come before it calls it lost; no promise, however busy the machine
 
 
 class ScriptedRunner:
@@ -141,7 +142,7 @@ class Site:
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="site", daemon=True)
         self._thread.start()
-        assert self._up.wait(60), "the site did not come up"
+        assert self._up.wait(PATIENCE_S), "the site did not come up"
         if self._failed is not None:
             raise self._failed
 
@@ -157,9 +158,13 @@ class Site:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
 
-    def await_(self, coroutine: Any, timeout_s: float = 60) -> Any:
+    def flush(self) -> None:
+        """Wait until what the server's event loop was in the middle of is done, all of it."""
+        self.call(lambda: None)
+
+    def await_(self, coroutine: Any, timeout_s: float = PATIENCE_S) -> Any:
         """Run a coroutine on the server's event loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
@@ -177,15 +182,15 @@ class Site:
             "kv_tokens": snapshot.kv_tokens_used,
         }
 
-    def settle(self, within_s: float = 2.0) -> None:
-        """Assert that everything returns to the baseline in time, and that the engine's ledger holds."""
-        eventually(lambda: not any(self.idle().values()), within_s, self.idle)
+    def settle(self) -> None:
+        """Assert that everything returns to the baseline, and that the engine's ledger holds."""
+        eventually(lambda: not any(self.idle().values()), PATIENCE_S, self.idle)
         self.server.opened.engine.check_ledger()
 
     def close(self) -> None:
         self._http.should_exit = True
         self._http.force_exit = True
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

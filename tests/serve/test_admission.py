@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.scripted import Site, eventually, site
+from rayneuron.types import Request
+from tests.serve.scripted import PATIENCE_S, Site, eventually, site
 from tests.serve.wire import Wire
 
 LONG = {"model": "scripted", "prompt": "go on", "max_tokens": 100, "ignore_eos": True}
@@ -24,8 +26,8 @@ def full(tiny: Path) -> Iterator[tuple[Site, list[Wire]]]:
         for count in (1, 2, 3):
             wires.append(Wire(running))
             wires[-1].post("/v1/completions", LONG)
-            eventually(lambda count=count: running.server.flights.sequences == count, 5, running.idle)  # type: ignore[misc]
-            eventually(lambda: running.server.engine.snapshot().running == 1, 5, running.idle)
+            eventually(lambda count=count: running.server.flights.sequences == count, PATIENCE_S, running.idle)  # type: ignore[misc]
+            eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         yield running, wires
         running.runner.free()
 
@@ -42,18 +44,22 @@ def full(tiny: Path) -> Iterator[tuple[Site, list[Wire]]]:
 )
 def test_a_full_queue(full: tuple[Site, list[Wire]], path: str, body: dict[str, object], stream: bool) -> None:
     running, wires = full
-    with httpx.Client(base_url=running.url, timeout=10) as http:
+    with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
         http.get("/version")  # the connection is up
-        times = []
+        refusals_s, cheapest_s = [], []
         for _ in range(10):
             start = time.perf_counter()
+            http.get("/version")
+            began = time.perf_counter()
             reply = http.post(path, json=body | {"stream": stream})
-            times.append(time.perf_counter() - start)
+            refusals_s.append(time.perf_counter() - began)
+            cheapest_s.append(began - start)
             assert reply.status_code == 429
             assert reply.headers["retry-after"] == "3"  # whole seconds, rounded up
             error = reply.json()["error"]
             assert error["type"] == "RateLimitError" and error["code"] == 429 and "limit is 2" in error["message"]
-        assert sorted(times)[5] < 0.05, times
+        # As quick as the cheapest answer there is, or nearly. The least of each: what a busy machine adds is not the server's.
+        assert min(refusals_s) < 5 * min(cheapest_s), (refusals_s, cheapest_s)
         text = http.get("/metrics").text
         assert 'vllm:admission_rejections_total{engine="0",model_name="scripted",reason="capacity"} 10.0' in text
     running.runner.free()
@@ -61,7 +67,7 @@ def test_a_full_queue(full: tuple[Site, list[Wire]], path: str, body: dict[str, 
         assert wire.read_until(b'"finish_reason":"length"').startswith(b"HTTP/1.1 200")
         wire.close()
     running.settle()
-    assert httpx.post(f"{running.url}{path}", json=body | {"stream": False, "max_tokens": 4}, timeout=10).status_code == 200
+    assert httpx.post(f"{running.url}{path}", json=body | {"stream": False, "max_tokens": 4}, timeout=PATIENCE_S).status_code == 200
 
 
 def test_prompt_tokens_in_the_queue_are_limited_too(tiny: Path) -> None:
@@ -69,11 +75,11 @@ def test_prompt_tokens_in_the_queue_are_limited_too(tiny: Path) -> None:
         running.runner.hold()
         first = Wire(running)
         first.post("/v1/completions", LONG)
-        eventually(lambda: running.server.engine.snapshot().running == 1, 5, running.idle)
+        eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         second = Wire(running)
         second.post("/v1/completions", LONG | {"prompt": [9] * 100})
-        eventually(lambda: running.server.flights.sequences == 2, 5, running.idle)
-        reply = httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=10)
+        eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S, running.idle)
+        reply = httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=PATIENCE_S)
         assert reply.status_code == 429 and "prompt tokens" in reply.json()["error"]["message"]
         for wire in (first, second):
             wire.drop()
@@ -84,19 +90,40 @@ def test_prompt_tokens_in_the_queue_are_limited_too(tiny: Path) -> None:
 def test_a_call_that_could_never_be_admitted_is_a_400(tiny: Path) -> None:
     """Trying again would not help, so it is not a 429."""
     with site(tiny, {"limits": {"max_waiting": 2}}, rows=1) as running:
-        reply = httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 9}, timeout=10)
+        reply = httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 9}, timeout=PATIENCE_S)
         assert reply.status_code == 400 and "9 prompts" in reply.json()["error"]["message"]
-        assert httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 3}, timeout=10).status_code == 200
+        assert httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 3}, timeout=PATIENCE_S).status_code == 200
+        running.settle()
+
+
+def test_a_request_that_is_taken_in_counts_once(tiny: Path) -> None:
+    """One slot, one place: while the engine's thread moves the first call from the inbox to the queue, the second one has its place."""
+    with site(tiny, {"limits": {"max_waiting": 1}}, rows=1) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        engine, answers = running.server.opened.engine, []
+        add = engine.add
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"{running.url}/v1/completions", json=LONG | {"max_tokens": 4}, timeout=PATIENCE_S)
+
+        def add_and_linger(request: Request) -> None:
+            add(request)
+            if not answers:
+                answers.append(pool.submit(ask))
+                concurrent.futures.wait(answers, 0.3)  # a refusal would come at once
+
+        engine.add = add_and_linger  # type: ignore[method-assign]
+        assert ask().status_code == 200
+        assert answers[0].result(PATIENCE_S).status_code == 200
         running.settle()
 
 
 def test_new_limits_without_a_restart(full: tuple[Site, list[Wire]]) -> None:
     running, wires = full
-    assert httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=10).status_code == 429
+    assert httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=PATIENCE_S).status_code == 429
     running.call(lambda: running.server.reconfigure({"limits": {"max_waiting": 9}}))
     more = Wire(running)
     more.post("/v1/completions", LONG)
-    eventually(lambda: running.server.flights.sequences == 4, 5, running.idle)
+    eventually(lambda: running.server.flights.sequences == 4, PATIENCE_S, running.idle)
     with pytest.raises(Exception, match="did you mean max_waiting"):
         running.call(lambda: running.server.reconfigure({"limits": {"max_wait": 1}}))
     for wire in (*wires, more):

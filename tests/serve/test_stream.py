@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from rayneuron.text import Text
-from tests.serve.scripted import Site, site, sse
+from tests.serve.scripted import PATIENCE_S, Site, site, sse
 
 TEXTS = ("hello the world", "naïve café — 你好 🙂🙃 end", "a\n\nb\tc", "the stone is on the note", "🙂")
 
 
 @pytest.fixture(scope="module")
 def client(scripted_site: Site) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=scripted_site.url, timeout=20) as http:
+    with httpx.Client(base_url=scripted_site.url, timeout=PATIENCE_S) as http:
         yield http
 
 
@@ -145,7 +145,7 @@ def test_the_first_token_does_not_wait_for_others(tiny: Path) -> None:
         running.runner.hold()
         running.runner.allow(1)
         body = {"model": "scripted", "prompt": "go", "max_tokens": 5, "stream": True}
-        with httpx.Client(base_url=running.url, timeout=10) as http, http.stream("POST", "/v1/completions", json=body) as reply:
+        with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http, http.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
             first = json.loads(next(line for line in lines if line).removeprefix("data: "))
             assert len(first["choices"][0]["text"]) >= 1
@@ -196,12 +196,13 @@ async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
     await asyncio.sleep(0)
     assert not resting.done()
     one.receive(TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
-    await asyncio.wait_for(resting, 5)
+    await asyncio.wait_for(resting, 25)  # the pause alone is 30
     assert [d.token_ids for d in await one.take()] == [[1, 2, 3]]
 
     other = flight()
-    await asyncio.wait_for(other.rest(2 * SHORTEST_PAUSE_S), 5)  # nothing comes: over with the pause
-    await asyncio.wait_for(other.rest(SHORTEST_PAUSE_S / 2), 0.001)  # too short for a timer: over at once
+    await asyncio.wait_for(other.rest(2 * SHORTEST_PAUSE_S), PATIENCE_S)  # nothing comes: over with the pause
+    with pytest.raises(StopIteration):
+        other.rest(SHORTEST_PAUSE_S / 2).send(None)  # too short for a timer: over without giving way once
 
 
 def test_few_streams_are_never_paced() -> None:

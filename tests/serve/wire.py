@@ -7,13 +7,13 @@ import socket
 import struct
 from typing import Any
 
-from tests.serve.scripted import Site
+from tests.serve.scripted import PATIENCE_S, Site
 
 
 class Wire:
     """One connection to a site."""
 
-    def __init__(self, site: Site, timeout_s: float = 20.0) -> None:
+    def __init__(self, site: Site, timeout_s: float = PATIENCE_S) -> None:
         self._socket = socket.create_connection(("127.0.0.1", site.port), timeout=timeout_s)
 
     def send(self, data: bytes) -> None:
