@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rayneuron import demo
 from rayneuron.errors import CheckpointError
@@ -15,6 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whoever reaches for a model hub 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin at every barrier stand still when tests share the cores; sleeping ones do not. Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# How long an example takes, to draw or to run, says something of the machine and nothing of the code.
+settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

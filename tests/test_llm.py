@@ -157,7 +157,7 @@ def test_stream_joins_to_the_same_text_and_closing_ends_the_work(llm):
     stream = llm.stream(words(30), {"temperature": 0, "max_tokens": 1000, "ignore_eos": True})
     next(stream)
     stream.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while llm.engine.has_work and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert not llm.engine.has_work

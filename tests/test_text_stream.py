@@ -16,7 +16,7 @@ from rayneuron.types import Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api import playing, spelling
 from tests.api.conftest import byte_fallback, byte_level, text, word_pieces
 
-RELAXED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def streamed(text: Text, ids: Sequence[int], prompt: Sequence[int] = (), skip: bool = True) -> list[str]:

@@ -394,7 +394,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["text", "chat"]), body=st.dictionaries(st.sampled_from([*NAMES, "prompt", "messages"]), JSON, max_size=4))
 def test_no_body_is_a_server_error(byte_level: Text, kind: str, body: dict[str, Any]) -> None:
     """Whatever JSON a field holds: a call whose every value is finite and legal, or a 4xx."""

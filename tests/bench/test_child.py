@@ -45,7 +45,7 @@ def state(pid: int) -> str:
         return ""
 
 
-def wait_for_state(pid: int, wanted: str, timeout_s: float = 10.0) -> str:
+def wait_for_state(pid: int, wanted: str, timeout_s: float = 60.0) -> str:
     deadline = time.monotonic() + timeout_s
     while state(pid) not in wanted and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -68,9 +68,11 @@ def child(script: Path) -> Iterator[Child]:
 
 def test_answers(child: Child) -> None:
     assert child.ask({})["load_s"] >= 0
+    began = time.perf_counter()
     steps = child.ask({"prompts": [[1], [2]], "new": 3})["steps"]
+    took_s = time.perf_counter() - began
     assert [counts for _, counts in steps] == [[1, 1], [2, 2], [3, 3]]
-    assert all(0 <= at < 5 for at, _ in steps), "times count from the request"
+    assert all(0 <= at <= took_s for at, _ in steps), "times count from the request"
 
 
 def test_an_error_is_reported_and_the_child_goes_on(child: Child) -> None:
@@ -98,7 +100,7 @@ def test_freeze_and_thaw(child: Child) -> None:
     child.freeze()
     assert wait_for_state(child.session, "T") == "T"
     assert child.ask({"prompts": [[1]], "new": 1})["steps"], "asking thaws"
-    assert state(child.session) in "SR"
+    assert state(child.session) in ("S", "R", "D")
 
 
 def test_a_frozen_child_can_be_closed(script: Path) -> None:
@@ -131,30 +133,40 @@ time.sleep(60)
     assert wait_for_state(pid, "Z") in ("", "Z")
 
 
+def mine() -> machine.Process:
+    """This process among all of them."""
+    return next(p for p in machine.processes() if p.pid == os.getpid())
+
+
 def test_cpu_seconds_are_the_kernels() -> None:
     gc.collect()  # children another test forgot are waited for now: their time would count as ours
-    before = next(p for p in machine.processes() if p.pid == os.getpid())
-    began = time.process_time()
-    while time.process_time() - began < 0.3:
+    outer = time.process_time()
+    threads_before, before = sum(machine.thread_cpu_s(os.getpid())), mine()
+    inner = time.process_time()
+    while time.process_time() - inner < 0.3:
         pass
-    after = next(p for p in machine.processes() if p.pid == os.getpid())
-    assert after.cpu_s - before.cpu_s == pytest.approx(0.3, abs=0.05)
+    after, threads_after = mine(), sum(machine.thread_cpu_s(os.getpid()))
+    most_s = time.process_time() - outer  # to look at every process of a machine takes time too
+    assert 0.3 - 0.05 <= after.cpu_s - before.cpu_s <= most_s + 0.05
     assert after.session == os.getsid(0)
-    assert sum(machine.thread_cpu_s(os.getpid())) == pytest.approx(time.process_time(), abs=0.1)
+    assert 0.3 - 0.05 <= threads_after - threads_before <= most_s + 0.05
 
 
 def test_watch_tells_ours_from_others() -> None:
     """A child in a session of its own counts as others until its session is named."""
-    burn = "import time\nprint(flush=True)\nwhile time.process_time() < 1.0: pass\nprint(flush=True)\ninput()"
+    burn = "import time\nprint(flush=True)\ninput()\nbegan = time.process_time()\n"
+    burn += "while time.process_time() - began < 1.0: pass\nprint(flush=True)\ninput()"
     process = subprocess.Popen(
         [sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None and process.stdin is not None
     process.stdout.readline()
-    began = time.perf_counter()
     alone, with_child = machine.Watch([]), machine.Watch([process.pid])
+    began = time.perf_counter()
+    process.stdin.write("\n")
+    process.stdin.flush()
     process.stdout.readline()
     took_s = time.perf_counter() - began
     difference = (alone.others() - with_child.others()) * took_s
     process.communicate("\n")
-    assert difference == pytest.approx(0.95, abs=0.2)
+    assert difference == pytest.approx(1.0, abs=0.2)

@@ -144,7 +144,7 @@ async def test_a_server_is_ready_when_a_token_came() -> None:
             return
 
     async with Fake(handler) as fake:
-        assert 0.2 <= await serving_peers.first_token(Server(fake.url)) < 10
+        assert 0.2 <= await serving_peers.first_token(Server(fake.url)) < 60
     assert asked == ["/v1/completions"] * 3
 
 

@@ -49,7 +49,7 @@ def test_hosts_wait_for_the_lease(s3, tmp_path: Path) -> None:
 
     def slow(folder: Path) -> None:
         building.set()
-        assert go.wait(30)
+        assert go.wait(60)
         write("slow")(folder)
 
     def run(name: str, build) -> None:
@@ -57,13 +57,13 @@ def test_hosts_wait_for_the_lease(s3, tmp_path: Path) -> None:
 
     first = threading.Thread(target=run, args=("a", slow))
     first.start()
-    assert building.wait(30)
+    assert building.wait(60)
     second = threading.Thread(target=run, args=("b", never))
     second.start()
-    assert waiting.wait(30)
+    assert waiting.wait(60)
     go.set()
-    first.join(30)
-    second.join(30)
+    first.join(60)
+    second.join(60)
     assert (out["b"] / "deep" / "graph.neff").read_text() == "slow"
 
 

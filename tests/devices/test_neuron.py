@@ -285,7 +285,7 @@ def test_who_waits_for_another_compiler_gives_signs_of_life(standin: Path, tiny:
     with device._cache.folder.lock(device.key(program, targets).digest):
         waiting = threading.Thread(target=lambda: found.append(device.artifact(program, targets, lambda *_: heard.set(), shapes[0])))
         waiting.start()
-        assert heard.wait(30) and not found
+        assert heard.wait(60) and not found
     waiting.join(60)
     assert found and found[0].is_dir()
 

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -273,10 +272,8 @@ REFUSED = [
 def test_refused_before_any_weight_is_read(folder: Path, config: dict[str, Any], options: dict[str, Any], message: str) -> None:
     raw = {k: v for k, v in {**hub.read_config(folder), **config}.items() if v is not None}
     (folder / "model.safetensors").unlink()  # so nothing can be read
-    started = time.perf_counter()
     with pytest.raises((CheckpointError, ConfigError), match=message):
         models.check(raw, **{"tp": 1, "max_model_len": 64, **options})
-    assert time.perf_counter() - started < 2.0
 
 
 def test_missing_keys_are_named_for_every_family() -> None:

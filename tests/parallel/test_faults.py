@@ -44,7 +44,7 @@ def free(tmp_path: Path) -> None:
     """Nobody holds a core. A process whose first thread has ended may keep its locks until the last of its threads has."""
     for node in (tmp_path / "cores").glob("*"):
         ledger = Ledger(node, instance("cores:8"))
-        wait_until(lambda ledger=ledger: ledger.free() == set(range(8)), 1.0)
+        wait_until(lambda ledger=ledger: ledger.free() == set(range(8)))
         assert ledger.holders() == []
 
 
@@ -130,7 +130,7 @@ def test_a_rank_killed_in_the_middle_of_a_prefill(victim: int, tiny: Path, tmp_p
 
     loop = EngineLoop(opened.engine, deliver, on_step=stepped)
     loop.submit(Request(id="0", prompt_ids=PROMPT, params=SamplingParams(temperature=0.0, max_tokens=4)))
-    assert ended.wait(30)
+    assert ended.wait(60)
     assert times[1] - times[0] < ERROR_S
     assert len(errors) == 1 and f"worker {victim}," in errors[0], errors
     loop.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -224,15 +223,14 @@ def test_the_command_takes_under_two_seconds_and_no_torch(path: Path, request: p
     if "demo:smollm2" in path.read_text():
         request.getfixturevalue("smollm2")
     code = (
-        f"import sys; from rayneuron.cli import main; code = main(['plan', {str(path)!r}])\n"
-        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
+        f"import sys, time; from rayneuron.cli import main; code = main(['plan', {str(path)!r}])\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); print(time.process_time()); sys.exit(code)"
     )
-    started_s = time.perf_counter()
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    seconds = time.perf_counter() - started_s
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert " replica 0: tensor_parallel " in ran.stdout
-    assert seconds < 2.0, "a tenth of it when nobody else computes"
+    *lines, took_s = ran.stdout.splitlines()
+    assert " replica 0: tensor_parallel " in "\n".join(lines)
+    assert float(took_s) < 2.0, "of its own CPU, not of a clock that others' work makes later; a tenth of it where this was written"
 
 
 def test_a_plain_machine_is_told_what_will_happen_there() -> None:
@@ -257,5 +255,5 @@ def test_the_compile_cache_reaches_the_workers() -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m rayneuron plan deployments/llama405b_trn1x4.yaml --set device=cpu | head -n 1"
-    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert ran.stdout.startswith("4 x trn1.32xlarge") and ran.stderr == ""

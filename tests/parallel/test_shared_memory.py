@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_in_time(segments: list[Segment]) -> None:
         assert process.stdout.readline() == "met\n"  # type: ignore[union-attr]
     os.kill(processes[2].pid, signal.SIGKILL)  # a zombie until it is waited for: it must count as gone all the same
     for process in processes[:2]:
-        took, _, error = process.communicate(timeout=60)[0].strip().partition(" ")
+        took, _, error = process.communicate(timeout=200)[0].strip().partition(" ")
         assert error == f"rank 2 (pid {processes[2].pid}) is gone"
         assert float(took) < 20  # it may have waited before the kill; the machine may be busy
     processes[2].wait()
@@ -125,7 +125,7 @@ def test_abort_breaks_every_wait(native: bool, segments: list[Segment]) -> None:
     waiting = threading.Thread(target=lambda: pytest.raises(WorkerLost, comm.reduce, torch.ones(3)))
     waiting.start()
     comm.abort()
-    waiting.join(20)
+    waiting.join(60)
     assert not waiting.is_alive()
     with pytest.raises(WorkerLost, match="another rank of the group has failed"):
         comm.gather(torch.ones(3))
@@ -133,9 +133,16 @@ def test_abort_breaks_every_wait(native: bool, segments: list[Segment]) -> None:
 
 def test_nothing_has_a_name(segments: list[Segment]) -> None:
     """Whatever kills the group, there is no file that could stay."""
-    before = set(os.listdir("/dev/shm"))
+
+    def named() -> set[str]:
+        """Files below /dev/shm that this process has open or mapped: others may make and remove theirs meanwhile."""
+        words = Path("/proc/self/maps").read_text().split()
+        words += [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return {word for word in words if word.startswith("/dev/shm/")}
+
+    before = named()
     segments.append(Segment.create(2))
-    assert set(os.listdir("/dev/shm")) == before
+    assert named() == before
     assert "memfd:rayneuron" in os.readlink(f"/proc/self/fd/{segments[0].address[1]}")
 
 

@@ -40,11 +40,11 @@ class Counted:
 def run(hosts: int, each: int, work: Callable[[TwoLevels], Any]) -> tuple[list[Any], list[Counted]]:
     """What `work` gives on every rank, in rank order, and the hosts' ways out."""
     near, between = [Segment.create(each) for _ in range(hosts)], Segment.create(hosts)
-    ways = [Counted(SharedMemory(between, host, hosts, timeout_s=20)) for host in range(hosts)]
+    ways = [Counted(SharedMemory(between, host, hosts, timeout_s=60)) for host in range(hosts)]
     results: list[Any] = [None] * (hosts * each)
 
     def rank(host: int, place: int) -> None:
-        inside: Any = SharedMemory(near[host], place, each, timeout_s=20) if each > 1 else Solo()
+        inside: Any = SharedMemory(near[host], place, each, timeout_s=60) if each > 1 else Solo()
         comm = TwoLevels(inside, ways[host] if place == 0 else None, host, hosts)  # type: ignore[arg-type]
         assert comm.rank == host * each + place and comm.ranks == hosts * each
         results[comm.rank] = work(comm)
@@ -53,7 +53,7 @@ def run(hosts: int, each: int, work: Callable[[TwoLevels], Any]) -> tuple[list[A
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     for segment in (*near, between):
         segment.close()
     return results, ways
@@ -97,11 +97,11 @@ def test_an_abort_reaches_the_ranks_of_the_host() -> None:
 
     def work(comm: TwoLevels) -> str:
         if comm.rank == 3:
-            began.wait(10)
+            began.wait(60)
             comm.abort()
             return "aborted"
         if comm.rank == 2:
-            began.wait(10)
+            began.wait(60)
             try:
                 comm.reduce(torch.ones(3))
             except WorkerLost as lost:
