@@ -18,16 +18,10 @@ import pytest
 
 from rayneuron.serve.profile import profile_env
 from tests.cluster.network import Network
-from tests.serve.scripted import eventually
+from tests.serve.scripted import eventually, free_port
 
 ROOT = str(Path(__file__).parents[2])
 WORDS = (["import sys", "from ray.scripts.scripts import main", "sys.argv[0] = 'ray'", "main()"], "; ")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @dataclass

@@ -17,7 +17,7 @@ import pytest
 
 from rayneuron import LLM, SamplingParams, demo
 from tests.cluster.conftest import Cluster, deploy, remove, started, status
-from tests.serve.scripted import eventually
+from tests.serve.scripted import eventually, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ARGS = {
@@ -55,7 +55,7 @@ def url(request: pytest.FixtureRequest, wide: Path, monkeypatch: pytest.MonkeyPa
     for name in ("STANDIN_CORES", "NEURON_COMPILE_CACHE_URL", "RAYNEURON_LEDGER"):
         monkeypatch.setenv(name, str(tmp_path / name))
     with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", free_port()))
         port = probe.getsockname()[1]
         (Path(folder) / "ray").mkdir()
         monkeypatch.setenv("RAY_TMPDIR", folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -233,6 +234,21 @@ def eventually(true: Callable[[], bool], within_s: float, say: Callable[[], obje
     while not true():
         assert time.monotonic() < until, f"not within {within_s} s: {say()}"
         time.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port nobody has, for somebody who will listen on it later.
+
+    From below the range out of which the kernel serves whoever asks for any port, Ray's processes among them, so that nobody takes it
+    in between.
+    """
+    for port in random.sample(range(20_000, 30_000), 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise OSError("of a hundred ports none was free")
 
 
 def sse(lines: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from rayneuron.errors import ConfigError
 from rayneuron.serve.profile import profile_env
-from tests.serve.scripted import PATIENCE_S, eventually, sse
+from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -75,13 +75,6 @@ def url(tiny: Path) -> Iterator[str]:
         finally:
             serve.shutdown()
             ray.shutdown()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +165,8 @@ def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         with client.stream("POST", "/v1/completions", json=MUCH | {"stream": True}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()
+            next(lines)  # whoever lets go of `lines` has left
             refused = list(pool.map(ask, range(12)))
         assert {reply.status_code for reply in refused} == {429}
         assert all(reply.json()["error"]["type"] == "RateLimitError" and reply.headers["retry-after"] == "1" for reply in refused)
