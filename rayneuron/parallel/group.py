@@ -18,7 +18,7 @@ from rayneuron.devices.base import StepOutput
 from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.scheduler import Plan
-from rayneuron.errors import Busy, CheckpointError, CompileError, ConfigError, RayNeuronError, WorkerLost
+from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.models.arch import Arch
 from rayneuron.parallel import arrays, messages, pipeline, seating, wire
 from rayneuron.parallel.children import Children, Processes
@@ -27,7 +27,7 @@ from rayneuron.parallel.layout import Layout
 from rayneuron.parallel.meeting import Meeting, Member
 from rayneuron.parallel.messages import Done, Failed, Placed, Progress, Ready
 from rayneuron.parallel.rank import Count, Rank
-from rayneuron.parallel.watch import Watch
+from rayneuron.parallel.watch import KINDS, Watch
 from rayneuron.parallel.worker import Invitation
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ Answer = TypeVar("Answer")
 
 FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
 _ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the latter after a loss
-_KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError)}
 
 
 class Group:
@@ -215,7 +214,7 @@ class Group:
         try:
             member.channel.send_frame(frame, self.config.group.step_s)
         except (wire.WireError, TimeoutError) as problem:
-            raise self._lose(f"{member.name} is gone ({problem})") from None
+            raise self._lose(f"{member.name} is gone ({problem})", member) from None
 
     def _locally(self, work: Callable[[], Answer]) -> Answer:
         """This process's own share. What breaks because another one died is reported as that one's death."""
@@ -224,8 +223,8 @@ class Group:
         except BaseException as error:
             if self.lost is None and isinstance(error, WorkerLost):
                 self._blame()
-            if self.lost is not None:
-                raise WorkerLost(self.lost) from error
+            if self._watch is not None and self._watch.lost is not None:
+                raise self._watch.why() from error
             if isinstance(error, WorkerLost):
                 raise self._lose(f"worker 0 waited in vain: {error}") from error
             if not isinstance(error, ConfigError | CheckpointError | Busy):
@@ -238,7 +237,7 @@ class Group:
             try:
                 answer = member.channel.receive_now()
             except wire.WireError as problem:
-                self._lose(f"{member.name} is gone ({problem})")
+                self._lose(f"{member.name} is gone ({problem})", member)
                 return
             if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
                 self._lose(f"{member.name} failed: {answer.kind}: {answer.error}")
@@ -255,7 +254,7 @@ class Group:
             except TimeoutError:
                 raise self._lose(f"{member.name} {late} within {timeout_s:g} s") from None
             except wire.WireError as problem:
-                raise self._lose(f"{member.name} is gone ({problem})") from None
+                raise self._lose(f"{member.name} is gone ({problem})", member) from None
             if isinstance(answer, kind):
                 return answer
             if isinstance(answer, Failed):
@@ -264,9 +263,9 @@ class Group:
                 raise self._lose(f"{member.name} answered {type(answer).__name__} where {kind.__name__} was due")
 
     def _failed(self, member: Member, answer: Failed) -> RayNeuronError:
-        if answer.kind in _KINDS:
+        if answer.kind in KINDS:
             self._lose(f"{member.name}: {answer.error}")
-            return _KINDS[answer.kind](f"{member.name}: {answer.error}")
+            return KINDS[answer.kind](f"{member.name}: {answer.error}")
         return self._lose(f"{member.name} failed: {answer.kind}: {answer.error}")
 
     def _checked(self, progress: Count) -> Count:
@@ -277,17 +276,16 @@ class Group:
         return report
 
     def _check(self) -> None:
-        if self.lost is not None:
-            raise WorkerLost(self.lost)
+        if self._watch is not None and self._watch.lost is not None:
+            raise self._watch.why()
         if self._closed:
             raise WorkerLost("the group is closed")
 
-    def _lose(self, reason: str) -> WorkerLost:
+    def _lose(self, reason: str, *gone: Member) -> RayNeuronError:
         """Note a loss, unless there was one before; the error to raise names the first."""
-        if self._watch is None:
-            return WorkerLost(reason)
-        self._watch.lose(reason)
-        return WorkerLost(self._watch.lost or reason)
+        if self._watch is not None:
+            self._watch.lose(reason, gone)
+        return self._watch.why() if self._watch is not None and self._watch.lost is not None else WorkerLost(reason)
 
     def _break(self, reason: str) -> None:
         """On the first loss, from whatever thread saw it: end everybody's waiting."""

@@ -7,11 +7,13 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
+from rayneuron.errors import Busy, CheckpointError, CompileError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.parallel import wire
 from rayneuron.parallel.meeting import Member
-from rayneuron.parallel.messages import Beat
+from rayneuron.parallel.messages import Beat, Failed
 
 BEATS = 5  # in the time after which a silent host is lost
+KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError)}  # said by a worker, raised as they are
 
 
 class Watch:
@@ -23,6 +25,8 @@ class Watch:
 
     def __init__(self, members: Sequence[Member], on_loss: Callable[[str], None], silence_s: float) -> None:
         self.lost: str | None = None
+        self._gone: Sequence[Member] = ()
+        self._words: tuple[type[RayNeuronError], str] | None = None
         self._on_loss = on_loss
         self._once = threading.Lock()
         self._stopping = False
@@ -35,13 +39,29 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="rayneuron-group", daemon=True)
         self._thread.start()
 
-    def lose(self, reason: str) -> None:
-        """Note a loss seen elsewhere; only the first counts."""
+    def lose(self, reason: str, gone: Sequence[Member] = ()) -> None:
+        """Note a loss, and whose connection it was seen by; only the first counts."""
         with self._once:
             if self.lost is not None or self._stopping:
                 return
-            self.lost = reason
+            self._gone, self.lost = gone, reason
         self._on_loss(reason)
+
+    def why(self) -> RayNeuronError:
+        """What to raise after a loss: the last words of who was lost, else how it was noticed. For the thread that reads the channels.
+
+        A worker that fails says what with and ends, and its end may be seen before its words are read.
+        """
+        for member in self._gone if self._words is None else ():
+            try:
+                while (said := member.channel.receive_now()) is not None:
+                    if isinstance(said, Failed) and said.kind != WorkerLost.__name__:
+                        text = said.error if said.kind in KINDS else f"failed: {said.kind}: {said.error}"
+                        self._words = KINDS.get(said.kind, WorkerLost), f"{member.name}: {text}"
+            except wire.WireError:
+                continue
+        kind, text = self._words or (WorkerLost, self.lost or "")
+        return kind(text)
 
     def stop(self) -> None:
         """From now on hang-ups are wanted."""
@@ -66,4 +86,4 @@ class Watch:
                 channel.beat(beat)
         gone = [self._members[fd] for fd, _ in stirred if fd in self._members]
         if gone:
-            self.lose("; ".join(f"{member.name} is gone: {wire.broke(member.channel.socket)}" for member in gone))
+            self.lose("; ".join(f"{member.name} is gone: {wire.broke(member.channel.socket)}" for member in gone), gone)

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from rayneuron.errors import Busy, RayNeuronError, WorkerLost
 from rayneuron.parallel import wire
 from rayneuron.parallel.layout import Worker
 from rayneuron.parallel.meeting import Member
-from rayneuron.parallel.messages import VERSION, Beat, FromWorker, Hello, ToWorker
+from rayneuron.parallel.messages import VERSION, Beat, Failed, FromWorker, Hello, Progress, ToWorker
 from rayneuron.parallel.watch import Watch
 
 SO_ATTACH_FILTER = 26
@@ -89,6 +90,40 @@ def test_a_silent_host_is_lost_within_its_time(ends: tuple[wire.Channel[FromWork
     watched.watch.stop()
 
 
+@pytest.mark.parametrize("far", [True, False])
+@pytest.mark.parametrize(
+    ("said", "kind", "text"),
+    [
+        (Failed("Busy", "no core is free"), Busy, "no core is free"),
+        (Failed("ValueError", "odd"), WorkerLost, "failed: ValueError: odd"),
+        (Failed("WorkerLost", "rank 3 is gone"), WorkerLost, "is gone: its connection was closed"),
+        (None, WorkerLost, "is gone: its connection was closed"),
+    ],
+)
+def test_who_fails_has_the_last_word(said: Failed | None, kind: type[RayNeuronError], text: str, far: bool) -> None:
+    """A worker says what it failed with and ends. Where its end is seen before its words are read, they are what is raised."""
+    if far:
+        with wire.listen("127.0.0.2") as listener:
+            there = socket.create_connection(listener.getsockname()[:2])
+            here, _ = listener.accept()
+    else:
+        here, there = socket.socketpair()
+    ours: wire.Channel[FromWorker] = wire.Channel(here, FromWorker)
+    watched = Watched(ours)
+    theirs: wire.Channel[ToWorker] = wire.Channel(there, ToWorker)
+    theirs.send(Progress(1, 2))
+    if said is not None:
+        theirs.send(said)
+    theirs.close()
+    assert watched.lost.wait(60)
+    ours.shutdown()  # as a group does with every channel on the first loss
+    for _ in range(2):
+        why = watched.watch.why()
+        assert type(why) is kind and str(why).startswith("worker 1, rank 1 of stage 0 (pid 4711 on 127.0.0.2)") and str(why).endswith(text)
+    watched.watch.stop()
+    ours.close()
+
+
 def test_a_busy_process_is_not_lost(ends: tuple[wire.Channel[FromWorker], wire.Channel[ToWorker]]) -> None:
     """It reads nothing for several times as long; its kernel acknowledges, and the beats are there when it reads again."""
     ours, theirs = ends
@@ -100,8 +135,6 @@ def test_a_busy_process_is_not_lost(ends: tuple[wire.Channel[FromWorker], wire.C
 
 def test_beats_never_cut_into_a_message(ends: tuple[wire.Channel[FromWorker], wire.Channel[ToWorker]]) -> None:
     """A long message that the other side reads slowly, with a beat tried after every piece of it."""
-    from rayneuron.parallel.messages import Failed
-
     ours, theirs = ends
     far: wire.Channel[FromWorker] = wire.Channel(theirs.socket, FromWorker | Beat, 2**26)
     long = Failed("long", "x" * (2**25))
