@@ -39,7 +39,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(16, 16), (1, 1), (33, 7), (100, 130), (48, 576), (200, 257)])
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (1, 1), (33, 7), (100, 130), (48, 576), (200, 257), (70, 512)])
 def test_products(kernels, dtype, n, k):
     w = {"a.w": draw(n, k, dtype=dtype), "a.b": draw(n, seed=1, dtype=dtype)}
     made = packed(kernels, w, dtype)
@@ -49,7 +49,7 @@ def test_products(kernels, dtype, n, k):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
-@pytest.mark.parametrize(("n", "k"), [(33, 7), (100, 130), (600, 576)])
+@pytest.mark.parametrize(("n", "k"), [(33, 7), (100, 130), (600, 576), (70, 512)])
 def test_a_row_has_the_same_bits_in_every_batch(kernels, dtype, n, k):
     w = {"a.w": (draw(n, k) * 40).clamp(-127, 127).to(dtype)}
     if dtype == torch.int8:

@@ -1,4 +1,4 @@
-// A packed panel is a column of weight tiles as it lies: 16 steps of 64 bytes are 16 rows of 16 outputs, a dword each. Rows of the input
+// A packed panel is two columns of weight tiles as they lie: 16 steps of one vector are 16 rows of 16 outputs, a dword each. Rows of the input
 // are the other operand, so a tile of sums is up to 16 rows x 16 outputs, and k is cut into tiles at the same places for any number of rows.
 #include "amx.h"
 
@@ -12,47 +12,46 @@ namespace rn {
 namespace {
 
 constexpr int DEEP = 16;              // steps of one tile
-constexpr int WIDE = 4;               // panels at once: tiles 0 to 3 are their sums, 4 the input, 5 and 6 the weights
-constexpr size_t TILE_BYTES = 1024;
+constexpr int WIDE = 4;               // vectors at once: tiles 0 to 3 are their sums, 4 the input, 5 and 6 the weights
 
 void fetch(const char* w, size_t ahead) {
-    for (size_t i = 0; ahead && i < TILE_BYTES; i += 64) _mm_prefetch(w + ahead + i, _MM_HINT_T1);
+    for (size_t i = 0; ahead && i < DEEP * STEP; i += 64) _mm_prefetch(w + ahead + i, _MM_HINT_T1);
 }
 
 #define DOT(c, b) do { if constexpr (KIND == BF16) TILE_DOT_BF16(c, 4, b); else TILE_DOT_U8S8(c, 4, b); } while (0)
 
-// One tile along k of up to WIDE panels.
-template <Kind KIND> inline void deeper(const char* w, size_t panel, int panels, const char* x, size_t stride, size_t ahead) {
-    for (int p = 0; p < panels; p++) fetch(w + p * panel, ahead);
+// One tile along k of up to WIDE vectors, two a panel.
+template <Kind KIND> inline void deeper(const char* w, size_t panel, int vectors, const char* x, size_t stride, size_t ahead) {
+    for (int v = 0; v < vectors; v += 2) fetch(w + v / 2 * panel, ahead);
     TILE_LOAD(4, x, stride);
-    TILE_LOAD(5, w, 64);
+    TILE_LOAD(5, w, STEP);
     DOT(0, 5);
-    if (panels > 1) { TILE_LOAD(6, w + panel, 64); DOT(1, 6); }
-    if (panels > 2) { TILE_LOAD(5, w + 2 * panel, 64); DOT(2, 5); }
-    if (panels > 3) { TILE_LOAD(6, w + 3 * panel, 64); DOT(3, 6); }
+    if (vectors > 1) { TILE_LOAD(6, w + VECTOR, STEP); DOT(1, 6); }
+    if (vectors > 2) { TILE_LOAD(5, w + panel, STEP); DOT(2, 5); }
+    if (vectors > 3) { TILE_LOAD(6, w + panel + VECTOR, STEP); DOT(3, 6); }
 }
 
 // What is left of k beyond whole tiles, zeros after it.
 struct Rest {
-    alignas(64) char x[TILE_BYTES], w[WIDE * TILE_BYTES];
+    alignas(64) char x[DEEP * 64], w[WIDE / 2 * DEEP * STEP];
 };
 
 template <Kind KIND>
-void columns(const char* w, size_t panel, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, size_t ahead) {
+void columns(const char* w, size_t panel, int vectors, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, size_t ahead) {
     TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
     int s = 0;
-    for (; s + DEEP <= steps; s += DEEP, w += TILE_BYTES, x += 64) deeper<KIND>(w, panel, panels, x, stride, ahead);
+    for (; s + DEEP <= steps; s += DEEP, w += DEEP * STEP, x += 64) deeper<KIND>(w, panel, vectors, x, stride, ahead);
     if (s < steps) {
         Rest rest;
         memset(&rest, 0, sizeof rest);
         for (int i = 0; i < rows; i++) memcpy(rest.x + i * 64, x + i * stride, (steps - s) * 4);
-        for (int p = 0; p < panels; p++) memcpy(rest.w + p * TILE_BYTES, w + p * panel, (steps - s) * 64);
-        deeper<KIND>(rest.w, TILE_BYTES, panels, rest.x, 64, 0);
+        for (int v = 0; v < vectors; v += 2) memcpy(rest.w + v / 2 * DEEP * STEP, w + v / 2 * panel, (steps - s) * STEP);
+        deeper<KIND>(rest.w, DEEP * STEP, vectors, rest.x, 64, 0);
     }
     TILE_STORE(0, out, ldo * 4);
-    if (panels > 1) TILE_STORE(1, out + LANES, ldo * 4);
-    if (panels > 2) TILE_STORE(2, out + 2 * LANES, ldo * 4);
-    if (panels > 3) TILE_STORE(3, out + 3 * LANES, ldo * 4);
+    if (vectors > 1) TILE_STORE(1, out + LANES, ldo * 4);
+    if (vectors > 2) TILE_STORE(2, out + 2 * LANES, ldo * 4);
+    if (vectors > 3) TILE_STORE(3, out + 3 * LANES, ldo * 4);
 }
 
 // Small numbers that a bf16 holds exactly and whose sums do not.
@@ -70,56 +69,57 @@ double as_double(uint16_t b) {
     return x;
 }
 
-constexpr int ROWS = 16, PANELS = 5, STEPS = 24;
+constexpr int ROWS = 16, VECTORS = 5, STEPS = 24;
 
-// Whether sums [ROWS][PANELS * 16] are those of x [ROWS][STEPS] and w [PANELS][STEPS][16], dwords both.
+// Whether sums [ROWS][VECTORS * 16] are those of x [ROWS][STEPS] and w [panels][STEPS][PANEL], dwords both.
 bool right(Kind kind, const uint32_t* x, const uint32_t* w, const float* sums) {
     for (int m = 0; m < ROWS; m++)
-        for (int n = 0; n < PANELS * LANES; n++) {
+        for (int n = 0; n < VECTORS * LANES; n++) {
             double want = 0, size = 0;
             for (int s = 0; s < STEPS; s++) {
-                const uint32_t a = x[m * STEPS + s], b = w[(n / LANES * STEPS + s) * LANES + n % LANES];
+                const uint32_t a = x[m * STEPS + s], b = w[(n / PANEL * STEPS + s) * PANEL + n % PANEL];
                 for (int i = 0; i < 32; i += kind == BF16 ? 16 : 8) {
                     const double p = kind == BF16 ? as_double(a >> i) * as_double(b >> i) : (int)(uint8_t)(a >> i) * (int8_t)(b >> i);
                     want += p, size += std::fabs(p);
                 }
             }
             int32_t whole;
-            memcpy(&whole, sums + m * PANELS * LANES + n, 4);
-            if (kind == BF16 ? !(std::fabs(sums[m * PANELS * LANES + n] - want) <= size / (1 << 20)) : whole != want) return false;
+            memcpy(&whole, sums + m * VECTORS * LANES + n, 4);
+            if (kind == BF16 ? !(std::fabs(sums[m * VECTORS * LANES + n] - want) <= size / (1 << 20)) : whole != want) return false;
         }
     return true;
 }
 
 }  // namespace
 
-void tile_strip(Kind kind, int rows, const char* w, size_t panel, int panels, const char* x, size_t stride, int steps, float* out, size_t ldo, size_t ahead) {
+void tile_strip(Kind kind, int rows, const char* w, size_t panel, int vectors, const char* x, size_t stride, int steps, float* out, size_t ldo, size_t ahead) {
     TileShapes shapes;  // told anew each time: other libraries of this process use tiles too
     for (int t = 0; t < 7; t++) shapes.rows[t] = t < 5 ? rows : DEEP, shapes.row_bytes[t] = 64;
     TILE_SHAPES(&shapes);
-    for (int p = 0; p < panels; p += WIDE) {
-        const int count = std::min(WIDE, panels - p);
-        (kind == BF16 ? columns<BF16> : columns<S8>)(w + p * panel, panel, count, x, stride, rows, steps, out + p * LANES, ldo, ahead);
+    for (int v = 0; v < vectors; v += WIDE) {
+        const int count = std::min(WIDE, vectors - v);
+        (kind == BF16 ? columns<BF16> : columns<S8>)(w + v / 2 * panel, panel, count, x, stride, rows, steps, out + v * LANES, ldo, ahead);
     }
     TILE_RELEASE();  // idle tiles are not saved when threads change, and let the core sleep
 }
 
 bool tiles_work() {
-    uint32_t x[ROWS * STEPS], w[PANELS * STEPS * LANES];
-    float together[ROWS * PANELS * LANES], alone[PANELS * LANES];
+    constexpr int W = (VECTORS + 1) / 2 * STEPS * PANEL;
+    uint32_t x[ROWS * STEPS], w[W];
+    float together[ROWS * VECTORS * LANES], alone[VECTORS * LANES];
     for (Kind kind : {BF16, S8}) {
         auto fill = [&](uint32_t* to, int n, int from) {
             for (int i = 0; i < n; i++) to[i] = kind == BF16 ? some_bf16(i + from) | (uint32_t)some_bf16(3 * i + from) << 16 : (i + from) * 2654435761u;
         };
-        fill(x, ROWS * STEPS, 1), fill(w, PANELS * STEPS * LANES, 7);
+        fill(x, ROWS * STEPS, 1), fill(w, W, 7);
         auto strip = [&](int row, int rows, float* out) {
-            tile_strip(kind, rows, (const char*)w, STEPS * 64, PANELS, (const char*)(x + row * STEPS), STEPS * 4, STEPS, out, PANELS * LANES, 0);
+            tile_strip(kind, rows, (const char*)w, STEPS * STEP, VECTORS, (const char*)(x + row * STEPS), STEPS * 4, STEPS, out, VECTORS * LANES, 0);
         };
         strip(0, ROWS, together);
         if (!right(kind, x, w, together)) return false;
         for (int m = 0; m < ROWS; m++) {
             strip(m, 1, alone);
-            if (memcmp(alone, together + m * PANELS * LANES, sizeof alone)) return false;
+            if (memcmp(alone, together + m * VECTORS * LANES, sizeof alone)) return false;
         }
     }
     return true;

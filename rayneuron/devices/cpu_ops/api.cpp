@@ -12,20 +12,26 @@ namespace {
 
 // Rows of x [rows][k] as `w` reads them.
 Input encoded(Pool& pool, const Matrix& w, const void* x, Kind kind, int rows, std::vector<char>& room) {
-    const size_t from = (size_t)w.k * (kind == F32 ? 4 : 2), to = w.row_bytes();
-    if (kind == w.kind && from == to) return {(const char*)x, to, nullptr};
-    room.resize(rows * (to + 4));
-    float* scale = (float*)(room.data() + rows * to);
+    const size_t from = (size_t)w.k * (kind == F32 ? 4 : 2), to = w.row_bytes(), stride = apart(to);
+    const bool same = kind == w.kind && from == to;
+    if (same && (rows == 1 || stride == to)) return {(const char*)x, to, nullptr};
+    room.resize(rows * (stride + 4));
+    float* scale = (float*)(room.data() + rows * stride);
     const int by = std::max(4, rows / (pool.threads() * 8));
     pool.run((rows + by - 1) / by, [&](int p) {
         thread_local std::vector<float> row;
         row.resize(w.k);
         for (int i = p * by; i < std::min(rows, (p + 1) * by); i++) {
-            widen_row((const char*)x + i * from, kind, w.k, row.data());
-            encode_row(row.data(), w.k, (Kind)w.kind, w.steps, room.data() + i * to, scale + i);
+            const char* at = (const char*)x + i * from;
+            if (same) {
+                memcpy(room.data() + i * stride, at, to);
+                continue;
+            }
+            widen_row(at, kind, w.k, row.data());
+            encode_row(row.data(), w.k, (Kind)w.kind, w.steps, room.data() + i * stride, scale + i);
         }
     });
-    return {room.data(), to, scale};
+    return {room.data(), stride, scale};
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-// 16 rows of dwords, `stride` dwords apart -> their columns: out[c][16].
+// 16 rows of dwords, `stride` dwords apart -> their columns, the vectors of a panel: out[c * PANEL + row].
 void columns(const uint32_t* in, size_t stride, int cols, uint32_t* out) {
     int c = 0;
 #ifdef RN_AVX512
@@ -45,27 +45,27 @@ void columns(const uint32_t* in, size_t stride, int cols, uint32_t* out) {
         }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            _mm512_storeu_si512(out + (c + i) * 16, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-            _mm512_storeu_si512(out + (c + i + 4) * 16, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-            _mm512_storeu_si512(out + (c + i + 8) * 16, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-            _mm512_storeu_si512(out + (c + i + 12) * 16, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+            _mm512_storeu_si512(out + (c + i) * PANEL, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+            _mm512_storeu_si512(out + (c + i + 4) * PANEL, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+            _mm512_storeu_si512(out + (c + i + 8) * PANEL, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+            _mm512_storeu_si512(out + (c + i + 12) * PANEL, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
         }
     }
 #endif
     for (; c < cols; c++)
-        for (int i = 0; i < 16; i++) out[c * 16 + i] = in[i * stride + c];
+        for (int i = 0; i < 16; i++) out[c * PANEL + i] = in[i * stride + c];
 }
 
-// Sizes of one head as the products see it: `width` values padded to whole panels, `steps` dwords of a query.
+// Sizes of one head as the products see it: `width` values padded to whole vectors, `steps` dwords of a query.
 struct Sizes {
-    int size, width, panels, steps, bytes;  // bytes of a value
+    int size, width, vectors, steps, bytes;  // bytes of a value
     Sizes(Kind kind, int head) {
-        size = head, width = (head + LANES - 1) / LANES * LANES, panels = width / LANES;
+        size = head, width = (head + LANES - 1) / LANES * LANES, vectors = width / LANES;
         bytes = kind == F32 ? 4 : 2, steps = width * bytes / 4;
     }
 };
 
-// `count` positions of one head copied to rows of `width` values, zeros after them up to the next panel.
+// `count` positions of one head copied to rows of `width` values, zeros after them up to the next vector.
 const char* padded(const char* at, int count, const Sizes& z, char* room) {
     const size_t from = (size_t)z.size * z.bytes, to = (size_t)z.width * z.bytes;
     memset(room, 0, (count + LANES - 1) / LANES * LANES * to);
@@ -75,15 +75,15 @@ const char* padded(const char* at, int count, const Sizes& z, char* room) {
 
 // Values of `count` positions -> panels over positions: for every 16 values, step by step, one float or the bf16 of two positions.
 void pack_values(Kind kind, const char* v, int count, const Sizes& z, char* out) {
-    for (int p = 0; p < z.panels; p++) {
-        char* to = out + (size_t)p * TILE * z.bytes * LANES;
+    for (int p = 0; p < z.vectors; p++) {
+        char* to = out + (size_t)(p / 2) * TILE * z.bytes * PANEL + p % 2 * VECTOR;
         if (kind == F32) {
-            for (int i = 0; i < count; i++, to += 64) store((float*)to, load((const float*)v + (size_t)i * z.width + p * LANES));
+            for (int i = 0; i < count; i++, to += STEP) store((float*)to, load((const float*)v + (size_t)i * z.width + p * LANES));
             continue;
         }
         const bf16* from = (const bf16*)v + p * LANES;
         int i = 0;
-        for (; i + 2 <= count; i += 2, to += 64) dstore(to, both(low16(from + (size_t)i * z.width), high16(from + (size_t)(i + 1) * z.width)));
+        for (; i + 2 <= count; i += 2, to += STEP) dstore(to, both(low16(from + (size_t)i * z.width), high16(from + (size_t)(i + 1) * z.width)));
         if (i < count) dstore(to, low16(from + (size_t)i * z.width));
     }
 }
@@ -218,10 +218,11 @@ struct Tile {
     char *keys, *values, *copy;
 
     void take_keys(const Attention& a, const Sizes& z, const char* at, int start, int count) const {
-        const int panels = (count + LANES - 1) / LANES;
-        const bool inside = z.size == z.width && start + panels * LANES <= a.length;  // what is read beyond `count` is masked
+        const int vectors = (count + LANES - 1) / LANES;
+        const bool inside = z.size == z.width && start + vectors * LANES <= a.length;  // what is read beyond `count` is masked
         const char* rows = inside ? at : padded(at, count, z, copy);
-        for (int p = 0; p < panels; p++) columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)p * LANES * z.steps);
+        for (int p = 0; p < vectors; p++)
+            columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)(p / 2) * PANEL * z.steps + p % 2 * LANES);
     }
     void take_values(const Attention& a, const Sizes& z, const char* at, int count) const {
         pack_values(a.kind, z.size == z.width ? at : padded(at, count, z, copy), count, z, values);
@@ -233,7 +234,7 @@ void attend_piece(const Attention& a, const Span* spans, const Piece& p, const P
     const Span& span = spans[p.span];
     const Sizes z(a.kind, a.size);
     const int group = a.heads / a.kv_heads, queries = (p.to - p.from) * group;
-    const size_t tile_bytes = (size_t)TILE * z.width * z.bytes, query_bytes = (size_t)z.steps * 4;
+    const size_t tile_bytes = (size_t)TILE * ((z.vectors + 1) / 2 * PANEL) * z.bytes, query_bytes = (size_t)z.steps * 4;
     char* room = scratch.take(3 * tile_bytes + WIDE_ROWS * TILE * 8 + queries * (query_bytes + (z.width + LANES + 3) * 4) + 1024);
     const Tile tile{room, room + tile_bytes, room + 2 * tile_bytes};
     float *scores = (float*)(room + 3 * tile_bytes), *acc = scores + 2 * WIDE_ROWS * TILE, *total = acc + (size_t)queries * z.width;
@@ -261,10 +262,10 @@ void attend_piece(const Attention& a, const Span* spans, const Piece& p, const P
             const int seen = look(a, at + r, slopes + r, start, rows, sight);
             if (!seen) continue;
             const Running run{acc + (size_t)r * z.width, total + (size_t)r * LANES, most + r};
-            multiply(a.kind, tile.keys, query_bytes * LANES, (seen + LANES - 1) / LANES, q + r * query_bytes, query_bytes, rows, z.steps, scores, TILE, false,
+            multiply(a.kind, tile.keys, query_bytes * PANEL, (seen + LANES - 1) / LANES, q + r * query_bytes, query_bytes, rows, z.steps, scores, TILE, false,
                      r ? nullptr : coming);
             (sight.all ? soften<true> : soften<false>)(a.kind, sight, start, rows, scores, run, z.width, weights);
-            multiply(a.kind, tile.values, (size_t)TILE * z.bytes * LANES, z.panels, weights, (size_t)TILE * z.bytes, rows, (seen * z.bytes + 3) / 4, run.acc,
+            multiply(a.kind, tile.values, (size_t)TILE * z.bytes * PANEL, z.vectors, weights, (size_t)TILE * z.bytes, rows, (seen * z.bytes + 3) / 4, run.acc,
                      z.width, true, r || !coming ? nullptr : coming + half);
         }
     }

@@ -1,4 +1,4 @@
-// Register tiles of M rows x N panels, chosen so that accumulators, weights and one spread input fit the registers.
+// Register tiles of M rows x N vectors of outputs, chosen so that accumulators, weights and one spread input fit the registers.
 #include "amx.h"
 
 #include <algorithm>
@@ -7,14 +7,16 @@ namespace rn {
 namespace {
 
 #ifdef RN_AVX512
-constexpr int MOST_ROWS = 16, GOOD_ROWS = 12;  // the most one tile takes; what tiles of many rows are cut to
-constexpr int widest(int rows) { return rows <= 6 ? 4 : rows <= 12 ? 2 : 1; }
+constexpr int MOST_ROWS = 16, GOOD_ROWS = 12;  // the most that are computed at once; what many rows are cut to
+constexpr int widest(int rows) { return rows > 1 && rows <= WIDE_ROWS ? 4 : 2; }
 #else
 constexpr int MOST_ROWS = 5, GOOD_ROWS = 5;
-constexpr int widest(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int widest(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
-constexpr int MOST_WIDE = 64;    // panels of finished values kept before they are used
-constexpr size_t AHEAD = 4096;  // bytes of a panel asked for early
+constexpr int MOST_WIDE = 64;    // vectors of finished values kept before they are used
+constexpr int TILE_ROWS = 14;    // the most one tile takes
+constexpr int CHUNK = 32;        // steps that both tiles of a block do before the next: from memory, then from the first cache
+constexpr size_t AHEAD = 4096;   // bytes of a panel asked for early
 
 template <int KIND> struct Acc { using T = V; };
 #ifdef __AVX512VNNI__
@@ -49,7 +51,7 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
         D ww[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-            const char* at = w + n * panel + (size_t)s * 64;
+            const char* at = w + (n / 2) * panel + (n % 2) * VECTOR + (size_t)s * STEP;
             if constexpr (M > 2) _mm_prefetch(at + ahead, _MM_HINT_T1);  // for one or two rows the processor's own is faster
             ww[n] = dload(at);
         }
@@ -68,15 +70,28 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
         for (int n = 0; n < N; n++) memcpy(out + m * ldo + n * LANES, &acc[m][n], sizeof(A));
 }
 
+// M rows x N vectors: one tile, or two over half of the rows each, a chunk of the panel after the other.
+template <int KIND, int M, int N>
+void block(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
+    if constexpr (M <= TILE_ROWS) return tile<KIND, M, N>(w, panel, x, stride, steps, out, ldo, more, ahead);
+    constexpr int HALF = M / 2;
+    for (int s = 0; s < steps; s += CHUNK, w += CHUNK * STEP, x += CHUNK * 4, more = true) {
+        const int count = std::min(CHUNK, steps - s);
+        tile<KIND, HALF, N>(w, panel, x, stride, count, out, ldo, more, ahead);
+        tile<KIND, M - HALF, N>(w, panel, x + HALF * stride, stride, count, out + HALF * ldo, ldo, more, ahead);
+    }
+}
+
 template <int KIND, int M>
-void strip(const char* w, size_t panel, int panels, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
+void strip(const char* w, size_t panel, int vectors, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
     constexpr int N = widest(M);
-    int p = 0;
-    for (; p + N <= panels; p += N) tile<KIND, M, N>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more, ahead);
+    auto at = [&](int v) { return w + v / 2 * panel + v % 2 * VECTOR; };
+    int v = 0;
+    for (; v + N <= vectors; v += N) block<KIND, M, N>(at(v), panel, x, stride, steps, out + v * LANES, ldo, more, ahead);
     if constexpr (N > 2)
-        for (; p + 2 <= panels; p += 2) tile<KIND, M, 2>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more, ahead);
+        for (; v + 2 <= vectors; v += 2) block<KIND, M, 2>(at(v), panel, x, stride, steps, out + v * LANES, ldo, more, ahead);
     if constexpr (N > 1)
-        for (; p < panels; p++) tile<KIND, M, 1>(w + p * panel, panel, x, stride, steps, out + p * LANES, ldo, more, ahead);
+        for (; v < vectors; v++) block<KIND, M, 1>(at(v), panel, x, stride, steps, out + v * LANES, ldo, more, ahead);
 }
 
 using Strip = void (*)(const char*, size_t, int, const char*, size_t, int, float*, size_t, bool, size_t);
@@ -122,18 +137,18 @@ void put(const Output& out, int row, int at, int count, V v) {
     }
 }
 
-// One finished row of `panels` panels that begin at panel p.
-void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int panels, const float* acc, int slot) {
+// One finished row of `vectors` vectors that begin at panel p.
+void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot) {
     if (out.finish == ACT && w.gated) {
-        for (int i = 0; i < panels; i += 2, acc += 2 * LANES) {
-            const int at = (p + i) * LANES;
+        for (int i = 0; i < vectors; i += 2, acc += 2 * LANES) {
+            const int at = p * PANEL + i * LANES;
             V gate = activate(out.act, value(w, x, row, at, acc)), up = value(w, x, row, at + LANES, acc + LANES);
             put(out, row, at / 2, w.n / 2 - at / 2, mul(gate, up));
         }
         return;
     }
-    for (int i = 0; i < panels; i++, acc += LANES) {
-        const int at = (p + i) * LANES;
+    for (int i = 0; i < vectors; i++, acc += LANES) {
+        const int at = p * PANEL + i * LANES;
         if (at >= w.n) return;
         V v = value(w, x, row, at, acc);
         if (out.finish == BEST) {
@@ -147,12 +162,11 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
     }
 }
 
-// Panels of one piece of work: so many pieces that no thread waits long for the last, so few that claiming them costs nothing. Even, for
-// gated pairs.
+// Panels of one piece of work: so many pieces that no thread waits long for the last, so few that claiming them costs nothing.
 int piece_panels(const Matrix& w, int rows, int threads) {
-    if (rows > MOST_ROWS) return tiled(w.kind) ? 4 : 2;
+    if (rows > MOST_ROWS) return tiled(w.kind) ? 2 : 1;
     const int by_bytes = (int)((160 << 10) / w.panel_bytes()), by_share = w.panels / (threads * 6);
-    return std::max(2, std::min({by_bytes, by_share, MOST_WIDE}) / 2 * 2);
+    return std::max(1, std::min({by_bytes, by_share, MOST_WIDE / 2}));
 }
 
 }  // namespace
@@ -179,13 +193,13 @@ V activate(Act act, V x) {
     }
 }
 
-void multiply(Kind kind, const char* w, size_t panel, int panels, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more,
+void multiply(Kind kind, const char* w, size_t panel, int vectors, const char* x, size_t stride, int rows, int steps, float* out, size_t ldo, bool more,
               const char* next) {
     const int blocks = blocks_of(rows);
     const size_t ahead = next ? (size_t)next - (size_t)w : 0;
     for (int b = 0, m = 0; b < blocks; b++) {
         const int count = (rows - m + blocks - b - 1) / (blocks - b);
-        strip_of(kind, count)(w, panel, panels, x + m * stride, stride, steps, out + m * ldo, ldo, more, b ? 0 : ahead);
+        strip_of(kind, count)(w, panel, vectors, x + m * stride, stride, steps, out + m * ldo, ldo, more, b ? 0 : ahead);
         m += count;
     }
 }
@@ -196,24 +210,24 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
     const bool tiles = tiled(w.kind);
     const int blocks = tiles ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
-    const int group = blocks == 1 ? MOST_WIDE : tiles ? 4 : 2;  // panels all rows meet before the next ones
+    const int group = blocks == 1 ? MOST_WIDE / 2 : tiles ? 2 : 1;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
         const int from = piece * wide, to = std::min(w.panels, from + wide);
         if (out.finish == BEST) std::fill_n(out.index + (size_t)piece * rows, rows, -1);
         for (int p = from; p < to; p += group) {
-            const int panels = std::min(group, to - p);
+            const int panels = std::min(group, to - p), vectors = std::min(2 * panels, w.vectors() - 2 * p);
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
                 const char *at = w.data + p * w.panel_bytes(), *from_row = x.rows + m * x.stride;
-                if (tiles) tile_strip((Kind)w.kind, count, at, w.panel_bytes(), panels, from_row, x.stride, w.steps, acc, panels * LANES, ahead);
-                else strip_of((Kind)w.kind, count)(at, w.panel_bytes(), panels, from_row, x.stride, w.steps, acc, panels * LANES, false, ahead);
-                for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, panels, acc + i * panels * LANES, piece * rows + m + i);
+                if (tiles) tile_strip((Kind)w.kind, count, at, w.panel_bytes(), vectors, from_row, x.stride, w.steps, acc, vectors * LANES, ahead);
+                else strip_of((Kind)w.kind, count)(at, w.panel_bytes(), vectors, from_row, x.stride, w.steps, acc, vectors * LANES, false, ahead);
+                for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, vectors, acc + i * vectors * LANES, piece * rows + m + i);
                 m += count;
             }
         }
-    });
+    }, true);
 }
 
 }  // namespace rn

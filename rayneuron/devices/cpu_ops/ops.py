@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayneuron.devices.base import Collectives
 from rayneuron.devices.cpu_ops import draws, library
-from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, Arena, MatrixFields, Packed, pack, pack_experts, zeros
+from rayneuron.devices.cpu_ops.packing import BF16, F32, LANES, PANEL, Arena, MatrixFields, Packed, pack, pack_experts, zeros
 from rayneuron.devices.cpu_ops.stack import Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
@@ -80,9 +80,9 @@ class Kernels:
         return out
 
     def _unpaired(self, weight: Packed, x: Tensor) -> Tensor:
-        """[gate, up] of a product whose panels alternate: whole panels first, then each side's own, without the padding."""
+        """[gate, up] of a product whose vectors alternate: whole panels first, then each side's own, without the padding."""
         fields = MatrixFields.from_buffer_copy(weight.fields)
-        fields.n, fields.gated = weight.fields.panels * LANES, 0
+        fields.n, fields.gated = weight.fields.panels * PANEL, 0
         out = torch.empty(*x.shape[:-1], fields.n, dtype=x.dtype)
         rows = x.numel() // x.shape[-1]
         self.found.rn_linear(self.team, ctypes.addressof(fields), x.data_ptr(), KIND[x.dtype], rows, out.data_ptr(), KIND[out.dtype])

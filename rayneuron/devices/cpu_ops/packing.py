@@ -1,6 +1,7 @@
 """Weights as the kernels read them, in huge pages.
 
-N outputs, K inputs. A panel is 16 outputs; it holds, step by step along K, one dword of every output: a float, two bf16 or four int8.
+N outputs, K inputs. A panel is 32 outputs, two vectors of 16; it holds, step by step along K, one dword of every output: a float, two
+bf16 or four int8.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 LANES = 16
+PANEL = 2 * LANES
 F32, BF16, S8 = 0, 1, 2
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: S8}
 LOOKED_UP = ("embed.w", "position.w")  # read by row, never multiplied
@@ -126,17 +128,17 @@ def packed(w: Mapping[str, Any], name: str, arena: Arena, dtype: torch.dtype, in
 
 
 def panels(weight: Tensor, arena: Arena, gated: bool) -> Tensor:
-    """[N,K] -> [panels, steps, 16, values of a dword] in the arena; gated: panels of gate and up alternate."""
+    """[N,K] -> [panels, steps, 32, values of a dword] in the arena; gated: the vectors of a panel are of gate and up."""
     each = 4 // weight.element_size()
     rows, steps = _rows(weight.shape[0], gated), -(-weight.shape[1] // LANES) * LANES // each
     whole = weight.new_zeros(rows, steps * each)
     place(whole, weight, gated)
-    out = arena.take(rows * steps * 4).view(weight.dtype).view(rows // LANES, steps, LANES, each)
-    return out.copy_(whole.view(rows // LANES, LANES, steps, each).transpose(1, 2))
+    out = arena.take(rows * steps * 4).view(weight.dtype).view(rows // PANEL, steps, PANEL, each)
+    return out.copy_(whole.view(rows // PANEL, PANEL, steps, each).transpose(1, 2))
 
 
 def lanes(value: Tensor, gated: bool) -> Tensor:
-    """[N] -> one value a lane of every panel, zeros beyond N."""
+    """[N] -> one value an output of every panel, zeros beyond N."""
     out = value.new_zeros(_rows(value.shape[0], gated), 1)
     place(out, value[:, None], gated)
     return out.flatten()
@@ -148,7 +150,7 @@ def place(out: Tensor, rows: Tensor, gated: bool) -> None:
     if not gated:
         out[:n, :k] = rows
         return
-    pairs = out.view(-1, 2, LANES, out.shape[1])  # panel pair, gate or up, lane
+    pairs = out.view(-1, 2, LANES, out.shape[1])  # panel, gate or up, lane
     for i, part in enumerate(rows.chunk(2)):
         side = out.new_zeros(pairs.shape[0] * LANES, out.shape[1])
         side[: n // 2, :k] = part
@@ -156,4 +158,4 @@ def place(out: Tensor, rows: Tensor, gated: bool) -> None:
 
 
 def _rows(n: int, gated: bool) -> int:
-    return 2 * (-(-(n // 2) // LANES) * LANES) if gated else -(-n // LANES) * LANES
+    return 2 * (-(-(n // 2) // LANES) * LANES) if gated else -(-n // PANEL) * PANEL
