@@ -95,16 +95,26 @@ def start(name: str, peer: Peer, settings: dict[str, Any], threads: int, urgent:
 
 @dataclass(slots=True)
 class Measured:
-    """Of every round: the rates by case and engine, what the machine can do at most, and the cores others kept busy by case."""
+    """Of every round: the rates by case and engine, what the machine could do at most, at its start and beside our own rate of a case, and
+    the cores others kept busy by case."""
 
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     machine: dict[str, list[float]] = field(default_factory=dict)
+    beside: dict[str, list[float]] = field(default_factory=dict)
     others: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, case: str, engine: str, rate: float, others: float) -> None:
         """One measurement."""
         self.rates.setdefault(case, {}).setdefault(engine, []).append(rate)
         self.others.setdefault(case, []).append(others)
+
+
+def at_most(roofline: Child, case: Case) -> float:
+    """What bounds this case on this machine just now: the bytes a second a decode step is made of, the operations of a prompt."""
+    only = verdicts.PRODUCTS if case.new == 1 else verdicts.READ
+    rate = float(roofline.ask({"only": only, "new": 0})[only])
+    roofline.freeze()
+    return rate
 
 
 def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rounds: int, vocab: int) -> Measured:
@@ -120,11 +130,16 @@ def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rou
             new = case.new if turn >= 0 else min(case.new, WARM_UP_TOKENS)
             for name in order:
                 child = children[name]
+                # A host changes its pace within seconds: what the machine can do is measured right before and right after us.
+                bounds = [at_most(roofline, case)] if name == verdicts.OURS else []
                 watch = machine.Watch([child.session])
                 steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": new})["steps"]
                 child.freeze()
+                others = watch.others()
                 if turn >= 0:
-                    measured.add(case.name, name, case.rate(steps), watch.others())
+                    measured.add(case.name, name, case.rate(steps), others)
+                if turn >= 0 and bounds:
+                    measured.beside.setdefault(case.name, []).append(statistics.fmean([*bounds, at_most(roofline, case)]))
         print(f"round {turn + 1} of {rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
     return measured
 
@@ -138,7 +153,7 @@ def show(measured: Measured, names: Sequence[str], loads: dict[str, float], mode
         rows.append([case, *(statistics.median(rates[n]) for n in names), ahead, statistics.fmean(measured.others[case])])
     text = report.table(["tok/s", *names, "ours / best peer in bf16", "cores used by others"], rows)
     text += f"\n\n{verdicts.show_machine(measured.machine)}\n"
-    if judged := verdicts.judge(measured.rates, measured.machine, model):
+    if judged := verdicts.judge(measured.rates, measured.beside, model):
         text += f"\n{report.table(['bar', 'measured', 'asked', ''], judged)}\n"
     return f"{text}\nLoaded and warm after: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in loads.items())}"
 
@@ -211,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{report.show_facts(facts)}; model {args.model}, {args.threads} threads, medians of {args.rounds} rounds\n")
     print(show(measured, list(children), loads, verdicts.Model.read(config)))
     document = {"machine": facts, "model": args.model, "load_s": loads, "rates": measured.rates, "roofline": measured.machine}
+    document["roofline_beside"] = measured.beside
     print(f"\n{report.save('engine', document | {'others': measured.others}, args.json)}", file=sys.stderr)
     return 0
 

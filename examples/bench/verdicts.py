@@ -75,16 +75,19 @@ def best_peer(rates: Mapping[str, Sequence[float]]) -> str | None:
     return max(peers, key=lambda name: statistics.median(rates[name]), default=None)
 
 
-def judge(rates: Rates, machine_rates: Mapping[str, Sequence[float]], model: Model) -> list[tuple[object, ...]]:
-    """A row for each bar this run can decide: what is compared, the ratio (median over rounds), the limit, met or MISSED."""
+def judge(rates: Rates, beside: Mapping[str, Sequence[float]], model: Model) -> list[tuple[object, ...]]:
+    """A row for each bar this run can decide: what is compared, the ratio (median over rounds), the limit, met or MISSED.
+
+    `beside`: of every case the rate of the machine that bounds it, measured around ours in every round.
+    """
     rows = []
     for bar in BARS:
         found = rates.get(bar.case, {})
         other = best_peer(found) if bar.other == "best" else bar.other
         if bar.engine not in found:
             continue
-        if other in machine_rates:
-            against = [model.ceiling(bar.case, rate) for rate in machine_rates[other]]
+        if other in (READ, PRODUCTS):
+            against = [model.ceiling(bar.case, rate) for rate in beside[bar.case]]
             label = "what memory can feed" if other == READ else "the bf16 GEMM rate"
         elif other in found:
             against, label = list(found[other]), f"{'best peer: ' if bar.other == 'best' else ''}{other}"

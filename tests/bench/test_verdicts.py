@@ -31,7 +31,7 @@ def test_the_best_peer_is_none_of_ours_and_in_bf16() -> None:
 
 def test_bars() -> None:
     model = verdicts.Model.read(TWO_LAYERS)
-    machine = {verdicts.READ: [model.step_bytes * 100.0] * 2, verdicts.PRODUCTS: [1.0] * 2}
+    beside = {"decode 1": [model.step_bytes * 100.0] * 2}
     rates = {
         "decode 1": {
             "rayneuron": [90.0, 80.0], "rayneuron int8": [150.0, 120.0], "llamacpp": [50.0, 100.0], "llamacpp int8": [100.0, 100.0],
@@ -39,7 +39,7 @@ def test_bars() -> None:
         "decode 8": {"rayneuron": [10.0, 10.0], "vllm": [9.0, 9.0], "openvino": [3.0, 3.0]},
         "decode 3": {"rayneuron": [1.0, 1.0]},
     }  # fmt: skip
-    judged = {row[0]: row[1:] for row in verdicts.judge(rates, machine, model)}
+    judged = {row[0]: row[1:] for row in verdicts.judge(rates, beside, model)}
     assert judged == {
         "decode 1: rayneuron / what memory can feed": (pytest.approx(0.85), ">= 0.85", "met"),
         "decode 1: rayneuron / llamacpp": (pytest.approx(1.3), ">= 1", "met"),
