@@ -48,6 +48,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
+        self._ahead = runner if isinstance(runner, RunsAhead) and runner.ahead else None  # asked once: to ask a protocol is slow
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
@@ -146,10 +147,10 @@ class Engine:
 
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Run a plan, or begin it and end the one begun before; what has come to its end."""
-        if isinstance(self.runner, RunsAhead) and self.runner.ahead:
+        if self._ahead is not None:
             before, self._under_way = self._under_way, None
             if plan is not None:
-                self._under_way = plan, self.runner.begin(plan)
+                self._under_way = plan, self._ahead.begin(plan)
                 self.scheduler.launch(plan, ahead=True)
             return (before[0], before[1].wait()) if before is not None else None
         if plan is None:
