@@ -45,16 +45,17 @@ def _version(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process at one moment; `cpu_s` includes children it has waited for."""
+    """One process at one moment; `cpu_s` includes children it has waited for. State "Z": it has ended and nobody has asked how."""
 
     pid: int
+    state: str
     session: int
     name: str
     cpu_s: float
 
 
 def processes() -> list[Process]:
-    """All processes of this machine. `man 5 proc`: name is field 2, session 6, utime, stime, cutime, cstime 14 to 17."""
+    """All processes of this machine. `man 5 proc`: name is field 2, state 3, session 6, utime, stime, cutime, cstime 14 to 17."""
     found = []
     for folder in os.listdir("/proc"):
         if not folder.isdigit():
@@ -65,7 +66,7 @@ def processes() -> list[Process]:
             continue  # it ended while we were reading
         head, _, tail = text.rpartition(")")
         fields = tail.split()
-        found.append(Process(int(folder), int(fields[3]), head.partition("(")[2], sum(map(int, fields[11:15])) * TICK_S))
+        found.append(Process(int(folder), fields[0], int(fields[3]), head.partition("(")[2], sum(map(int, fields[11:15])) * TICK_S))
     return found
 
 

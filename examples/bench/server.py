@@ -118,8 +118,13 @@ class Server:
         return {value: float(number) for value, number in found}
 
     def processes(self) -> list[machine.Process]:
-        """Everything this server started and that still runs."""
-        return [p for p in machine.processes() if p.pid == self._process.pid or self._mark in machine.environment(p.pid)]
+        """Everything this server started and that still runs: the sessions of whoever has our mark in its environment.
+
+        Not all have it: a process that sets its title writes over its environment, as the processes of Ray's dashboard do.
+        """
+        found = machine.processes()
+        sessions = {p.session for p in found if p.pid == self._process.pid or self._mark in machine.environment(p.pid)}
+        return [p for p in found if p.session in sessions - {os.getsid(0)} and p.state != "Z"]
 
     def cpu_s(self) -> float:
         """CPU seconds of all of them so far."""
