@@ -136,9 +136,10 @@ def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rou
                 steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": new})["steps"]
                 child.freeze()
                 others = watch.others()
-                if turn >= 0:
-                    measured.add(case.name, name, case.rate(steps), others)
-                if turn >= 0 and bounds:
+                if turn < 0:
+                    continue
+                measured.add(case.name, name, case.rate(steps), others)
+                if bounds:
                     measured.beside.setdefault(case.name, []).append(statistics.fmean([*bounds, at_most(roofline, case)]))
         print(f"round {turn + 1} of {rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
     return measured
@@ -226,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{report.show_facts(facts)}; model {args.model}, {args.threads} threads, medians of {args.rounds} rounds\n")
     print(show(measured, list(children), loads, verdicts.Model.read(config)))
     document = {"machine": facts, "model": args.model, "load_s": loads, "rates": measured.rates, "roofline": measured.machine}
-    document["roofline_beside"] = measured.beside
-    print(f"\n{report.save('engine', document | {'others': measured.others}, args.json)}", file=sys.stderr)
+    document |= {"roofline_beside": measured.beside, "others": measured.others}
+    print(f"\n{report.save('engine', document, args.json)}", file=sys.stderr)
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import Collectives
-from rayneuron.devices.cpu_ops.packing import BF16, F32, PANEL, MatrixFields, Packed
+from rayneuron.devices.cpu_ops.packing import BF16, F32, MatrixFields, Packed, lanes
 from rayneuron.models import rotary, shard
 from rayneuron.models.arch import Arch
 
@@ -182,9 +182,7 @@ class Stack:
         for name, matrix in (("o", made.o), ("down", made.down)):
             bias = w.get(name + ".bias")
             if bias is not None and ranks == 1:
-                padded = torch.zeros(matrix.panels * PANEL)
-                padded[: bias.shape[0]] = bias
-                matrix.bias = self._keep(padded)
+                matrix.bias = self._keep(lanes(bias, gated=False))
             elif bias is not None:
                 setattr(made, name + "_bias", self._keep(bias))
         return made
