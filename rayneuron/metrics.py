@@ -20,11 +20,15 @@ STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000)
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
+ENDS = (("stop",), ("length",), ("abort",), ("error",))
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One time series family. `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds)."""
+    """One time series family. `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds).
+
+    `known`: label values that stand at 0 from the start, so that a rate over the first occurrence is not lost.
+    """
 
     name: str
     kind: Kind
@@ -32,6 +36,7 @@ class Metric:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     per_token: bool = False
+    known: tuple[tuple[str, ...], ...] = ()
 
     @property
     def ray_name(self) -> str:
@@ -41,13 +46,23 @@ class Metric:
 
 RUNNING = Metric("vllm:num_requests_running", "gauge", "Sequences that hold a KV slot.")
 WAITING = Metric("vllm:num_requests_waiting", "gauge", "Sequences that wait for a KV slot.")
+WAITING_BY_REASON = Metric(
+    "vllm:num_requests_waiting_by_reason", "gauge", "Waiting sequences by what for: room, or what passes by itself.", ("reason",),
+    known=(("capacity",), ("deferred",)),
+)  # fmt: skip
 KV_USAGE = Metric("vllm:kv_cache_usage_perc", "gauge", "Share of the KV token budget in use, 0 to 1.")
 PROMPT_TOKENS = Metric("vllm:prompt_tokens", "counter", "Prompt tokens of requests whose prefill finished.")
 PROMPT_TOKENS_CACHED = Metric("vllm:prompt_tokens_cached", "counter", "Prompt tokens taken from the prefix cache.")
+PROMPT_TOKENS_BY_SOURCE = Metric(
+    "vllm:prompt_tokens_by_source", "counter", "Prompt tokens by where their KV came from.", ("source",),
+    known=(("local_compute",), ("local_cache_hit",), ("external_kv_transfer",)),
+)  # fmt: skip
+PREFIX_QUERIES = Metric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.")
+PREFIX_HITS = Metric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.")
 GENERATION_TOKENS = Metric("vllm:generation_tokens", "counter", "Generated tokens.")
 PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences that lost their slot and will be recomputed.")
-SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",))
-REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before they reached the engine.", ("reason",))
+SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",), known=ENDS)
+REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before the engine.", ("reason",), known=(("capacity",),))
 TTFT = Metric("vllm:time_to_first_token_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
 INTER_TOKEN = Metric("vllm:inter_token_latency_seconds", "histogram", "Between tokens of one choice.", buckets=TOKEN_S, per_token=True)
 TIME_PER_TOKEN = Metric(
@@ -60,9 +75,31 @@ DECODE_TIME = Metric("vllm:request_decode_time_seconds", "histogram", "First tok
 INFERENCE_TIME = Metric("vllm:request_inference_time_seconds", "histogram", "First scheduling to last token.", buckets=LATENCY_S)
 REQUEST_PROMPT_TOKENS = Metric("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=TOKENS)
 REQUEST_GENERATION_TOKENS = Metric("vllm:request_generation_tokens", "histogram", "Generated tokens of a choice.", buckets=TOKENS)
+REQUEST_LONGEST = Metric("vllm:request_max_num_generation_tokens", "histogram", "Tokens of a request's longest choice.", buckets=TOKENS)
+REQUEST_COMPUTED = Metric(
+    "vllm:request_prefill_kv_computed_tokens", "histogram", "Prompt tokens of a request that were not in a cache.", buckets=TOKENS
+)
 REQUEST_MAX_TOKENS = Metric("vllm:request_params_max_tokens", "histogram", "max_tokens asked for.", buckets=TOKENS)
 REQUEST_N = Metric("vllm:request_params_n", "histogram", "Choices asked for.", buckets=CHOICES)
-ITERATION = Metric("vllm:iteration_tokens_total", "histogram", "Generated tokens of one step.", buckets=ITERATION_TOKENS, per_token=True)
+CACHE_CONFIG = Metric(
+    "vllm:cache_config_info", "gauge", "The KV cache: blocks, and tokens in a block.",
+    ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype"),
+)  # fmt: skip
+LORA_REQUESTS = Metric(
+    "vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; the value is the time.",
+    ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+)  # fmt: skip
+HTTP_REQUESTS = Metric(
+    "http_requests", "counter", "Replies by class of status, as vLLM's overview reads them.", ("method", "status", "handler"),
+    known=(("POST", "2xx", "/v1/chat/completions"), ("POST", "2xx", "/v1/completions")),
+)  # fmt: skip
+ITERATION = Metric(
+    "vllm:iteration_tokens_total",
+    "histogram",
+    "Tokens a step generated, and of prompts it ended.",
+    buckets=ITERATION_TOKENS,
+    per_token=True,
+)
 
 SLOTS_FREE = Metric("rayneuron:slots_free", "gauge", "KV slots nobody holds.")
 SLOTS_TOTAL = Metric("rayneuron:slots_total", "gauge", "KV slots.")
@@ -74,7 +111,9 @@ OPEN_SEQUENCES = Metric("rayneuron:open_sequences", "gauge", "Choices of open ca
 STEPS = Metric("rayneuron:steps", "counter", "Engine steps run.")
 STEP_TIME = Metric("rayneuron:step_seconds", "histogram", "One engine step: plan, run and commit.", buckets=STEP_S, per_token=True)
 DISCONNECTS = Metric("rayneuron:client_disconnects", "counter", "Calls whose client left before the reply was complete.")
-HTTP_REPLIES = Metric("rayneuron:http_replies", "counter", "Replies by route and status.", ("route", "status"))
+HTTP_REPLIES = Metric(
+    "rayneuron:http_replies", "counter", "Replies by route and status.", ("route", "status"), known=(("/metrics", "200"),)
+)
 STARTUP = Metric("rayneuron:startup_seconds", "gauge", "Seconds of each part of the start.", ("part",))
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

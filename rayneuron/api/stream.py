@@ -24,6 +24,11 @@ def event(content: object) -> bytes:
     return b"data: " + _encode(content) + b"\n\n"
 
 
+def chunks(events: bytes) -> list[Json]:
+    """The contents of whole events, without the end mark."""
+    return [msgspec.json.decode(part.removeprefix(b"data: ")) for part in events.removesuffix(DONE).split(b"\n\n") if part]
+
+
 class Progress:
     """What a stream remembers of one choice."""
 

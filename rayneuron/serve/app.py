@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
 import asyncio
+import contextvars
 import gc
 import logging
 import os
@@ -24,7 +25,7 @@ from rayneuron.parallel.seating import group_layout
 from rayneuron.serve.actors import Actors, check_room, worker_options
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer, Opener
-from rayneuron.serve.telemetry import RayExport
+from rayneuron.serve.telemetry import RayExport, merged
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ HEALTH_TIMEOUT_S = 30.0
 DRAIN_CHECK_S = 0.5
 CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
+PEERS_S = 2.0  # for the other replicas to give their part of a scrape
 LEAVE_S = 1.0  # for streams to take their error event, after a worker was lost
 LAST_BYTES_S = 0.5  # and for Serve's proxy to fetch it
 SWITCH_INTERVAL_S = 0.001  # the engine thread and the event loop share one interpreter; the default of 5 ms delays every token by as much
@@ -88,6 +90,26 @@ class ServedEngine(EngineServer):
         os._exit(1)
 
     _leaving = False
+
+    async def replica_metrics(self) -> tuple[str, bytes]:
+        """This replica's number and its own part of `/metrics`."""
+        number = str(serve.get_replica_context().rank.rank)
+        self.telemetry.base = (self.name, number)  # Serve numbers anew when replicas go
+        return number, self.telemetry.text()
+
+    async def metrics_text(self) -> bytes:
+        """The body of `/metrics`: every replica's series, told apart by `engine`, whichever of them is asked."""
+        texts = dict([await self.replica_metrics()])
+        context = serve.get_replica_context()
+        try:
+            handle = serve.get_deployment_handle(context.deployment, context.app_name)
+            # From an empty context: Serve takes calls made inside one request for the same call.
+            asked = contextvars.Context().run(handle.broadcast, "replica_metrics")
+            answers = await asked.results_async(timeout_s=PEERS_S, return_exceptions=True)
+            texts |= dict(answer for answer in answers if not isinstance(answer, BaseException))
+        except Exception as wrong:
+            log.warning("/metrics holds this replica only, the others did not answer: %r", wrong)
+        return merged(texts.values())
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         return application(self, echo_request_id=False)

@@ -190,16 +190,17 @@ class Flights:
 
     def dispatch(self, deltas: list[TokenDelta]) -> None:
         """Sort one step's deltas into their flights."""
-        now_s, tokens = time.monotonic(), 0
+        now_s, tokens, prompt_tokens = time.monotonic(), 0, 0
         for piece in deltas:
             tokens += len(piece.token_ids)
             flight = self._by_request.get(piece.request_id)
             if flight is None:
                 continue  # its client has gone
-            self._receive(flight, piece, now_s)
-        self._telemetry.step(tokens)
+            prompt_tokens += self._receive(flight, piece, now_s)
+        self._telemetry.step(tokens, prompt_tokens)
 
-    def _receive(self, flight: Flight, piece: TokenDelta, now_s: float) -> None:
+    def _receive(self, flight: Flight, piece: TokenDelta, now_s: float) -> int:
+        """Prompt tokens whose prefill this delta tells of."""
         leg, unfinished = flight.legs[piece.request_id], flight.unfinished
         waited, stopped = not leg.begun, False
         try:
@@ -212,6 +213,7 @@ class Flights:
             self.waiting_tokens -= len(leg.request.prompt_ids)
         if stopped:
             self._abort(piece.request_id, piece.index)
+        return len(leg.request.prompt_ids) if waited and leg.begun else 0
 
     def open(self, legs: Sequence[Leg]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""

@@ -70,7 +70,7 @@ class _Answer:
         finally:
             exchange.unwatch()
             if server.ready:
-                server.telemetry.series[metrics.HTTP_REPLIES].add(1, self._path, str(exchange.status or 499))
+                server.telemetry.replied(exchange.method, self._path, exchange.status or 499)
 
     async def _refuse(self, exchange: Exchange, wrong: Exception) -> None:
         if not isinstance(wrong, RayNeuronError):
@@ -182,7 +182,7 @@ async def _health(server: EngineServer, exchange: Exchange) -> None:
 
 async def _metrics(server: EngineServer, exchange: Exchange) -> None:
     _require_ready(server, draining_too=True)
-    await exchange.reply(200, server.telemetry.text(), METRICS_TYPE)
+    await exchange.reply(200, await server.metrics_text(), METRICS_TYPE)
 
 
 async def _version(server: EngineServer, exchange: Exchange) -> None:

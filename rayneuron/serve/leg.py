@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from rayneuron import metrics
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.serve.trace import Ended
 from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta
@@ -67,6 +68,8 @@ class Leg:
         stamps = piece.stamps or Stamps(arrived=self.request.arrival_s, finished=now_s)
         self.done.add(piece.index)
         telemetry.finished(reason, tokens, stamps, now_s)
+        if len(self.done) == self.request.params.n:
+            telemetry.histograms[metrics.REQUEST_LONGEST].observe(max(self.tokens.values()))
         if self.ended is not None:
             self.ended(piece.index, reason, tokens, stamps)
 

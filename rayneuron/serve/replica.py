@@ -24,11 +24,12 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.flight import Flight, Flights
 from rayneuron.serve.leg import Leg
+from rayneuron.serve.pieces import chunks, plain
 from rayneuron.serve.startup import Startup, events_per_s, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.text import Assembler
-from rayneuron.types import Delta, SamplingParams
+from rayneuron.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class EngineServer:
         self._text_pool = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
         self._unknown_fields: set[str] = set()
         self._apply(self.config.sampling_defaults)
+        capacity = opened.engine.capacity
+        self.telemetry.kv_cache(capacity.rows, capacity.length, self.config.kv_dtype or self.config.dtype)
         for part, seconds in opened.seconds.items():
             self.telemetry.series[metrics.STARTUP].set(seconds, part)
         self._watch = event_loop.create_task(self._watch_engine())
@@ -142,12 +145,15 @@ class EngineServer:
             self.flights.close(flight)
             self._log(call, flight, arrival_s)
 
-    async def chat(self, body: Json) -> Json:
-        """A chat completion by handle; the body and the reply are OpenAI's. Raises RayNeuronError subclasses."""
+    async def chat(self, body: Json) -> Json | AsyncIterator[Json]:
+        """A chat completion by handle; the body and the reply are OpenAI's. Raises RayNeuronError subclasses.
+
+        With `"stream": True` in the body OpenAI's chunks, through `handle.chat.options(stream=True).remote(body)`.
+        """
         return await self._answer(openai.parse_chat, body)
 
-    async def completions(self, body: Json) -> Json:
-        """A text completion by handle; the body and the reply are OpenAI's."""
+    async def completions(self, body: Json) -> Json | AsyncIterator[Json]:
+        """A text completion by handle; the body, the reply and the chunks are OpenAI's, as with `chat`."""
         return await self._answer(openai.parse_completions, body)
 
     async def generate(self, prompt: str | list[int] | Json, params: SamplingParams | Json | None = None) -> AsyncIterator[Json]:
@@ -163,7 +169,7 @@ class EngineServer:
         with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
             while deltas := await flight.take():
                 for delta in deltas:
-                    yield _plain(call, delta)
+                    yield plain(call, delta)
                 await flight.rest(self.flights.pace_s)
 
     async def tokenize(self, body: Json) -> Json:
@@ -182,6 +188,10 @@ class EngineServer:
         """The engine's load and the calls in flight."""
         load = self.load()
         return {**msgspec.to_builtins(load.snapshot), "open_calls": load.calls, "open_sequences": load.sequences}
+
+    async def metrics_text(self) -> bytes:
+        """The body of `/metrics`."""
+        return self.telemetry.text()
 
     async def drain(self) -> None:
         """Refuse new calls with 503 from now on; running ones finish."""
@@ -245,12 +255,13 @@ class EngineServer:
             trust_chat_template=self.config.serving.trust_request_chat_template,
         )
 
-    async def _answer(self, parse: Parse, body: Json) -> Json:
-        if body.get("stream"):
-            raise RequestError("a handle answers whole; use handle.generate.options(stream=True) to stream", param="stream")
+    async def _answer(self, parse: Parse, body: Json) -> Json | AsyncIterator[Json]:
         self.admit()
         call = await self.parse(parse, body, new_id())
-        with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
+        flying = self.flight(call, time.monotonic(), self.limits.request_timeout_s)
+        if call.stream:
+            return chunks(call, flying, lambda: self.flights.pace_s)
+        with flying as flight:
             return call.reply(await flight.finish())
 
     def _say_unknown(self, names: Iterable[str]) -> None:
@@ -287,14 +298,3 @@ class EngineServer:
 def new_id() -> str:
     """A request id nobody else has."""
     return uuid4().hex
-
-
-def _plain(call: api.Call, delta: Delta) -> Json:
-    prompt = call.prompt(delta.request_id)
-    out: Json = {"index": prompt * call.n + delta.index, "text": delta.text, "token_ids": delta.token_ids}
-    out |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-    if delta.logprobs is not None:
-        out["logprobs"] = msgspec.to_builtins(delta.logprobs)
-    if delta.usage is not None:
-        out["usage"] = msgspec.to_builtins(delta.usage)
-    return out

@@ -5,8 +5,9 @@ Updating is a few additions on the event loop, once a step or once a request; al
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -30,7 +31,7 @@ class Series:
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
-        self.values: dict[tuple[str, ...], float] = {} if metric.labels else {(): 0.0}
+        self.values: dict[tuple[str, ...], float] = dict.fromkeys(metric.known if metric.labels else ((),), 0.0)
 
     def add(self, amount: float = 1.0, *labels: str) -> None:
         """Count `amount` more."""
@@ -99,17 +100,17 @@ class Telemetry:
         self.histograms = {m: Histogram(m) for m in metrics.METRICS if m.kind == "histogram"}
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._process = ProcessCollector(registry=None)
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
         self._step_time = self.histograms[metrics.STEP_TIME]
         self._iteration = self.histograms[metrics.ITERATION]
         self.inter_token = self.histograms[metrics.INTER_TOKEN]
 
-    def step(self, tokens: int) -> None:
-        """One engine step delivered `tokens` tokens."""
+    def step(self, tokens: int, prompt_tokens: int) -> None:
+        """One engine step delivered `tokens` tokens; it completed prompts of `prompt_tokens`."""
         self._tokens.add(tokens)
-        self._iteration.observe(tokens)
+        self._iteration.observe(tokens + prompt_tokens)
 
     def timed(self, info: StepInfo) -> None:
         """How long one step took. Called on the engine thread, which alone touches this histogram."""
@@ -119,6 +120,12 @@ class Telemetry:
         """A request produced its first token."""
         self.series[metrics.PROMPT_TOKENS].add(prompt_tokens)
         self.series[metrics.PROMPT_TOKENS_CACHED].add(cached_tokens)
+        self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(prompt_tokens - cached_tokens, "local_compute")
+        self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(cached_tokens, "local_cache_hit")
+        if self.prefix_cache:
+            self.series[metrics.PREFIX_QUERIES].add(prompt_tokens)
+            self.series[metrics.PREFIX_HITS].add(cached_tokens)
+        self.histograms[metrics.REQUEST_COMPUTED].observe(prompt_tokens - cached_tokens)
         self.histograms[metrics.TTFT].observe(ttft_s)
 
     def asked(self, request: Request) -> None:
@@ -127,6 +134,10 @@ class Telemetry:
         self.histograms[metrics.REQUEST_N].observe(request.params.n)
         if request.params.max_tokens is not None:
             self.histograms[metrics.REQUEST_MAX_TOKENS].observe(request.params.max_tokens)
+
+    def kv_cache(self, blocks: int, block_tokens: int, dtype: str) -> None:
+        """What the KV cache is made of; contiguous rows are one block a row."""
+        self.series[metrics.CACHE_CONFIG].set(1, str(block_tokens), str(blocks), str(self.prefix_cache), dtype)
 
     def finished(self, reason: FinishReason, tokens: int, stamps: Stamps | None, now_s: float) -> None:
         """One choice ended, with the engine's stamps where it reached them."""
@@ -151,6 +162,11 @@ class Telemetry:
         """Choices of a call that was closed before they ended: its client left, or it failed."""
         self.series[metrics.SUCCESS].add(choices, "error" if failed else "abort")
 
+    def replied(self, method: str, route: str, status: int) -> None:
+        """An HTTP exchange is over."""
+        self.series[metrics.HTTP_REPLIES].add(1, route, str(status))
+        self.series[metrics.HTTP_REQUESTS].add(1, method, f"{status // 100}xx", route)
+
     def refused(self, reason: str) -> None:
         """A request was turned away at the door."""
         self.series[metrics.REJECTIONS].add(1, reason)
@@ -161,6 +177,8 @@ class Telemetry:
         snapshot, series = load.snapshot, self.series
         series[metrics.RUNNING].set(snapshot.running)
         series[metrics.WAITING].set(snapshot.waiting)
+        series[metrics.WAITING_BY_REASON].set(snapshot.waiting, "capacity")
+        series[metrics.LORA_REQUESTS].set(time.time(), "0", "", "")
         series[metrics.KV_USAGE].set(snapshot.kv_tokens_used / snapshot.kv_tokens_total if snapshot.kv_tokens_total else 0.0)
         series[metrics.PREEMPTIONS].set(snapshot.preemptions)
         series[metrics.SLOTS_FREE].set(snapshot.slots_free)
@@ -179,10 +197,30 @@ class Telemetry:
             yield series.family(self.base)
         for histogram in self.histograms.values():
             yield histogram.family(self.base)
+        labels = dict(zip(LABELS, self.base, strict=True))
+        for family in self._process.collect():
+            family.samples = [sample._replace(labels=labels) for sample in family.samples]
+            yield family
 
     def text(self) -> bytes:
-        """The body of `/metrics`."""
+        """The body of `/metrics`, this replica's part."""
         return generate_latest(self._registry)
+
+    prefix_cache = False  # whether prompts are looked up in one
+
+
+def merged(texts: Iterable[bytes]) -> bytes:
+    """Several replicas' texts as one, each family's samples together under one head as Prometheus wants them."""
+    families: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        family, new = [], True
+        for line in text.splitlines(keepends=True):
+            if line.startswith(b"# HELP "):
+                name = line.split(b" ", 3)[2]
+                new, family = name not in families, families.setdefault(name, [])
+            if new or not line.startswith(b"# "):
+                family.append(line)
+    return b"".join(line for family in families.values() for line in family)
 
 
 class RayExport:

@@ -25,6 +25,11 @@ class Probe:
             "stats": await model.stats.remote(),
             "pieces": [piece async for piece in model.generate.options(stream=True).remote(body)],
         }
+        said = {"messages": [{"role": "user", "content": body["prompt"]}], "max_tokens": 8, "temperature": 0}
+        out["chat"] = (await model.chat.remote(said))["choices"][0]["message"]["content"]
+        said |= {"stream": True, "stream_options": {"include_usage": True}}
+        out["chat_chunks"] = [chunk async for chunk in model.chat.options(stream=True).remote(said)]
+        out["chunks"] = [chunk async for chunk in model.completions.options(stream=True).remote(body | {"stream": True})]
         try:
             await model.completions.remote(body | {"temperature": 9})
         except RayNeuronError as wrong:

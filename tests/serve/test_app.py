@@ -8,6 +8,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,14 @@ def arguments(path: Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def deploy(path: Path, port: int, user_config: dict[str, Any] | None = None) -> None:
+def deploy(path: Path, port: int, **deployment: Any) -> None:
     """What `serve deploy` does with a deployment file; returns when everything runs."""
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
 
     model: dict[str, Any] = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": arguments(path)}
-    if user_config is not None:
-        model["deployments"] = [{"name": "EngineServer", "user_config": user_config}]
+    if deployment:
+        model["deployments"] = [{"name": "EngineServer", **deployment}]
     applications = [model]
     for name, builder in (("caller", "examples.handle_call:build"), ("probe", "tests.serve.probe:build")):
         applications.append({"name": name, "route_prefix": f"/{name}", "import_path": builder, "args": {"application": "model"}})
@@ -187,6 +188,10 @@ def test_handles(client: httpx.Client, expected: str) -> None:
     assert got["tokenize"]["count"] > 0 and got["models"]["data"][0]["id"] == "tiny" and got["stats"]["slots_total"] == 4
     assert "".join(piece["text"] for piece in got["pieces"]) == expected and got["pieces"][-1]["finish_reason"] in ("stop", "length")
     assert got["error"][:3] == [True, 400, "temperature"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in got["chunks"]) == expected
+    assert [chunk["object"] for chunk in got["chat_chunks"][:1]] == ["chat.completion.chunk"]
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in got["chat_chunks"][:-1]) == got["chat"]
+    assert got["chat_chunks"][-1]["usage"]["completion_tokens"] > 0
     eventually(lambda: client.get("/load").json()["open_calls"] == 0, PATIENCE_S, lambda: client.get("/load").json())
 
 
@@ -207,13 +212,35 @@ def test_ray_takes_our_metrics(url: str) -> None:
 def test_user_config_is_hot(client: httpx.Client, url: str, tiny: Path) -> None:
     """New defaults without a restart: the engine is the one that was started first."""
     started = client.get("/v1/models").json()["data"][0]["created"]
-    deploy(tiny, int(url.rpartition(":")[2]), {"sampling_defaults": {"max_tokens": 3}})
+    deploy(tiny, int(url.rpartition(":")[2]), user_config={"sampling_defaults": {"max_tokens": 3}})
     eventually(lambda: tokens(client) == 3, PATIENCE_S)
     assert client.get("/v1/models").json()["data"][0]["created"] == started
 
 
 def tokens(client: httpx.Client) -> int:
     return int(client.post("/v1/completions", json={"prompt": "hi", "ignore_eos": True}).json()["usage"]["completion_tokens"])
+
+
+def test_metrics_are_those_of_every_replica(client: httpx.Client, url: str, tiny: Path) -> None:
+    """With two replicas every scrape holds both, whichever answers: ten calls later the sums have grown by ten, and none ever falls."""
+
+    def counted() -> dict[str, float]:
+        """Finished sequences by replica."""
+        lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("vllm:request_success_total")]
+        ended = Counter[str]()
+        for line in lines:
+            ended[line.partition('engine="')[2].partition('"')[0]] += float(line.split()[-1])  # type: ignore[assignment]
+        return dict(ended)
+
+    deploy(tiny, int(url.rpartition(":")[2]), num_replicas=2)
+    eventually(lambda: set(counted()) == {"0", "1"}, PATIENCE_S, counted)
+    before = counted()
+    for _ in range(10):
+        assert client.post("/v1/completions", json=GO | {"max_tokens": 1}).status_code == 200
+    scrapes = [counted() for _ in range(8)]
+    assert all(scrape == scrapes[0] for scrape in scrapes) and sum(scrapes[0].values()) == sum(before.values()) + 10
+    text = client.get("/metrics").text
+    assert sum(line.startswith("process_resident_memory_bytes{") for line in text.splitlines()) == 2
 
 
 def test_unknown_keys_are_refused_at_build(tiny: Path) -> None:

@@ -71,8 +71,12 @@ async def test_methods_for_handles(server: EngineServer) -> None:
             pieces = [piece async for piece in server.generate(prompt, params)]
             assert "".join(piece["text"] for piece in pieces) == "hello"
             assert pieces[-1]["finish_reason"] == "stop" and pieces[-1]["usage"]["completion_tokens"] == said + 1
-    with pytest.raises(RequestError, match="generate"):
-        await server.completions({"prompt": "x", "stream": True})
+    streamed = await server.completions({"prompt": "say:hello", "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}})
+    chunks = [chunk async for chunk in streamed]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "hello"
+    assert chunks[-1]["usage"]["completion_tokens"] == said + 1 and {chunk["object"] for chunk in chunks} == {"text_completion"}
+    with pytest.raises(RequestError, match="temperature"):
+        await server.chat({"messages": [{"role": "user", "content": "x"}], "stream": True, "temperature": 5})
     with pytest.raises(RequestError, match="temperature"):
         [piece async for piece in server.generate("x", {"temperature": 5})]
     assert (await server.stats())["open_calls"] == 0 and (await server.models())["data"][0]["id"] == "scripted"
@@ -83,6 +87,15 @@ async def test_a_stream_that_is_left_is_aborted(server: EngineServer) -> None:
     await anext(stream)
     await stream.aclose()
     assert server.flights.sequences == 0 and len(server.flights) == 0
+    chunks = await server.chat({"messages": [{"role": "user", "content": "go on"}], "max_tokens": 200, "stream": True})
+    await anext(chunks)
+    await chunks.aclose()
+    assert server.flights.sequences == 0 and len(server.flights) == 0
+
+
+async def test_a_stream_of_chunks_raises_its_error(server: EngineServer) -> None:
+    with pytest.raises(RayNeuronError, match="the engine failed"):
+        [chunk async for chunk in await server.completions({"prompt": "boom:2:", "max_tokens": 9, "stream": True})]
 
 
 async def test_health_follows_the_steps(server: EngineServer, clock: Clock) -> None:

@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayneuron import metrics
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer
-from rayneuron.serve.telemetry import Histogram, Load, Telemetry
+from rayneuron.serve.telemetry import Histogram, Load, Telemetry, merged
 from rayneuron.types import Request, SamplingParams, Snapshot, Stamps
 from tests.serve.scripted import PATIENCE_S, Site, eventually, site
 
-# What vLLM's dashboards, Ray's LLM dashboard and the inference gateway read (research/serving_surface.md 5.1 to 5.3).
+# What vLLM's dashboards, Ray's LLM dashboard and the inference gateway read.
 WANTED = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total", "vllm:num_preemptions_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket",
@@ -26,6 +26,9 @@ WANTED = {
     "vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum",
     "vllm:request_inference_time_seconds_sum", "vllm:request_prompt_tokens_sum", "vllm:request_generation_tokens_bucket",
     "vllm:request_params_max_tokens_sum", "vllm:request_params_n_sum", "vllm:iteration_tokens_total_count",
+    "vllm:cache_config_info", "vllm:lora_requests_info", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+    "vllm:prompt_tokens_cached_total", "vllm:prompt_tokens_by_source_total", "vllm:num_requests_waiting_by_reason",
+    "vllm:request_max_num_generation_tokens_sum", "vllm:request_prefill_kv_computed_tokens_count", "http_requests_total",
 }  # fmt: skip
 
 
@@ -73,13 +76,53 @@ def test_counts_are_exact(running: Site) -> None:
     assert value(found, "vllm:e2e_request_latency_seconds_count") == 5  # choices
     assert value(found, "vllm:inter_token_latency_seconds_count") == generated - 5
     assert value(found, "vllm:request_params_n_sum") == 1 + 2 + 2
-    assert value(found, "vllm:iteration_tokens_total_sum") == generated
+    assert value(found, "vllm:iteration_tokens_total_sum") == generated + sum(u["prompt_tokens"] for u in used)
+    assert value(found, "vllm:prompt_tokens_by_source_total", source="local_compute") == sum(u["prompt_tokens"] for u in used)
+    assert value(found, "vllm:request_prefill_kv_computed_tokens_sum") == sum(u["prompt_tokens"] for u in used)
+    assert value(found, "vllm:request_max_num_generation_tokens_count") == 3  # requests: the longest choice of each
+    assert value(found, "vllm:request_max_num_generation_tokens_sum") == used[0]["completion_tokens"] + 7 + 7
+    assert value(found, "http_requests_total", method="POST", handler="/v1/completions", status="4xx") == 1
     assert value(found, "rayneuron:step_seconds_count") > 0
     assert value(found, "rayneuron:http_replies_total", route="/v1/completions", status="400") == 1
     assert value(found, "rayneuron:slots_free") == value(found, "rayneuron:slots_total") == 4
     labels = {k for series in found.values() for key in series for k, v in key if (k, v) in (("model_name", "scripted"), ("engine", "0"))}
     assert labels == {"model_name", "engine"}
     assert WANTED <= set(found) and "process_resident_memory_bytes" in found
+
+
+def test_everything_is_there_before_the_first_request(running: Site) -> None:
+    """Every family of ours has a sample at the first scrape, so that a rate over the first request of all is not lost."""
+    text = httpx.get(f"{running.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert all(families[metric.name].samples for metric in metrics.METRICS)
+    found = samples(text)
+    assert WANTED <= set(found)
+    assert {dict(key)["finished_reason"] for key in found["vllm:request_success_total"]} == {"stop", "length", "abort", "error"}
+    assert {dict(key)["reason"] for key in found["vllm:num_requests_waiting_by_reason"]} == {"capacity", "deferred"}
+    sources = {"local_compute", "local_cache_hit", "external_kv_transfer"}
+    assert {dict(key)["source"] for key in found["vllm:prompt_tokens_by_source_total"]} == sources
+    (config,) = [dict(key) for key in found["vllm:cache_config_info"]]
+    held = value(found, "rayneuron:kv_tokens_total")
+    assert int(config["block_size"]) * int(config["num_gpu_blocks"]) == held and config["enable_prefix_caching"] == "False"
+    assert all(v == 0 for name in found if name.endswith("_total") and name.startswith("vllm:") for v in found[name].values())
+
+
+def test_texts_of_several_replicas_become_one() -> None:
+    """Every replica's samples, each family under one head (a second head is a syntax error to Prometheus), also of another version."""
+    texts = []
+    for number in "01":
+        telemetry = Telemetry("m", number, lambda: Load(Snapshot(slots_total=4), 0, 0))
+        telemetry.prefilled(5 + int(number), 0, 0.1)
+        texts.append(telemetry.text())
+    older = texts[1].replace(b"Prompt tokens of requests whose prefill finished.", b"Said otherwise once.")
+    text = merged([texts[0], older]).decode()
+    heads = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(heads) == len(set(heads)) and "Said otherwise" not in text
+    found = samples(text)
+    assert [value(found, "vllm:prompt_tokens_total", engine=number) for number in "01"] == [5, 6]
+    assert found == samples(texts[0].decode()) | {
+        name: samples(texts[0].decode())[name] | values for name, values in samples(texts[1].decode()).items()
+    }
 
 
 def test_times_add_up(running: Site) -> None:
@@ -129,7 +172,7 @@ def test_every_name_once_and_well_formed() -> None:
     names = [metric.name for metric in metrics.METRICS]
     assert len(set(names)) == len(names) > 30
     for metric in metrics.METRICS:
-        assert metric.name.partition(":")[0] in ("vllm", "rayneuron") and ":" not in metric.ray_name
+        assert metric.name.partition(":")[0] in ("vllm", "rayneuron", "http_requests") and ":" not in metric.ray_name
         assert (metric.kind == "histogram") == bool(metric.buckets) and list(metric.buckets) == sorted(set(metric.buckets))
     assert set(Stamps.__struct_fields__) == set(metrics.TRACE_POINTS)
 
@@ -204,11 +247,11 @@ def test_ray_gets_differences(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray_metrics, name, fake.kind)
     telemetry = Telemetry("m", "0", lambda: Load(Snapshot(running=2, slots_total=4, kv_tokens_used=5, kv_tokens_total=10), 1, 2))
     export = RayExport(telemetry)
-    telemetry.step(5)
+    telemetry.step(5, 0)
     telemetry.asked(Request(id="r", prompt_ids=[1, 2], params=SamplingParams()))
     telemetry.finished("stop", 3, Stamps(arrived=1.0, scheduled=2.0, first_token=3.0, finished=5.0), 5.0)
     export.push()
-    telemetry.step(2)
+    telemetry.step(2, 0)
     export.push()
     export.push()
     assert fake.told["vllm_generation_tokens"] == [5, 2]
