@@ -16,10 +16,16 @@ import pytest
 
 PAGE = Path(__file__).parent.parent.parent / "rayneuron" / "serve" / "page"
 WAIT_S = 60
+LONG_NAME = "organisation/A-Model-With-A-Name-70B-Instruct-Of-60-Letters!"
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> [a](javascript:alert(1))"
 MARKDOWN = (
     "# Title\n\nSome **bold**, *soft* and `x<y`.\n\n1. one\n2. two\n   - inner\n\n```python\nif a < b:\n    print('&amp;')\n```\nafter 🙂"
 )
+WIDE = f"""```\n{"a line of code that does not end " * 9}\n```
+
+{"Unbreakable" * 40} and `{"code" * 60}`
+
+| column | another | third |\n|---|:-:|---|\n| {"cell" * 30} | 1 \\| 2 | **x** |\n\n---\nend"""
 
 pytestmark = [
     pytest.mark.chromium,
@@ -38,6 +44,10 @@ class Script:
         self.keys: list[str | None] = []
         self.not_ready = 0
         self.refusals = 0
+        self.checked = 0
+        self.draining = False
+        self.lost = False
+        self.card: dict[str, Any] = {"id": "scripted", "object": "model", "max_model_len": 64}
         self.release = threading.Event()
         self.gone = threading.Event()
 
@@ -60,12 +70,19 @@ class Server(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.removeprefix("/m/demo")
+        if self.script.lost and path in ("/health", "/v1/models"):
+            self.close_connection = True
+            return None
+        if path == "/health":
+            self.script.checked += 1
+            draining = self.script.draining
+            return self.reply(503 if draining else 200, b'{"error": {"message": "shutting down"}}' if draining else b"")
         if path == "/v1/models":
             self.script.keys.append(self.headers.get("Authorization"))
             if self.script.not_ready:
                 self.script.not_ready -= 1
                 return self.reply(503, b'{"error": {"message": "loading weights", "code": 503}}')
-            return self.reply(200, json.dumps({"object": "list", "data": [{"id": "scripted", "object": "model"}]}).encode())
+            return self.reply(200, json.dumps({"object": "list", "data": [self.script.card]}).encode())
         file = PAGE / ("index.html" if path == "/" else path.removeprefix("/page/"))
         if file.is_file():
             return self.reply(200, file.read_bytes(), mimetypes.guess_type(file.name)[0] or "text/plain")
@@ -73,6 +90,11 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        size = sum(len(message["content"].split()) for message in body["messages"])
+        if self.path == "/tokenize":
+            return self.reply(200, json.dumps({"count": size, "max_model_len": self.script.card["max_model_len"]}).encode())
+        if size >= self.script.card["max_model_len"]:
+            return self.reply(400, b'{"error": {"message": "too long", "code": 400}}')
         self.script.bodies.append(body)
         self.script.keys.append(self.headers.get("Authorization"))
         asked = body["messages"][-1]["content"]
@@ -110,6 +132,9 @@ class Server(BaseHTTPRequestHandler):
     def say_markdown(self) -> None:
         self.say_text(MARKDOWN, "length")
 
+    def say_wide(self) -> None:
+        self.say_text(WIDE)
+
     def say_hostile(self) -> None:
         self.say_text(HOSTILE)
 
@@ -126,6 +151,10 @@ class Server(BaseHTTPRequestHandler):
                 self.script.release.wait(0.02)
         except OSError:
             self.script.gone.set()
+
+    def say_failing(self) -> None:
+        self.delta("so far")
+        self.script.release.wait(WAIT_S)
 
     def say_broken(self) -> None:
         self.delta("so far")
@@ -252,6 +281,125 @@ def test_text_is_shown_while_it_comes(page: Page, script: Script) -> None:
     assert page.find("#send").is_displayed()
 
 
+UNREACHABLE = """
+const wrong = [];
+if (document.documentElement.scrollWidth > innerWidth) wrong.push(`the page is ${document.documentElement.scrollWidth} wide`);
+const log = document.getElementById("log");
+if (log.scrollWidth > log.clientWidth) wrong.push(`the log is ${log.scrollWidth} wide`);
+for (const node of document.querySelectorAll("button, select, input, textarea")) {
+  if (!node.checkVisibility()) continue;
+  node.scrollIntoView({ block: "nearest", inline: "nearest" });
+  const { left, right, top, bottom } = node.getBoundingClientRect();
+  const hit = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
+  const inside = left >= 0 && right <= innerWidth && top >= 0 && bottom <= innerHeight;
+  if (!inside || (hit !== node && !node.contains(hit))) wrong.push(`${node.id || node.textContent} at ${left} ${top} ${right} ${bottom}`);
+}
+return wrong;
+"""
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_every_width_holds_everything(colours: str, browser: Any, address: str, script: Script) -> None:
+    """From a small phone to a desktop nothing sticks out and every control can be hit, in every state the page has."""
+    assert len(LONG_NAME) == 60
+    script.card["id"], script.card["max_model_len"], script.refusals = LONG_NAME, 4096, 1
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": colours}]})
+    page = Page(browser, address + "/").ready()
+
+    def check(state: str) -> None:
+        for width, height in ((320, 568), (360, 640), (414, 896), (667, 375), (768, 1024), (1200, 800)):
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            assert browser.execute_script(UNREACHABLE) == [], f"{state} at {width} x {height}"
+
+    try:
+        check("empty")
+        page.say("wide")
+        page.answer()
+        page.say("busy")
+        page.until(lambda: page.texts(".offer") == ["Try again"])
+        check("conversation and error")
+        page.say("waiting")
+        page.find("#prompt").send_keys("next")
+        page.until(lambda: page.find("#stop").is_displayed() and page.find("#send").is_displayed())
+        check("answering")
+        page.find("#toggle").click()
+        check("settings")
+        ground = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(251, 251, 250)") == (colours == "light")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_what_is_typed_meanwhile_is_sent_after(page: Page, script: Script) -> None:
+    """In order, each below its own question; and it is said so."""
+    page.say("waiting")
+    page.until(lambda: page.texts("article.busy .body") == ["half"])
+    page.say("second")
+    page.say("third")
+    assert page.texts("article.waiting") == ["second", "third"] and "Sent when this answer is complete" in page.find("#hint").text
+    assert len(script.bodies) == 1 and page.find("#log").get_attribute("aria-busy") == "true"
+    script.release.set()
+    page.until(lambda: len(page.all("article.assistant:not(.busy)")) == 3)
+    shown = [(node.get_attribute("class"), node.text.split("\n")[0]) for node in page.all("article")]
+    assert [text for kind, text in shown] == ["waiting", "half whole", "second", "Hello, you.", "third", "Hello, you."]
+    assert not page.all("article.waiting") and page.find("#hint").text == "" and page.find("#log").get_attribute("aria-busy") == "false"
+    said = [message["content"] for message in script.bodies[-1]["messages"]]
+    assert said == ["waiting", "half whole", "second", "Hello, you.", "third"]
+
+
+@pytest.mark.parametrize("end", ["stop", "error"])
+def test_what_is_typed_meanwhile_comes_back(end: str, page: Page, script: Script) -> None:
+    """After a stop or a failure nothing is sent behind the person's back, and nothing is lost."""
+    page.say("endless" if end == "stop" else "failing")
+    page.until(lambda: page.all("article.busy .body p"))
+    page.say("second")
+    page.find("#prompt").send_keys("third")
+    page.find("#stop").click() if end == "stop" else script.release.set()
+    page.answer()
+    page.until(lambda: page.find("#prompt").get_property("value") == "second\nthird")
+    assert len(script.bodies) == 1 and page.texts("article.user") == ["endless" if end == "stop" else "failing"]
+    assert page.driver.switch_to.active_element.get_attribute("id") == "prompt"
+
+
+def test_the_dot_tells_the_truth(page: Page, script: Script) -> None:
+    """A server that drains, then comes back as another model with another length; and one that is gone."""
+    state = page.find("#state")
+    page.until(lambda: script.checked > 0)  # asked though nobody does anything
+    script.draining, script.not_ready = True, 1
+    page.until(lambda: state.get_attribute("data-state") == "wait" and "shutting down" in state.get_attribute("title"))
+    page.find("#prompt").send_keys("early\n")
+    assert "Not sent" in page.find("#hint").text and page.find("#prompt").get_property("value") == "early"
+    script.card |= {"id": "another", "max_model_len": 99}
+    script.draining = False
+    page.ready()
+    assert page.find("#model").text == "another" and page.find("#hint").text == ""
+    assert page.find("#max-tokens").get_attribute("max") == "99" and "99" in page.find("#max-tokens").get_attribute("placeholder")
+    page.find("#prompt").send_keys("\n")
+    page.answer()
+    assert script.bodies[-1]["model"] == "another"
+    script.lost = True
+    page.until(lambda: state.get_attribute("data-state") == "lost")
+    script.lost = False
+    page.ready()
+
+
+def test_a_history_beyond_the_length_can_be_shortened(page: Page, script: Script) -> None:
+    """The oldest turns go, as many as make room for an answer, and can still be read."""
+    for number in range(3):
+        page.say(f"{number} " * 18)
+        page.answer()
+    page.say("last " * 20)
+    page.until(lambda: page.texts(".offer") == ["Drop the oldest turns and try again"])
+    assert page.texts(".error") == ["Error 400: too long"]
+    page.find(".offer").click()
+    page.until(lambda: len(page.all("article.assistant:not(.busy)")) == 4)
+    said = [message["content"].split()[0] for message in script.bodies[-1]["messages"]]
+    assert said == ["2", "Hello,", "last"]  # 18 + 2 + 20 of 64 tokens: a quarter is left for the answer
+    assert [text.split()[0] for text in page.texts("article.dropped")] == ["0", "Hello,", "1", "Hello,"] and not page.all(".error")
+
+
 @pytest.mark.parametrize("how", ["button", "escape", "new chat"])
 def test_stopping_closes_the_connection(how: str, page: Page, script: Script) -> None:
     from selenium.webdriver.common.keys import Keys
@@ -285,6 +433,10 @@ def test_markdown_becomes_elements(page: Page) -> None:
     assert page.find(body + "pre code").get_property("textContent") == "if a < b:\n    print('&amp;')"
     assert page.find(body + "figcaption").text.startswith("python") and page.texts(body + "p")[-1] == "after 🙂"
     assert "token limit reached" in page.figures()
+    page.say("wide")
+    page.answer()
+    assert [cell.strip() for cell in page.texts("article.assistant:last-child td")] == ["cell" * 30, "1 | 2", "x"]
+    assert page.texts("article.assistant:last-child th") == ["column", "another", "third"] and page.all("article.assistant hr")
 
 
 def test_hostile_answer_stays_text(page: Page) -> None:
@@ -298,7 +450,7 @@ def test_refusal_is_shown_and_can_be_tried_again(page: Page, script: Script) -> 
     script.refusals = 1
     page.say("busy")
     page.until(lambda: page.texts(".error") == ["Error 429: the queue is full (try again in 7 s)"])
-    page.find("article.assistant > .quiet").click()
+    page.find(".offer").click()
     assert page.answer() == "Hello, you."
     assert not page.all(".error") and [message["content"] for message in script.bodies[-1]["messages"]] == ["busy"]
 

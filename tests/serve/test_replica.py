@@ -71,7 +71,8 @@ async def test_methods_for_handles(server: EngineServer) -> None:
             pieces = [piece async for piece in server.generate(prompt, params)]
             assert "".join(piece["text"] for piece in pieces) == "hello"
             assert pieces[-1]["finish_reason"] == "stop" and pieces[-1]["usage"]["completion_tokens"] == said + 1
-    streamed = await server.completions({"prompt": "say:hello", "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}})
+    asked = {"prompt": "say:hello", "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
+    streamed = await server.completions(asked)
     chunks = [chunk async for chunk in streamed]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "hello"
     assert chunks[-1]["usage"]["completion_tokens"] == said + 1 and {chunk["object"] for chunk in chunks} == {"text_completion"}

@@ -1,15 +1,18 @@
-// The chat page: settings, conversation, and the figures of each answer.
+// The chat page: settings, the server's state, and the conversation.
 
-import { element, render } from "./markdown.js";
 import { complete, errorOf, headers } from "./stream.js";
+import * as view from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const KEPT = ["system", "temperature", "max-tokens", "colours"]; // in localStorage; the key only while the tab lives
 const DEFAULTS = { system: "", temperature: "0.7", "max-tokens": "", colours: "light dark" };
-const RETRY_MS = 2000;
+const RETRY_MS = 2000, HEALTH_MS = 3000;
 
-let conversation = []; // {role, content} of what was said and answered; a new chat is a new list
+let conversation = []; // {role, content, node} of what was said and answered; a new chat is a new list
+let waiting = []; // {role, content, node} of what was typed while an answer was written
 let running = null; // AbortController of the answer being written
+let chosen = ""; // the model
+let limits = {}; // tokens of prompt and answer together, by model
 
 function recall() {
   for (const id of KEPT) $(id).value = read(localStorage, id) ?? DEFAULTS[id];
@@ -36,50 +39,88 @@ function write(storage, name, value) {
   try { storage.setItem(`rayneuron.${name}`, value); } catch { /* not kept */ }
 }
 
-// Until the server is ready it says 503 or nothing; ask again.
+async function ask(path, body = null) {
+  const reply = await fetch(path, {
+    method: body ? "POST" : "GET", headers: headers($("key").value), body: body && JSON.stringify(body), cache: "no-store",
+  });
+  if (!reply.ok) throw await errorOf(reply);
+  return reply;
+}
+
+// The models, once the server answers; from then on its health, as long as anybody looks.
 async function connect() {
   try {
-    const reply = await fetch("v1/models", { headers: headers($("key").value) });
-    if (!reply.ok) throw await errorOf(reply);
-    const models = (await reply.json()).data;
-    $("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
+    const models = (await (await ask("v1/models")).json()).data;
+    limits = Object.fromEntries(models.map((model) => [model.id, model.max_model_len]));
+    $("model").replaceChildren(...models.map((model) => new Option(model.id, model.id, false, model.id === chosen)));
     $("model").disabled = models.length < 2;
     state("ready", "ready");
   } catch (error) {
-    state(error.status === 503 ? "wait" : "lost", error.status ? error.message : "the server does not answer");
-    if (error.status === 401) openSettings(true);
-    setTimeout(connect, RETRY_MS);
+    lost(error);
   }
 }
 
+async function watch() {
+  if (!document.hidden) {
+    if ($("state").dataset.state !== "ready") await connect();
+    else await ask("health").catch(lost);
+  }
+  setTimeout(watch, $("state").dataset.state === "ready" ? HEALTH_MS : RETRY_MS);
+}
+
+function lost(error) {
+  state(error.status === 503 ? "wait" : "lost", error.status ? error.message : "the server does not answer");
+  if (error.status === 401) openSettings(true);
+}
+
 function state(name, title) {
-  $("state").dataset.state = name;
-  $("state").title = title;
+  Object.assign($("state"), { title, ariaLabel: title }).dataset.state = name;
   if (name !== "ready") $("model").replaceChildren(new Option(title));
+  else chosen = $("model").value;
+  const most = limits[chosen] ?? "";
+  $("max-tokens").max = most;
+  $("max-tokens").placeholder = `As many as fit${most && ` in ${most}`}`;
+  $("model").title = $("model").value;
+  if (name === "ready" && waiting.length === 0) $("hint").textContent = "";
   controls();
 }
 
 function controls() {
-  const ready = $("state").dataset.state === "ready";
-  $("send").disabled = !ready || !$("prompt").value.trim();
-  $("send").hidden = running !== null;
+  const ready = $("state").dataset.state === "ready", text = $("prompt").value.trim();
+  $("send").disabled = !ready || !text;
+  $("send").hidden = running !== null && !text;
   $("stop").hidden = running === null;
 }
 
-async function send(text) {
-  if (conversation.at(-1)?.role === "user") conversation.pop(); // it was never answered
-  conversation.push({ role: "user", content: text });
+function submit() {
+  const text = $("prompt").value.trim();
+  if (!text) return;
+  if ($("send").disabled) return void ($("hint").textContent = `Not sent: ${$("state").title}`);
+  $("prompt").value = "";
   $("hello").hidden = true;
-  $("log").append(element("article", [text], "user"));
-  await answer();
+  const said = { role: "user", content: text, node: view.question(text) };
+  if (running === null) return void send(said);
+  said.node.classList.add("waiting");
+  waiting.push(said);
+  $("hint").textContent = "Sent when this answer is complete; Stop gives it back.";
+  view.toEnd();
+  controls();
 }
 
-async function answer() {
-  const view = answerView(), talk = conversation;
+async function send(said) {
+  if (conversation.at(-1)?.role === "user") conversation.pop(); // it was never answered
+  said.node.classList.remove("waiting");
+  conversation.push(said);
+  await answer(said.node);
+}
+
+async function answer(above) {
+  view.withdrawOffers();
+  const shown = view.answer(above), talk = conversation;
   const controller = (running = new AbortController());
   controls();
   const clock = { sent: performance.now(), first: 0, last: 0, chunks: 0 };
-  let text = "", reason = "", usage = null;
+  let text = "", reason = "", usage = null, wrong = null;
   try {
     await complete(body(), {
       key: $("key").value,
@@ -89,29 +130,73 @@ async function answer() {
         clock.first ||= clock.last;
         clock.chunks++;
         text += piece;
-        view.write(text);
-        view.figures(figures(clock, null, ""));
+        shown.write(text);
+        shown.figures(view.figures(clock, null, ""));
       },
       onFinish(why) { reason = why; },
       onUsage(counts) { usage = counts; },
     });
   } catch (error) {
     if (controller.signal.aborted) reason = "stopped";
-    else view.fail(error, text === "" ? () => { view.remove(); answer(); } : null);
+    else wrong = error;
   }
-  view.end(text, figures(clock, usage, reason));
-  if (text) talk.push({ role: "assistant", content: text });
-  if (running === controller) running = null;
+  shown.end(text, view.figures(clock, usage, reason));
+  if (text) talk.push({ role: "assistant", content: text, node: shown.node });
+  if (running !== controller) return; // a new chat has begun
+  running = null;
+  if (wrong || reason === "stopped") giveBack();
+  const next = waiting.shift();
+  if (waiting.length === 0) $("hint").textContent = "";
   controls();
   $("prompt").focus();
+  if (wrong) await failed(wrong, shown, text === "" ? above : null);
+  else if (next) await send(next);
+}
+
+// What was typed meanwhile goes back to where it was typed.
+function giveBack() {
+  const back = waiting.splice(0);
+  for (const { node } of back) node.remove();
+  $("prompt").value = [...back.map((said) => said.content), $("prompt").value].filter(Boolean).join("\n");
+}
+
+// Say what went wrong and offer what may help; then see whether the server is still the same.
+async function failed(error, shown, above) {
+  shown.fail(error);
+  if (above && error.status === 400 && conversation.length > 1 && (await tokensOver()) > 0) {
+    shown.offer("Drop the oldest turns and try again", () => dropOldest().then(() => answer(above)));
+  } else if (above) {
+    shown.offer("Try again", () => answer(above));
+  }
+  if (error.status !== 400) await connect();
+}
+
+// By how many tokens the conversation is too long for the model; 0 where the server cannot say.
+async function tokensOver(room = 1) {
+  try {
+    const { model, messages, max_tokens } = body();
+    const told = await (await ask("tokenize", { model, messages })).json();
+    return told.count + Math.max(max_tokens ?? 0, room) - told.max_model_len;
+  } catch {
+    return 0;
+  }
+}
+
+// Leaves a quarter of the length for the answer, or else the last question alone.
+async function dropOldest() {
+  while (conversation.length > 1 && (await tokensOver(limits[chosen] >> 2)) > 0) {
+    do Object.assign(conversation.shift().node, { title: "Not sent any more" }).classList.add("dropped");
+    while (conversation[0].role !== "user");
+  }
 }
 
 function body() {
   const system = $("system").value.trim();
   const most = $("max-tokens");
+  const messages = conversation.map(({ role, content }) => ({ role, content }));
   return {
-    model: $("model").value,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
+    model: chosen,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     temperature: Number($("temperature").value),
     ...(most.value && most.checkValidity() ? { max_tokens: Number(most.value) } : {}),
     stream: true,
@@ -119,102 +204,39 @@ function body() {
   };
 }
 
-// Tokens a second counts from the first token on: prefill has its own figure.
-function figures(clock, usage, reason) {
-  if (!clock.first) return [reason];
-  const seconds = (clock.last - clock.first) / 1000;
-  const tokens = usage?.completion_tokens ?? clock.chunks;
-  const rate = seconds > 0 && tokens > 1 ? `${usage ? "" : "~"}${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
-  const ending = { stop: "", length: "token limit reached" }[reason] ?? reason;
-  return [`first token ${Math.round(clock.first - clock.sent)} ms`, rate, usage ? `${usage.prompt_tokens} + ${tokens} tokens` : "", ending];
-}
-
-function answerView() {
-  const content = element("div", [], "body");
-  const footer = element("footer");
-  const article = element("article", [content, footer], "assistant busy");
-  $("log").append(article);
-  let pending = null;
-  const paint = (text) => {
-    const log = $("log");
-    const following = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-    content.replaceChildren(...render(text));
-    if (following) log.scrollTop = log.scrollHeight;
-  };
-  $("log").scrollTop = $("log").scrollHeight;
-  return {
-    write(text) { // at most once a frame, however fast tokens come
-      if (pending === null) requestAnimationFrame(() => { if (pending !== null) paint(pending); pending = null; });
-      pending = text;
-    },
-    figures(words) { footer.replaceChildren(...words.filter(Boolean).map((word) => element("span", [word]))); },
-    fail(error, again) {
-      const after = error.retryAfter ? ` (try again in ${error.retryAfter} s)` : "";
-      const title = error.status ? `Error ${error.status}: ` : "";
-      article.insertBefore(element("div", [`${title}${error.message}${after}`], "error"), footer);
-      if (again) article.append(button("Try again", again));
-    },
-    end(text, words) {
-      pending = null;
-      article.classList.remove("busy");
-      paint(text);
-      this.figures(words);
-      if (text) footer.append(copyButton(() => text));
-      for (const caption of content.querySelectorAll("figcaption")) caption.append(copyButton(() => caption.nextSibling.textContent));
-    },
-    remove() { article.remove(); },
-  };
-}
-
-function button(label, act) {
-  const node = element("button", [label], "quiet");
-  node.type = "button";
-  node.addEventListener("click", act);
-  return node;
-}
-
-function copyButton(text) {
-  const node = button("Copy", async () => {
-    await navigator.clipboard.writeText(text());
-    node.textContent = "Copied";
-    setTimeout(() => (node.textContent = "Copy"), 1200);
-  });
-  node.hidden = !navigator.clipboard; // absent on plain http from another host
-  return node;
-}
-
 function openSettings(open) {
   $("settings").hidden = !open;
   $("toggle").ariaExpanded = String(open);
 }
 
-$("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = $("prompt").value.trim();
-  if (!text || running || $("send").disabled) return;
-  $("prompt").value = "";
-  send(text);
-});
+$("composer").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
 $("prompt").addEventListener("input", controls);
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  $("composer").requestSubmit();
+  submit();
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (running) running.abort();
+  else openSettings(false);
+});
+document.addEventListener("visibilitychange", () => { if (!document.hidden && $("state").dataset.state === "ready") ask("health").catch(lost); });
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
   running = null;
-  conversation = [];
+  [conversation, waiting] = [[], []];
   $("log").replaceChildren($("hello"));
   $("hello").hidden = false;
+  $("hint").textContent = "";
   controls();
   $("prompt").focus();
 });
 $("toggle").addEventListener("click", () => openSettings($("settings").hidden));
+$("model").addEventListener("change", () => state("ready", "ready"));
 $("settings").addEventListener("input", remember);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 
 recall();
-connect();
+watch();

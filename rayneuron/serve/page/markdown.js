@@ -21,12 +21,14 @@ function block(lines, at) {
   if (fence) return code(lines, at + 1, fence[1], fence[2]);
   const heading = /^(#{1,6})\s+(.*)$/.exec(line);
   if (heading) return [element(`h${Math.min(heading[1].length, 4)}`, inline(heading[2])), at + 1];
+  if (/^ {0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) return [element("hr"), at + 1];
   if (itemOf(line)) return list(lines, at);
+  if (tableAt(lines, at)) return table(lines, at);
   if (/^>\s?/.test(line)) {
     const end = endOf(lines, at, (other) => /^>\s?/.test(other));
     return [element("blockquote", render(lines.slice(at, end).map((quoted) => quoted.replace(/^>\s?/, "")).join("\n"))), end];
   }
-  const end = endOf(lines, at, (other, index) => index === at || (other.trim() && !opens(other)));
+  const end = endOf(lines, at, (other, index) => index === at || (other.trim() && !opens(other) && !tableAt(lines, index)));
   return [element("p", inline(lines.slice(at, end).join("\n"))), end];
 }
 
@@ -44,6 +46,18 @@ function code(lines, at, fence, language) {
   const end = endOf(lines, at, (line) => !(line.trim().startsWith(fence) && !line.trim().slice(fence.length).replaceAll(fence[0], "")));
   const figure = element("figure", [element("figcaption", [language || "code"]), element("pre", [element("code", [lines.slice(at, end).join("\n")])])]);
   return [figure, end + 1];
+}
+
+// A row of cells above a row of dashes.
+function tableAt(lines, at) {
+  return lines[at].includes("|") && /^\s*\|?(\s*:?-+:?\s*\|)+(\s*:?-+:?)?\s*$/.test(lines[at + 1] ?? "");
+}
+
+function table(lines, at) {
+  const end = endOf(lines, at + 2, (line) => line.includes("|"));
+  const row = (line, tag) => element("tr", line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => element(tag, inline(cell.trim().replaceAll("\\|", "|")))));
+  const head = element("thead", [row(lines[at], "th")]);
+  return [element("table", [head, element("tbody", lines.slice(at + 2, end).map((line) => row(line, "td")))]), end];
 }
 
 function itemOf(line) {
