@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from rayneuron import metrics
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.serve.trace import Ended
 from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta
@@ -69,7 +68,7 @@ class Leg:
         self.done.add(piece.index)
         telemetry.finished(reason, tokens, stamps, now_s)
         if len(self.done) == self.request.params.n:
-            telemetry.histograms[metrics.REQUEST_LONGEST].observe(max(self.tokens.values()))
+            telemetry.complete(max(self.tokens.values()))
         if self.ended is not None:
             self.ended(piece.index, reason, tokens, stamps)
 

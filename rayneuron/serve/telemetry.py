@@ -158,6 +158,10 @@ class Telemetry:
         if tokens > 1:
             self.histograms[metrics.TIME_PER_TOKEN].observe((end_s - stamps.first_token) / (tokens - 1))
 
+    def complete(self, longest: int) -> None:
+        """The last choice of a request ended; the longest has so many tokens."""
+        self.histograms[metrics.REQUEST_LONGEST].observe(longest)
+
     def dropped(self, choices: int, failed: bool) -> None:
         """Choices of a call that was closed before they ended: its client left, or it failed."""
         self.series[metrics.SUCCESS].add(choices, "error" if failed else "abort")
