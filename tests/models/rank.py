@@ -1,4 +1,4 @@
-"""One rank in a process of its own: `python -m tests.models.rank ADDRESS RANK RANKS OUT MODEL...`; what the gloo tests start."""
+"""Ranks in processes of their own: `python -m tests.models.rank ADDRESS RANKS OUT MODEL...`; what the gloo tests start."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import torch
 
 from rayneuron.devices import collectives
 from tests.models import runs
+from tests.parallel.ranks import forked
 
 
-def main() -> None:
-    address, rank, ranks, out, *folders = sys.argv[1:]
+def main() -> int:
+    """The first exit code that is not 0."""
+    address, ranks, out, *folders = sys.argv[1:]
     torch.set_num_threads(1)
-    comm = collectives.join(address, int(rank), int(ranks), timeout_s=120.0)
+    return forked(int(ranks), lambda rank: run(address, rank, int(ranks), out, folders))
+
+
+def run(address: str, rank: int, ranks: int, out: str, folders: list[str]) -> None:
+    """One rank."""
+    comm = collectives.join(address, rank, ranks, timeout_s=120.0)
     found = {}
     with torch.no_grad():
         for folder in folders:
@@ -47,4 +54,4 @@ def verbs(comm: collectives.Gloo) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,17 +27,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_equal_transformers(models: list[Saved], ranks: int, tmp_path: Path) -> None:
     address = f"file://{tmp_path}/meeting"
-    command = [sys.executable, "-m", "tests.models.rank", address]
-    started = [
-        subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path), *(str(s.path) for s in models)], cwd=ROOT, stderr=subprocess.PIPE)
-        for rank in range(ranks)
-    ]
-    try:
-        errors = [p.communicate(timeout=240)[1].decode() for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    assert all(p.returncode == 0 for p in started), errors
+    command = [sys.executable, "-m", "tests.models.rank", address, str(ranks), str(tmp_path), *(str(saved.path) for saved in models)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
     for saved in models:
         for everybody in found:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])
 
 
-def start(ranks: int, what: str, segment: Sequence[int], *more: str, only: Sequence[int] | None = None) -> list[subprocess.Popen[str]]:
-    """One process a rank that does `what` (a function below) and prints what it found."""
+def start(ranks: int, what: str, segment: Sequence[int], *more: str, only: Sequence[object] = ()) -> list[subprocess.Popen[str]]:
+    """One process a rank that does `what` (a function below) and prints what it found; `only=["all"]`: one that forks them all."""
     command = [sys.executable, "-m", "tests.parallel.ranks", what, str(ranks), f"{segment[0]},{segment[1]}"]
     return [
         subprocess.Popen(
@@ -23,19 +24,47 @@ def start(ranks: int, what: str, segment: Sequence[int], *more: str, only: Seque
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        for rank in (range(ranks) if only is None else only)
+        for rank in only or range(ranks)
     ]
 
 
-def verbs(rank: int, ranks: int, segment: tuple[int, int], native: str) -> None:
-    """Every verb on several sizes, dtypes and layouts, against torch's own sums."""
+def forked(ranks: int, work: Callable[[int], None]) -> int:
+    """`work(rank)` in a process a rank, forked off one that has imported torch, which takes longer than all they do. Exit code."""
+    import torch  # noqa: F401
+
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                work(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return next((abs(code) for code in codes if code), 0)
+
+
+def verbs(rank: int, ranks: int, segment: tuple[int, int], other: str) -> None:
+    """Every verb in the native form, and over another segment in Python's."""
+    pid, descriptor = other.split(",")
+    every_verb(rank, ranks, segment, True)
+    every_verb(rank, ranks, (int(pid), int(descriptor)), False)
+
+
+def every_verb(rank: int, ranks: int, segment: tuple[int, int], native: bool) -> None:
+    """On several sizes, dtypes and layouts, against torch's own sums."""
     import torch
 
     from rayneuron.devices.shared_memory import Segment, SharedMemory
 
     torch.set_num_threads(1)
-    comm = SharedMemory(Segment.attach(segment, ranks, 4096), rank, ranks, native=native == "native", timeout_s=60)
-    assert comm.native == (native == "native")
+    comm = SharedMemory(Segment.attach(segment, ranks, 4096), rank, ranks, native=native, timeout_s=60)
+    assert comm.native == native
     for turn, (shape, dtype) in enumerate(
         [((3, 7), torch.float32), ((2, 8, 40), torch.bfloat16), ((40, 80), torch.float32), ((1,), torch.float64), ((5, 4), torch.int32),
          ((3000,), torch.float16), ((9, 1024), torch.bfloat16)]
@@ -66,7 +95,7 @@ def verbs(rank: int, ranks: int, segment: tuple[int, int], native: str) -> None:
             comm.receive(into, rank - 1)
             comm.send(mine, rank - 1)
             assert torch.equal(into, every[rank - 1])
-    print("equal", flush=True)
+    print("equal\n", end="", flush=True)  # in one piece: several ranks share a pipe
 
 
 def wait(rank: int, ranks: int, segment: tuple[int, int], timeout_s: str) -> None:
@@ -97,4 +126,8 @@ def wait(rank: int, ranks: int, segment: tuple[int, int], timeout_s: str) -> Non
 if __name__ == "__main__":
     function, count, place, number, *rest = sys.argv[1:]
     pid, descriptor = place.split(",")
-    globals()[function](int(number), int(count), (int(pid), int(descriptor)), *rest)
+
+    def work(rank: int) -> None:
+        globals()[function](rank, int(count), (int(pid), int(descriptor)), *rest)
+
+    sys.exit(forked(int(count), work) if number == "all" else work(int(number)))

@@ -107,7 +107,7 @@ def wait_until(true: Callable[[], Any], within_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_killed_in_the_middle_of_a_prefill(victim: int, tiny: Path, tmp_path: Path) -> None:
     """Three chunks of seven are done and the fourth begins."""
     from rayneuron.engine.loop import EngineLoop
@@ -157,7 +157,10 @@ def leader(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         process.wait()
 
 
-@pytest.mark.parametrize("stage", ["rendezvous", "place", "load", "warm", "prefill", "decode"])
+LATER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("rendezvous", "warm", "prefill")]  # four processes each
+
+
+@pytest.mark.parametrize("stage", ["place", "load", "decode", *LATER])
 def test_the_leader_killed(stage: str, leader: Callable[..., subprocess.Popen[str]], tiny: Path, tmp_path: Path) -> None:
     """SIGKILL of worker 0: the others end by themselves and the cores are free. Place: all have come, nobody was told its place."""
     template = tmp_path / "template.jinja"

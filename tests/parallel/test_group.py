@@ -84,7 +84,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# What the plain forms do is done by the other tests of this file too.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ("tp2", "pp2") else ()) for name in SHAPES])
 def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str, list[list[int]]]) -> None:
     with LLM(tiny, **SMALL, **SHAPES[name], group=PATIENT) as llm:
         group = llm.engine.runner
@@ -209,8 +210,17 @@ def test_a_rank_killed_while_starting(moment: str, tiny: Path) -> None:  # BR-15
     assert "gone" in str(caught.value) or "signal 9" in str(caught.value)
 
 
-@pytest.mark.parametrize(("shape", "victim"), [("tp2", 1), ("pp2", 1), ("tp2 pp2", 2)])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("shape", "victim", "how"),
+    [
+        ("tp2", 1, signal.SIGKILL),
+        ("pp2", 1, signal.SIGTERM),
+        ("tp2 pp2", 2, signal.SIGKILL),
+        pytest.param("tp2", 1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("pp2", 1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("tp2 pp2", 2, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_killed_while_generating(shape: str, victim: int, how: signal.Signals, tiny: Path) -> None:
     """Every stream ends with an error that comes at once; afterwards nothing runs and nothing is left."""
     lost: list[str] = []

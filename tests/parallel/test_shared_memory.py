@@ -32,14 +32,13 @@ def test_the_library_is_there_where_a_compiler_is() -> None:
     assert library("shared_memory") is not None, "the tests' machine has a C compiler"
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("count", [2, 4])
-def test_every_verb_gives_what_torch_gives(count: int, form: str, segments: list[Segment]) -> None:
-    segments.append(Segment.create(count, 4096))
-    processes = ranks.start(count, "verbs", segments[0].address, form)
-    for process in processes:
-        out, _ = process.communicate(timeout=200)
-        assert process.returncode == 0 and out == "equal\n"
+def test_every_verb_gives_what_torch_gives(count: int, segments: list[Segment]) -> None:
+    """In both forms, by the same processes."""
+    segments += [Segment.create(count, 4096) for _ in FORMS]
+    (process,) = ranks.start(count, "verbs", segments[0].address, "{},{}".format(*segments[1].address), only=["all"])
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and out == "equal\n" * 2 * count
 
 
 def threaded(count: int, slot_bytes: int, work: object, **options: object) -> list[object]:
