@@ -6,7 +6,7 @@ import * as view from "./view.js";
 const $ = (id) => document.getElementById(id);
 const KEPT = ["system", "temperature", "max-tokens", "colours"]; // in localStorage; the key only while the tab lives
 const DEFAULTS = { system: "", temperature: "0.7", "max-tokens": "", colours: "light dark" };
-const RETRY_MS = 2000, HEALTH_MS = 3000;
+const RETRY_MS = 2000, HEALTH_MS = 5000;
 
 let conversation = []; // {role, content, node} of what was said and answered; a new chat is a new list
 let waiting = []; // {role, content, node} of what was typed while an answer was written
