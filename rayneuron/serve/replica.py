@@ -61,8 +61,7 @@ class EngineServer:
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls."""
-        event_loop = asyncio.get_running_loop()
-        startup = Startup(self.name, self._publish)
+        event_loop, startup = asyncio.get_running_loop(), Startup(self.name, self._publish)
         config = self.config.model_copy(update={"threads": thread_share(self.config)})
         opened = await asyncio.to_thread(self._opener, config, startup.report)
         self.opened, self.created = opened, int(time.time())
