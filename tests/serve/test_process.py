@@ -53,8 +53,11 @@ class Served:
 
 
 @contextmanager
-def serving(model: Path, *words: str, within: tuple[str, ...] = (), **more: Any) -> Iterator[Served]:
-    """`rayneuron serve` without a terminal, at a port and in a Ray of its own. `within`: a command to run it in."""
+def serving(model: Path, *words: str, within: tuple[str, ...] = (), bare: bool = False, **more: Any) -> Iterator[Served]:
+    """`rayneuron serve` without a terminal, at a port and in a Ray of its own. `within`: a command to run it in.
+
+    `bare`: `serve run` instead, of a file that says what those in deployments/ say.
+    """
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder, port = Path(name), free_port()
         (folder / "ray").mkdir()
@@ -67,6 +70,10 @@ def serving(model: Path, *words: str, within: tuple[str, ...] = (), **more: Any)
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [*within, sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml"), "--grace", str(GRACE_S), *words]
+        if bare:
+            content["controller_options"] = yaml.safe_load((ROOT / "deployments/tiny.yaml").read_text())["controller_options"]
+            (folder / "file.yaml").write_text(yaml.safe_dump(content))
+            command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(folder / "file.yaml")]
         if "fast" in words:
             environment |= haproxy_of_its_own(folder)
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
@@ -105,7 +112,7 @@ def _kill(pid: int) -> None:
         pass
 
 
-def await_ready(served: Served) -> None:
+def await_ready(served: Served, ready_word: str = "is ready") -> None:
     def ready() -> bool:
         assert served.process.poll() is None, served.said("err")[-3000:]
         try:
@@ -113,7 +120,7 @@ def await_ready(served: Served) -> None:
         except httpx.HTTPError:
             return False  # nobody listens yet
         served.starting.append(reply)
-        return reply.status_code == 200 and "is ready" in served.said("out")
+        return reply.status_code == 200 and ready_word in served.said("out")
 
     eventually(ready, 200, lambda: served.said("err")[-3000:])
 
@@ -237,6 +244,20 @@ def test_ctrl_c_lets_streams_end(tiny: Path) -> None:
     with serving(tiny) as running:
         await_ready(running)
         ends_well(running, signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_bare_serve_run_has_the_answers_for_replicas_that_load_or_died(tiny: Path) -> None:
+    with serving(tiny, bare=True) as running:
+        await_ready(running, "")
+        assert {reply.status_code for reply in running.starting} == {503, 200}
+        streams = Streams(running)
+        (replica,) = [
+            pid for pid in descendants(running.pid) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ServeReplica")
+        ]
+        os.kill(replica, signal.SIGKILL)
+        ends = set(streams.join().values())
+        assert "error event" in ends and ends <= {"finished", "error event"}
 
 
 @pytest.mark.slow
