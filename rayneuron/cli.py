@@ -109,35 +109,26 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    command = commands.add_parser("serve", help="check a deployment file, then `serve run` it")
+    command = commands.add_parser("serve", help="check a deployment file and serve it with Ray Serve until SIGTERM or Ctrl-C")
     _add_deployment(command)
     command.add_argument("--profile", default="plain", help="plain: Ray Serve's defaults; fast: HAProxy and throughput settings (plain)")
+    command.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="when told to end, streams have most of it (30)")
     command.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> None:
-    """Become `serve run`: signals and the exit code are its own."""
     from rayneuron import deployment_file, devices, settings
+    from rayneuron.serve import port
     from rayneuron.serve.profile import profile_env, stand_in_env
 
-    path = args.deployment
-    file = deployment_file.read(path, deployment_file.parse_assignments(args.set), args.application)
+    file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
     cores = stand_in_env([d for d in file.deployments.values() if devices.ranks_per_process(d.device) == 1])
-    environment = settings.environment({**profile_env(args.profile), **cores, "RAY_USAGE_STATS_ENABLED": "0"})
-    if args.set:
-        path = _in_memory(file.content)
-    sys.stdout.flush()
-    run = "from ray.serve.scripts import cli; cli(prog_name='serve')"
-    os.execve(sys.executable, [sys.executable, "-c", run, "run", str(path)], environment)
+    environment = {**profile_env(args.profile), **cores, "RAY_USAGE_STATS_ENABLED": "0"}
+    port.check_free(file.content.get("http_options") or {})
+    settings.export(settings.environment(environment))  # before Ray is imported, which reads them once
+    from rayneuron.serve import process
 
-
-def _in_memory(content: Any) -> Path:
-    """A file that survives exec and nothing else: no temporary file is left behind."""
-    import yaml
-
-    descriptor = os.memfd_create("deployment", 0)
-    os.write(descriptor, yaml.safe_dump(dict(content), sort_keys=False).encode())
-    return Path(f"/proc/self/fd/{descriptor}")
+    process.run(file.content, file.deployments, args.grace)
 
 
 def _add_compile(commands: Any) -> None:

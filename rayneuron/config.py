@@ -70,6 +70,7 @@ class Limits(_Section):
     max_waiting: int = Field(256, ge=0, description="Requests that may wait for a slot; one more is answered 429.")
     max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait.")
     max_body_bytes: int = Field(8 * 2**20, ge=1024)
+    body_timeout_s: float = Field(60.0, gt=0, description="For a request's body to arrive; beyond, 408.")
     request_timeout_s: float | None = Field(None, gt=0, description="Default deadline of a request; None: no limit.")
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
 
@@ -87,6 +88,9 @@ class Serving(_Section):
         None, gt=0, description="Most stream events a replica writes; beyond, tokens travel together. Default: 250, behind HAProxy 500."
     )
     api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
+    allowed_origins: list[str] = Field(
+        default_factory=list, description='Origins whose pages may call this model (CORS): ["https://a.example"], or ["*"]; default: none.'
+    )
     log_prompts: bool = False
     trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")

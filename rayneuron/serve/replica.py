@@ -62,8 +62,7 @@ class EngineServer:
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls."""
-        event_loop = asyncio.get_running_loop()
-        startup = Startup(self.name)
+        event_loop, startup = asyncio.get_running_loop(), Startup(self.name, self._publish)
         config = self.config.model_copy(update={"threads": thread_share(self.config)})
         opened = await asyncio.to_thread(self._opener, config, startup.report)
         self.opened, self.created = opened, int(time.time())
@@ -96,9 +95,8 @@ class EngineServer:
     def admit(self) -> None:
         """Raise NotReady or Busy before any work is spent on a call. O(1)."""
         if not self.ready or self.draining:
-            raise NotReady(
-                "the server is shutting down" if self.draining else "the engine is still loading", retry_after_s=self.limits.retry_after_s
-            )
+            why = "the server is shutting down" if self.draining else "the engine is still loading"
+            raise NotReady(why, retry_after_s=self.limits.retry_after_s)
         waiting = self.flights.sequences - self.opened.engine.snapshot().slots_total
         if waiting >= self.limits.max_waiting and self.flights.sequences:
             self.telemetry.refused("capacity")
@@ -193,9 +191,11 @@ class EngineServer:
         """The body of `/metrics`."""
         return self.telemetry.text()
 
-    async def drain(self) -> None:
-        """Refuse new calls with 503 from now on; running ones finish."""
+    async def drain(self, within_s: float | None = None) -> None:
+        """Refuse new calls with 503 from now on; running ones finish, those that have not after `within_s` with an error."""
         self.draining = True
+        if within_s is not None:
+            await self.flights.end(within_s, NotReady("the server is shutting down", retry_after_s=self.limits.retry_after_s))
 
     def check_health(self) -> None:
         """Raise where the engine is dead, or has had work for `stall_timeout_s` without finishing a step. Takes no lock."""
@@ -292,6 +292,7 @@ class EngineServer:
             for request in call.requests:
                 log.info("%s prompt: %r", request.id, self.opened.text.decode(request.prompt_ids, skip_special_tokens=False))
 
+    _publish: Callable[[str], None] = staticmethod(lambda progress: None)  # tells how far the start has come
     _last_idle_s = 0.0
 
 
