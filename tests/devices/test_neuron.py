@@ -356,8 +356,9 @@ def test_compiler_arguments(given: tuple, expected: str) -> None:
 
 
 def test_visible_cores() -> None:
-    assert neuron_artifact.expand("0-2,5") == [0, 1, 2, 5]
-    neuron_artifact.check_cores("8,9,10,11", 4)
+    assert neuron_artifact.check_cores("8,9,10,11", 4) == "8,9,10,11"
+    with pytest.raises(ConfigError, match="4 cores must start at a multiple of 4, not at 2"):
+        neuron_artifact.check_cores("2-5", 4)
 
 
 EMPTY = """
