@@ -175,24 +175,26 @@ def build(
     except Exception as problem:
         cause = f" ({problem.__cause__})" if problem.__cause__ else ""
         failed = [tracing] if tracing is not None else _unfinished(targets, work, f"{problem}{cause}")
-        where = _keep(work, kept, failed) if tracing is None else "it was being traced: the compiler was not asked yet"
+        where = _keep(work, kept, failed) if tracing is None else "It was being traced: the compiler was not asked yet"
         flags = "".join(f"; {neuron_graphs.name(t)}: {arguments[neuron_graphs.name(t)]}" for t in failed[:_MOST_SAID])
         said = ", ".join(neuron_graphs.bucket(t) for t in failed[:_MOST_SAID]) or "the graphs"
         more = f" and {len(failed) - _MOST_SAID} more" if len(failed) > _MOST_SAID else ""
-        raise CompileError(f"{model}: {said}{more} could not be compiled: {problem}{cause}. {where}. neuronx-cc flags{flags}") from problem
+        raise CompileError(f"{model}: {said}{more} could not be compiled: {problem}{cause}. {where}. Its flags{flags}") from problem
 
 
 def _unfinished(targets: Sequence[Target], work: Path, said: str) -> list[Target]:
-    """The graphs that failed: those the compiler names, else those that left nothing."""
+    """The graphs that failed: those the compiler names, else those it began and did not finish, else those it did not finish."""
+    folders = {t: work / neuron_graphs.name(t) for t in targets}
+    open_ones = [t for t, folder in folders.items() if not any(folder.rglob("graph.neff"))]
     named = [t for t in targets if neuron_graphs.name(t) in said]
-    return named or [t for t in targets if not any((work / neuron_graphs.name(t)).rglob("graph.neff"))]
+    return named or [t for t in open_ones if any(folders[t].rglob("log-neuron-cc.txt"))] or open_ones
 
 
 def _keep(work: Path, kept: Path, failed: Sequence[Target]) -> str:
     """Move the compiler's work out of the draft, which is about to go, and say where its log is."""
     shutil.rmtree(kept, ignore_errors=True)
     if not work.is_dir():
-        return "the compiler left nothing"
+        return "The compiler left nothing"
     kept.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(work, kept)
     logs = [log for t in failed for log in sorted((kept / neuron_graphs.name(t)).rglob("log-neuron-cc.txt"))]

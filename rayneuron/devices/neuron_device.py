@@ -183,7 +183,8 @@ class Neuron:
         parts = []
         for inputs, count in self._moves(row, start, stop):
             ranked = self._forward(self._move("kv_export"), {n: [t] * self.local_ranks for n, t in inputs.items()})[0]
-            parts.append(torch.cat([t.cpu()[:, :, :, :count] for t in ranked], 2))
+            with _running(self._where(self._move("kv_export"))):
+                parts.append(torch.cat([t.cpu()[:, :, :, :count] for t in ranked], 2))
         whole = torch.cat(parts, 3)
         return list(whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole)
 
@@ -195,8 +196,9 @@ class Neuron:
             part = torch.nn.functional.pad(whole[:, :, :, done : done + count], (0, 0, 0, len(inputs["columns"]) - count))
             ranked = {n: [t] * self.local_ranks for n, t in inputs.items()}
             ranked["values"] = [t.contiguous() for t in part.chunk(self.local_ranks, 2)]
-            for written in self._forward(self._move("kv_import"), ranked)[0]:
-                written.cpu()  # a failure belongs to this call, and the values may be given back
+            with _running(self._where(self._move("kv_import"))):
+                for written in self._forward(self._move("kv_import"), ranked)[0]:
+                    written.cpu()  # a failure belongs to this call, and the values may be given back
             done += count
 
     def stats(self) -> dict[str, Any]:
@@ -267,6 +269,8 @@ def _running(where: str) -> Iterator[None]:
     """What the runtime raises, with the graph it was running."""
     try:
         yield
+    except DeviceError:
+        raise
     except RuntimeError as problem:
         raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from rayneuron.errors import ConfigError
 from rayneuron.parallel import cores, holders, instances
 from rayneuron.parallel.instances import Instance, declared
 from rayneuron.parallel.ledger import Ledger
@@ -22,7 +23,11 @@ def report(
     `named`: the machine's type, else its devices say it; `visible`: NEURON_RT_VISIBLE_CORES. Locks need no cleaning. Raises ConfigError.
     """
     kind, left = instances.instance(named) if named else None, frozenset(range(MOST_CORES))
-    chips, product = cores.probe(root)
+    try:
+        chips, product = cores.probe(root)
+    except ConfigError as problem:
+        chips, product, root = (), None, Path("/nowhere")
+        yield f"devices: {problem.message}"
     if kind is None and chips:
         kind = cores.detect(cores.Facts(chips=chips, product=product, vcpus=os.cpu_count() or 1))
     if kind is not None:
