@@ -92,7 +92,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from rayneuron import demo, deployment_file, devices
+    from rayneuron import demo, deployment_file, devices, settings
     from rayneuron.parallel.listing import describe
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
@@ -104,6 +104,7 @@ def _plan(args: argparse.Namespace) -> None:
             vcpus=os.cpu_count() or 1,
             ranks_per_process=devices.ranks_per_process,
             resolve=demo.resolve,
+            visible=settings.given("NEURON_RT_VISIBLE_CORES"),
         )
     )
 
@@ -117,15 +118,14 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from rayneuron import deployment_file, devices, settings
+    from rayneuron import deployment_file, settings
     from rayneuron.serve import port
-    from rayneuron.serve.profile import profile_env, stand_in_env
+    from rayneuron.serve.profile import ray_environment
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
-    cores = stand_in_env([d for d in file.deployments.values() if devices.ranks_per_process(d.device) == 1])
-    environment = {**profile_env(args.profile), **cores, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = ray_environment(file.content, list(file.deployments.values()), args.profile)
     port.check_free(file.content.get("http_options") or {})
-    settings.export(settings.environment(environment))  # before Ray is imported, which reads them once
+    settings.export(environment)  # before Ray is imported, which reads them once
     from rayneuron.serve import process
 
     process.run(file.content, file.deployments, args.grace)
@@ -256,10 +256,10 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     from rayneuron import settings
     from rayneuron.errors import NotReady
-    from rayneuron.parallel import doctor, instances
+    from rayneuron.parallel import doctor
 
-    kind = instances.instance(args.instance) if args.instance else None
-    for line in doctor.report(settings.ledger_dir(), kind, clean=args.clean):
+    visible = settings.given("NEURON_RT_VISIBLE_CORES")
+    for line in doctor.report(settings.ledger_dir(), args.instance, clean=args.clean, visible=visible):
         print(line)
     if args.address is not None:
         from rayneuron.serve import leaks

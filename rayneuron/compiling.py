@@ -46,7 +46,8 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
     from rayneuron.parallel.ahead import ahead
 
     config, arch, capacity = checked.config, checked.arch, checked.capacity
-    made = replace(ahead(config, capacity.length, stage=stage, hidden=arch.hidden), local_ranks=1, artifact=None, required=False)
+    made = ahead(config, capacity.length, stage=stage, hidden=arch.hidden, raw=checked.raw)
+    made = replace(made, local_ranks=1, artifact=None, required=False)
     threads = config.threads or settings.threads()
     device: Any = devices.open(
         config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads

@@ -4,6 +4,7 @@ RayNeuronError                     500
  ├─ ConfigError                    400  a deployment file or argument is wrong; says what to write instead
  ├─ CheckpointError                400  a model directory is incomplete, damaged or of an unknown kind
  ├─ CompileError                   500  a graph could not be built, or a shape was not listed
+ ├─ DeviceError                    500  a compiled graph could not be loaded or did not run
  ├─ RequestError                   400  one request is wrong; `param` names the field
  │   ├─ UnknownModel               404
  │   ├─ BodyTooLarge               413
@@ -53,6 +54,10 @@ class CheckpointError(RayNeuronError):
 
 class CompileError(RayNeuronError):
     """A graph could not be built, or a step asked for a shape that was never listed."""
+
+
+class DeviceError(RayNeuronError, RuntimeError):
+    """The device's runtime could not load or run a compiled graph."""
 
 
 class RequestError(RayNeuronError):

@@ -62,7 +62,7 @@ class Checked:
         """What a device is told where this process holds the whole model."""
         from rayneuron.parallel.ahead import ahead
 
-        return ahead(self.config, self.capacity.length)
+        return ahead(self.config, self.capacity.length, raw=self.raw)
 
 
 def check(config: Deployment) -> Checked:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+_EXPORTED, _BOUND = "RAYNEURON_EXPORTED", "RAYNEURON_RUNTIME"  # kept in the environment, so that children know them too
 
 
 def cache_dir() -> Path:
@@ -40,8 +44,34 @@ def overridden(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def export(values: Mapping[str, str]) -> None:
-    """Set variables of this process, for libraries that read them later."""
-    os.environ.update(values)
+    """Set variables of this process, for libraries that read them later. What they were before stays known to `given`."""
+    changed = {name: value for name, value in values.items() if os.environ.get(name) != value}
+    found = _exported() | {name: [value, given(name)] for name, value in changed.items()}
+    os.environ.update({**changed, _EXPORTED: json.dumps(found)})
+
+
+def given(name: str) -> str | None:
+    """What the operator says: a variable as it was before this program, or the one it was started by, exported its own value."""
+    now = os.environ.get(name)
+    ours, before = _exported().get(name, (None, None))
+    return before if now is not None and now == ours else now
+
+
+def _exported() -> dict[str, Any]:
+    return dict(json.loads(os.environ.get(_EXPORTED) or "{}"))
+
+
+def bound_cores() -> tuple[str, str] | None:
+    """(NEURON_RT_VISIBLE_CORES, what runs there) of the Neuron runtime of this very process, None where none was started in it."""
+    pid, _, said = os.environ.get(_BOUND, "").partition(" ")
+    cores, _, name = said.partition(" ")
+    return (cores, name) if pid == str(os.getpid()) else None
+
+
+def bind(cores: str, name: str) -> None:
+    """Note that the runtime of this process is about to take `cores`, for good."""
+    if bound_cores() is None:
+        os.environ[_BOUND] = f"{os.getpid()} {cores} {name}"
 
 
 def ledger_dir() -> Path:

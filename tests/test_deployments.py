@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayneuron import deployment_file
+from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
 
 FOLDER = Path(__file__).parent.parent / "deployments"
@@ -79,6 +82,60 @@ def test_a_cpu_stands_in_for_the_instances_that_are_named() -> None:
     named = [parse({"model": {"path": "/m"}, "instance": name}) for name in ("inf2.xlarge", "trn1.32xlarge")]
     assert stand_in_env(named) == {"RAY_OVERRIDE_RESOURCES": '{"CPU": 128, "neuron_cores": 32}'}
     assert stand_in_env([parse({"model": {"path": "/m"}})]) == {}
+
+
+def entries(device: str, instance: str | None = "inf2.48xlarge", **more: Any) -> tuple[dict[str, Any], list[Deployment]]:
+    from rayneuron.config import parse
+
+    return {"applications": [{"name": "m", **more}]}, [parse({"model": {"path": "/m"}, "device": device, "instance": instance})]
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "visible", "exported", "counted"),
+    [
+        ("cpu", None, None, None, 24),
+        ("cpu", None, "4-7", "4,5,6,7", 4),  # a range is one core to Ray, which then refuses to start
+        ("cpu", None, "4,5,6,7", "4,5,6,7", 4),
+        ("neuron", None, None, None, None),  # not a Neuron node: Ray must not count what another node has
+        ("neuron", None, "4-7", "4,5,6,7", 4),  # no neuron-ls in the image
+        ("neuron", [2, 3, 4], None, None, 6),
+        ("neuron", [2, 3, 4], "8-9", "8,9", 2),
+    ],
+)
+def test_ray_counts_what_is_left_to_us(
+    device: str, devices: list[int] | None, visible: str | None, exported: str | None, counted: int | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Faults 23, 24 and 26: the environment of the Ray that `rayneuron serve` starts."""
+    from rayneuron.parallel.instances import INSTANCES
+    from rayneuron.serve.profile import ray_environment
+    from tests.parallel.test_cores import listed, neuron_ls
+
+    for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "RAY_OVERRIDE_RESOURCES", "RAYNEURON_EXPORTED"):
+        monkeypatch.delenv(name, raising=False)
+    if devices is not None:
+        neuron_ls(tmp_path, listed(INSTANCES["inf2.48xlarge"], devices))
+    if visible is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible)
+    found = ray_environment(*entries(device), "plain", tmp_path)
+    assert (found.get("NEURON_RT_VISIBLE_CORES"), found["RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"]) == (exported, "1")
+    assert json.loads(found.get("RAY_OVERRIDE_RESOURCES", "{}")).get("neuron_cores") == counted
+    plain = ray_environment(*entries("cpu", None), "plain", tmp_path)
+    assert plain.get("NEURON_RT_VISIBLE_CORES") == visible and "RAY_OVERRIDE_RESOURCES" not in plain, "nothing is counted, nothing touched"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"runtime_env": {"env_vars": {"NEURON_RT_VISIBLE_CORES": "7"}}},
+        {"deployments": [{"name": "EngineServer", "ray_actor_options": {"runtime_env": {"env_vars": {"NEURON_RT_NUM_CORES": "2"}}}}]},
+    ],
+)
+def test_a_file_that_chooses_cores_by_hand(more: dict[str, Any]) -> None:
+    from rayneuron.serve.profile import ray_environment
+
+    with pytest.raises(ConfigError, match="runtime_env of .*application m sets NEURON_RT_.*write tensor_parallel: N"):
+        ray_environment(*entries("cpu", **more), "plain")
 
 
 def test_override_of_one_application_of_several(file) -> None:

@@ -24,7 +24,8 @@ class Ahead:
 
     length: the longest context; chip: what the deployment's instance has, None for any; lnc: physical cores a logical one, None for the
     chip's own; cache: a folder or s3://, None for the environment's; required: build nothing; artifact: a folder written by
-    `rayneuron compile --out`; first, last, hidden: the pipeline stage, and the size of what passes between stages.
+    `rayneuron compile --out`; first, last, hidden: the pipeline stage, and the size of what passes between stages; float8: weights or
+    KV are; model: its name, for messages.
     """
 
     ranks: int = 1
@@ -41,6 +42,8 @@ class Ahead:
     last: bool = True
     hidden: int = 0
     options: CompilerOptions = field(default_factory=CompilerOptions)
+    float8: bool = False
+    model: str = ""
 
     def opened(self) -> Cache:
         """The compile cache."""
@@ -54,8 +57,11 @@ def check(name: str) -> None:
     if name not in NAMES:
         raise ConfigError(f"device {name!r} is unknown; write one of {', '.join(NAMES)}")
     if name == "neuron":
+        from rayneuron import settings
+        from rayneuron.devices import neuron_sdk
         from rayneuron.devices.neuron import probe
 
+        neuron_sdk.refuse_flags(settings.given(neuron_sdk.CC_FLAGS))
         probe()
     elif name == "null":
         raise ConfigError("device 'null' runs nothing: it belongs to the simulator; write device: cpu")
@@ -88,6 +94,8 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
             artifact=a.artifact,
             async_mode=a.async_mode,
             border=Border(a.first, a.last, a.hidden, options["dtype"], a.async_mode),
+            float8=a.float8,
+            name=a.model,
         )
     from rayneuron.devices.cpu import Cpu
 

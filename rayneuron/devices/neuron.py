@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from torch import Tensor
 from rayneuron.devices import neuron_graphs, neuron_sdk
 from rayneuron.devices.neuron_graphs import Graph, Target
 from rayneuron.devices.neuron_sdk import INSTALL
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError, ConfigError, DeviceError, RayNeuronError
 
 log = logging.getLogger(__name__)
 
 MODEL = "model.pt"
+_MOST_SAID = 3
 MAX = "max"  # torch_xla's REDUCE_MAX
 _DISTRIBUTIONS = ("torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla")
 # Where each symbol used here is defined; tests/devices/symbols.py records their parameters and checks them against the real source.
@@ -150,33 +152,70 @@ class InGraph:
 
 def build(
     sdk: Sdk, graph: Graph, targets: Sequence[Target], examples: Sequence[dict[str, Tensor]], arguments: Mapping[str, str],
-    world: tuple[int, int], folder: Path, progress: Callable[[int], None],
+    world: tuple[int, int], folder: Path, progress: Callable[[int], None], model: str, kept: Path,
 ) -> None:  # fmt: skip
-    """Trace and compile every target of `graph` into `folder`. `world`: ranks, LNC; `progress`: graphs compiled so far."""
-    names = [neuron_graphs.name(t) for t in targets]
+    """Trace and compile every target of `graph` into `folder`. `world`: ranks, LNC; `progress`: graphs compiled so far.
+
+    `kept`: where the compiler's work goes on failure. Raises CompileError: model, graph, flags, where the log is.
+    """
+    names, work = [neuron_graphs.name(t) for t in targets], folder / "work"
     priority = next((n for n, t in zip(names, targets, strict=True) if t.tag == "decode"), None)  # its weight layout serves all graphs
     ranks, lnc = world
+    tracing: Target | None = None
     try:
         with sdk["NxDParallelState"](world_size=ranks, tensor_model_parallel_size=ranks, lnc_size=lnc):
             builder = sdk["ModelBuilder"](graph)
-            for graph_name, target, inputs in zip(names, targets, examples, strict=True):
-                graph.target = target
+            for graph_name, tracing, inputs in zip(names, targets, examples, strict=True):
+                graph.target = tracing
                 builder.trace(kwargs=inputs, tag=graph_name)
-            with Watch(folder / "work", len(targets), progress):
-                model = builder.compile(priority_model_key=priority, compiler_workdir=folder / "work", compiler_args=dict(arguments))
-            model.save(str(folder / MODEL))
-    except RuntimeError as problem:
+            tracing = None
+            with Watch(work, len(targets), progress):
+                compiled = builder.compile(priority_model_key=priority, compiler_workdir=work, compiler_args=dict(arguments))
+            compiled.save(str(folder / MODEL))
+    except Exception as problem:
         cause = f" ({problem.__cause__})" if problem.__cause__ else ""
-        raise CompileError(f"the graphs could not be compiled: {problem}{cause}; the compiler's log is log-neuron-cc.txt") from problem
+        failed = [tracing] if tracing is not None else _unfinished(targets, work, f"{problem}{cause}")
+        where = _keep(work, kept, failed) if tracing is None else "It was being traced: the compiler was not asked yet"
+        flags = "".join(f"; {neuron_graphs.name(t)}: {arguments[neuron_graphs.name(t)]}" for t in failed[:_MOST_SAID])
+        said = ", ".join(neuron_graphs.bucket(t) for t in failed[:_MOST_SAID]) or "the graphs"
+        more = f" and {len(failed) - _MOST_SAID} more" if len(failed) > _MOST_SAID else ""
+        raise CompileError(f"{model}: {said}{more} could not be compiled: {problem}{cause}. {where}. Its flags{flags}") from problem
 
 
-def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[str, Tensor]]) -> Any:
-    """The compiled model of `folder` on this process's cores, with the weights of the local ranks. Raises CompileError."""
-    model = sdk["NxDModel"].load(str(folder / MODEL), start_rank=start_rank, local_ranks_size=len(checkpoints))
-    if not isinstance(model, sdk.symbols["NxDModel"]):  # type: ignore[arg-type]
-        raise CompileError(f"{folder / MODEL} was saved by another neuronx-distributed; delete that entry or compile it again")
-    model.set_weights(list(checkpoints))
-    model.to_neuron()
+def _unfinished(targets: Sequence[Target], work: Path, said: str) -> list[Target]:
+    """The graphs that failed: those the compiler names, else those it began and did not finish, else those it did not finish."""
+    folders = {t: work / neuron_graphs.name(t) for t in targets}
+    open_ones = [t for t, folder in folders.items() if not any(folder.rglob("graph.neff"))]
+    named = [t for t in targets if neuron_graphs.name(t) in said]
+    return named or [t for t in open_ones if any(folders[t].rglob("log-neuron-cc.txt"))] or open_ones
+
+
+def _keep(work: Path, kept: Path, failed: Sequence[Target]) -> str:
+    """Move the compiler's work out of the draft, which is about to go, and say where its log is."""
+    shutil.rmtree(kept, ignore_errors=True)
+    if not work.is_dir():
+        return "The compiler left nothing"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(work, kept)
+    logs = [log for t in failed for log in sorted((kept / neuron_graphs.name(t)).rglob("log-neuron-cc.txt"))]
+    return f"The compiler's log is {logs[0]}" if logs else f"The compiler wrote no log; its work is in {kept}"
+
+
+def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[str, Tensor]], name: str, visible: str) -> Any:
+    """The compiled model of `folder` on this process's cores, with the weights of the local ranks. Raises CompileError, DeviceError."""
+    try:
+        model = sdk["NxDModel"].load(str(folder / MODEL), start_rank=start_rank, local_ranks_size=len(checkpoints))
+        if not isinstance(model, sdk.symbols["NxDModel"]):  # type: ignore[arg-type]
+            raise CompileError(f"{folder / MODEL} was saved by another neuronx-distributed; delete that entry or compile it again")
+        model.set_weights(list(checkpoints))
+        model.to_neuron()
+    except RayNeuronError:
+        raise
+    except Exception as problem:
+        raise DeviceError(
+            f"{name}: {len(checkpoints)} ranks could not be loaded on cores {visible} from {folder}: {type(problem).__name__}: {problem}; "
+            "NEURON_RT_LOG_LEVEL=INFO makes the runtime say more"
+        ) from problem
     return model
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron.devices import cache as caching
-from rayneuron.devices import folder, neuron_graphs
+from rayneuron.devices import folder, neuron_graphs, neuron_sdk
 from rayneuron.devices.base import Program, Shape, Weights
 from rayneuron.devices.cache import Key
 from rayneuron.devices.neuron_graphs import Target
@@ -111,27 +111,21 @@ def opened(path: Path, key: Key) -> Path:
     return path
 
 
-def check_cores(visible: str | None, ranks: int) -> None:
-    """Refuse to start where NEURON_RT_VISIBLE_CORES is unset (the runtime takes that for all cores) or of another number. ConfigError."""
+def check_cores(visible: str | None, ranks: int, bound: tuple[str, str] | None = None, name: str = "the model") -> str:
+    """Refuse to start where NEURON_RT_VISIBLE_CORES is unset (the runtime takes that for all cores) or of another number, or where the
+    runtime of this process is `bound` to other cores, by whom; returns the cores. Raises ConfigError."""
     if visible is None:
         raise ConfigError(
             "NEURON_RT_VISIBLE_CORES is not set, and the runtime would take every core; name the instance in the deployment "
             f"(instance: inf2.48xlarge), or export NEURON_RT_VISIBLE_CORES=0-{ranks - 1}"
         )
-    cores = expand(visible)
-    if len(cores) != ranks or cores != list(range(cores[0], cores[0] + ranks)):
+    cores = neuron_sdk.parse_visible(visible)
+    if cores != tuple(range(cores[0], cores[0] + ranks)):
         raise ConfigError(f"NEURON_RT_VISIBLE_CORES={visible} is not the {ranks} cores in a row that {ranks} ranks need")
-
-
-def expand(visible: str) -> list[int]:
-    """ "0-2,5" -> [0, 1, 2, 5]."""
-    out: list[int] = []
-    for part in visible.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise ConfigError(f"NEURON_RT_VISIBLE_CORES={visible!r} is no list of cores; write 0-3 or 0,1,2,3")
-        out += range(int(first), int(last or first) + 1)
-    return out
+    if cores[0] % ranks:
+        raise ConfigError(f"NEURON_RT_VISIBLE_CORES={visible}: {ranks} cores must start at a multiple of {ranks}, not at {cores[0]}")
+    neuron_sdk.check_bound(bound, visible, name)
+    return visible
 
 
 def listing(targets: Sequence[Target], kv: Sequence[tuple[int, ...]], kv_bytes: int, weights_bytes: int) -> str:

@@ -5,8 +5,11 @@ B rows, T new tokens, H KV heads of a rank, D head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from rayneuron.devices.cpu import idle
 from rayneuron.devices.neuron import InGraph, build, sdk, start
 from rayneuron.devices.neuron_graphs import WHOLE, Border, Graph, Move, Target
 from rayneuron.devices.neuron_sdk import CompilerOptions
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError, ConfigError, DeviceError
 from rayneuron.models import ops as plain
+
+log = logging.getLogger(__name__)
 
 MOVED_POSITIONS = 128  # of one row, by one kv_export or kv_import
 
@@ -34,9 +39,17 @@ class Started:
     outputs: Sequence[Tensor]
     shape: Shape
     inputs: Mapping[str, Tensor]  # the device may still read them
+    where: str = "the model"  # whose step it is, for messages
 
     def wait(self) -> StepOutput:
-        """The step's outputs on the host. Logits that `sample` needs only for a row whose nucleus was cut are fetched only then."""
+        """The step's outputs on the host. Logits that `sample` needs only for a row whose nucleus was cut are fetched only then.
+
+        Raises DeviceError.
+        """
+        with _running(self.where):
+            return self._fetched()
+
+    def _fetched(self) -> StepOutput:
         if self.shape.output == "hidden":
             return StepOutput(hidden=self.outputs[0].cpu())
         if self.shape.output == "scores":
@@ -70,10 +83,13 @@ class Neuron:
         artifact: Path | None = None,
         async_mode: bool = False,
         border: Border = WHOLE,
+        float8: bool = False,
+        name: str = "",
     ) -> None:
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
-        if async_mode:
-            settings.export(neuron_sdk.IN_FLIGHT)  # before the SDK is imported: the runtime reads it once
+        self._length, self._options, self._name = length, options or CompilerOptions(), name or "the model"
+        told = partial(neuron_sdk.variables, float8=float8, length=length, async_mode=async_mode, flags=self._options.flags)
+        self._export(told(lnc=lnc or 1))  # before the SDK is imported: the runtime reads it once
         self.sdk = sdk()
         if chip is not None and chip != self.sdk.chip:
             raise ConfigError(
@@ -83,8 +99,8 @@ class Neuron:
         self.comm = InGraph(self.sdk, ranks)
         self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
         self.ops = plain.PLAIN
-        self.lnc = lnc or (2 if self.sdk.chip in neuron_sdk.LNC_CHIPS else 1)
-        self._length, self._options = length, options or CompilerOptions()
+        self.lnc = lnc or neuron_sdk.logical(self.sdk.chip, {name: settings.given(name) for name in neuron_sdk.LOGICAL})
+        self._export(told(lnc=self.lnc))
         self._cache, self._artifact = cache, artifact
         self._mode = "async" if async_mode else "ranked"
         self._border = border
@@ -104,10 +120,11 @@ class Neuron:
         """Compile, or find compiled, every graph; load them on the cores; run each once. Raises CompileError, ConfigError."""
         if not self._held:
             raise CompileError("load weights before compiling")
-        neuron_artifact.check_cores(settings.visible_cores(), self.local_ranks)
+        visible = neuron_artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
         targets = self.targets(shapes)
         path = self.artifact(program, targets, progress, shapes[0])
-        self._model = start(self.sdk, path, self.start_rank, [dict(neuron_graphs.named(w)) for w in self._held])
+        settings.bind(visible, self._name)
+        self._model = start(self.sdk, path, self.start_rank, [dict(neuron_graphs.named(w)) for w in self._held], self._name, visible)
         self._targets = frozenset(targets)
         self._held = []
         scratch = self._kv[0][1] - 1
@@ -154,7 +171,8 @@ class Neuron:
             raise CompileError(f"{shape} was not listed when this engine started")
         inputs = {n: getattr(batch, n) for n in neuron_graphs.input_names(target, self._border)}
         asked = target if target.output == "hidden" else shape
-        return Started([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], asked, inputs)
+        outputs = [out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})]
+        return Started(outputs, asked, inputs, self._where(target))
 
     def run(self, shape: Shape, batch: Batch) -> StepOutput:
         """One step, to its end."""
@@ -165,7 +183,8 @@ class Neuron:
         parts = []
         for inputs, count in self._moves(row, start, stop):
             ranked = self._forward(self._move("kv_export"), {n: [t] * self.local_ranks for n, t in inputs.items()})[0]
-            parts.append(torch.cat([t.cpu()[:, :, :, :count] for t in ranked], 2))
+            with _running(self._where(self._move("kv_export"))):
+                parts.append(torch.cat([t.cpu()[:, :, :, :count] for t in ranked], 2))
         whole = torch.cat(parts, 3)
         return list(whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole)
 
@@ -177,8 +196,9 @@ class Neuron:
             part = torch.nn.functional.pad(whole[:, :, :, done : done + count], (0, 0, 0, len(inputs["columns"]) - count))
             ranked = {n: [t] * self.local_ranks for n, t in inputs.items()}
             ranked["values"] = [t.contiguous() for t in part.chunk(self.local_ranks, 2)]
-            for written in self._forward(self._move("kv_import"), ranked)[0]:
-                written.cpu()  # a failure belongs to this call, and the values may be given back
+            with _running(self._where(self._move("kv_import"))):
+                for written in self._forward(self._move("kv_import"), ranked)[0]:
+                    written.cpu()  # a failure belongs to this call, and the values may be given back
             done += count
 
     def stats(self) -> dict[str, Any]:
@@ -214,8 +234,18 @@ class Neuron:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
         if self._model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
-        outputs: list[list[Tensor]] = self._model.forward(model_name=neuron_graphs.name(target), forward_mode=self._mode, **ranked)
+        with _running(self._where(target)):
+            outputs: list[list[Tensor]] = self._model.forward(model_name=neuron_graphs.name(target), forward_mode=self._mode, **ranked)
         return outputs
+
+    def _where(self, target: Target) -> str:
+        return f"{self._name}: {neuron_graphs.bucket(target)} on cores {settings.visible_cores()}"
+
+    def _export(self, ours: Mapping[str, str]) -> None:
+        values, notes = neuron_sdk.agreed(ours, settings.given)
+        for note in notes:
+            log.info("%s: %s", self._name, note)
+        settings.export(values)
 
     def _arguments(self, target: Target) -> str:
         dtypes = {self.kv_dtype, *(t.dtype for _, t in neuron_graphs.named(self._held[0]))}
@@ -226,8 +256,23 @@ class Neuron:
         graph = Graph(program, self.ops, self.comm, self._held[0], self._kv, self.kv_dtype, self._border)
         examples = [neuron_graphs.example(t, self._kv[0], len(self._kv), self.kv_dtype, self._border) for t in targets]
         arguments = {neuron_graphs.name(t): self._arguments(t) for t in targets}
-        build(self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft, lambda n: progress(n, len(targets), shape))
-        neuron_artifact.write(draft, self.key(program, targets), targets)
+        key = self.key(program, targets)
+        build(
+            self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft,
+            lambda n: progress(n, len(targets), shape), self._name, draft.parents[1] / "failed" / key.digest,
+        )  # fmt: skip
+        neuron_artifact.write(draft, key, targets)
+
+
+@contextmanager
+def _running(where: str) -> Iterator[None]:
+    """What the runtime raises, with the graph it was running."""
+    try:
+        yield
+    except DeviceError:
+        raise
+    except RuntimeError as problem:
+        raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem
 
 
 class NeuronAhead(Neuron):

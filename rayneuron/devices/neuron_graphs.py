@@ -76,6 +76,13 @@ def name(target: Target) -> str:
     return f"{target.tag}_b{target.rows}_t{target.tokens}_l{target.length}_{target.output}"
 
 
+def bucket(target: Target) -> str:
+    """The graph for people: its name and what it is for."""
+    if isinstance(target, Move):
+        return f"graph {name(target)} ({target.positions} KV positions)"
+    return f"graph {name(target)} (bucket of {target.rows} rows x {target.tokens} new tokens, attending {target.length})"
+
+
 def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
     """The fields of a Batch that the graph reads."""
     last = ("last",) if shape.tokens > 1 and shape.output not in ("scores", "hidden") else ()

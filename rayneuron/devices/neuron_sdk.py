@@ -5,11 +5,15 @@ Sources: SDK release notes and manifest, NxD Inference's model_wrapper (research
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from rayneuron.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 INDEX = "https://pip.repos.neuron.amazonaws.com"
 INSTALL = (
@@ -18,7 +22,19 @@ INSTALL = (
 )
 # Async mode, as NxD Inference sets it: a step runs and one is queued. The runtime's own default is none: every step would be waited for.
 IN_FLIGHT: Mapping[str, str] = MappingProxyType({"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "2"})
+FLOAT8: Mapping[str, str] = MappingProxyType({"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"})  # when traced and when run
 LONG_CONTEXT = 32768  # from here on NxD Inference changes arithmetic flags and the scratchpad page
+SCRATCHPAD, SCRATCHPAD_MB = "NEURON_SCRATCHPAD_PAGE_SIZE", 1024
+LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
+VISIBLE, CC_FLAGS = "NEURON_RT_VISIBLE_CORES", "NEURON_CC_FLAGS"
+_PAGE = "--hbm-scratchpad-page-size"
+# What the operator says of these is taken; of all else that we export it is ours that holds, and said where it differs.
+PREFERENCES = (
+    *("NEURON_RT_EXEC_TIMEOUT", "NEURON_PROCESS_TAG", "MALLOC_ARENA_MAX", *IN_FLIGHT),
+    *("FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE"),
+)
+# Ours without a word: cores are derived from what the operator left us, and Ray sets the last itself.
+DERIVED = (VISIBLE, "NEURON_RT_NUM_CORES", "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES", "OMP_NUM_THREADS")
 TWO_CORE_CHIPS, LNC_CHIPS = ("inf2", "trn1", "trn1n"), ("trn2", "trn3")
 
 
@@ -47,10 +63,18 @@ PINNED = RELEASES[0, 17]
 
 
 def check(distributed: str, chip: str) -> Release:
-    """The release of an installed neuronx-distributed, if it serves models on `chip`. Raises ConfigError with what to install."""
-    major, _, rest = distributed.partition(".")
-    minor = rest.partition(".")[0]
-    release = RELEASES.get((int(major), int(minor))) if major.isdigit() and minor.isdigit() else None
+    """The release of an installed neuronx-distributed, if it serves models on `chip`; a newer one than is known here is tried with a
+    warning on chips that later SDKs are made for. Raises ConfigError with what to install."""
+    found = re.match(r"(\d+)\.(\d+)", distributed)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    release, newest = RELEASES.get(version), max(RELEASES)
+    if release is None and version > newest and chip in LNC_CHIPS:
+        log.warning(
+            "neuronx-distributed %s is newer than every SDK known here (up to %s, neuronx-distributed %d.%d) and was not tried; this "
+            "version was written for and tested against SDK %s: if it fails, %s",
+            distributed, RELEASES[newest].sdk, *newest, PINNED.sdk, INSTALL,
+        )  # fmt: skip
+        return Release(f"newer than {RELEASES[newest].sdk}", version, (chip,))
     if release is None:
         raise ConfigError(f"neuronx-distributed {distributed} is of no SDK this version knows; install SDK {PINNED.sdk}: {INSTALL}")
     if chip not in release.chips:
@@ -76,6 +100,97 @@ class CompilerOptions:
     flags: str = ""
 
 
+def variables(*, float8: bool, length: int, lnc: int, async_mode: bool, flags: str) -> dict[str, str]:
+    """What the runtime must be told as the compiler is (or was). `length`: the longest context; `flags`: of the deployment file."""
+    out = dict(FLOAT8) if float8 else {}
+    page = scratchpad_mb(length, flags)
+    if page is not None:
+        out[SCRATCHPAD] = str(page)
+        if lnc > 1:
+            out["NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE"] = "1"
+    return out | dict(IN_FLIGHT) if async_mode else out
+
+
+def scratchpad_mb(length: int, flags: str) -> int | None:
+    """The scratchpad's page: as `flags` name it, else NxD Inference's from LONG_CONTEXT on, None for the compiler's own."""
+    named = re.findall(rf"{_PAGE}[= ](\d+)", flags)
+    return int(named[-1]) if named else SCRATCHPAD_MB if length >= LONG_CONTEXT else None
+
+
+def agreed(ours: Mapping[str, str], given: Callable[[str], str | None]) -> tuple[dict[str, str], list[str]]:
+    """What to export where the operator may have said something too (`given`), and what to say of it.
+
+    A preference is the operator's; what must be as the graphs were compiled is refused where it contradicts. Raises ConfigError.
+    """
+    out, notes = dict(ours), []
+    lnc = ours.get(LOGICAL[0])
+    for name in LOGICAL if lnc is not None else ():
+        if given(name) not in (None, "", lnc):
+            raise ConfigError(
+                f"{name}={given(name)} contradicts the deployment, whose instance has logical cores of {lnc}; unset it, or write the "
+                f"instance with :lnc{given(name)}", param="instance",
+            )  # fmt: skip
+    for name, value in ours.items():
+        said = given(name)
+        if not said or said == value or name in DERIVED:
+            continue
+        if name in (SCRATCHPAD, *FLOAT8):
+            raise ConfigError(f"{name}={said} contradicts how the graphs are compiled, which needs {value}; unset it", param=name)
+        if name in PREFERENCES:
+            out[name] = said
+        notes.append(f"{name}={said} is kept, {value} is the default" if name in PREFERENCES else f"{name}={said} is replaced by {value}")
+    page = given(SCRATCHPAD)
+    if page and SCRATCHPAD not in ours:
+        raise ConfigError(
+            f"{SCRATCHPAD}={page} is set and the graphs are compiled without it; unset it, or write compile.flags: {_PAGE}={page}",
+            param="compile.flags",
+        )
+    return out, notes
+
+
+def parse_visible(text: str) -> tuple[int, ...]:
+    """Core numbers of "0,1,2", "0-3" or "0-3,8" as written. Raises ConfigError on anything else, an empty text included."""
+    cores: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        if match is None:
+            raise ConfigError(f"{VISIBLE}={text!r} is no list of cores; write 0,1,2,3", param=VISIBLE)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last >= first + 1024:
+            raise ConfigError(f"{VISIBLE}={text!r}: {first}-{last} is no ascending range of cores; write 0,1,2,3", param=VISIBLE)
+        cores.extend(range(first, last + 1))
+    return tuple(cores)
+
+
+def check_bound(bound: tuple[str, str] | None, value: str, name: str) -> None:
+    """Refuse cores that the runtime of this process, `bound` to others since its first model, cannot have. Raises ConfigError."""
+    if bound is not None and parse_visible(bound[0])[0] != parse_visible(value)[0]:
+        raise ConfigError(
+            f"{name} was given cores {value}, but this process's Neuron runtime is bound to cores {bound[0]} since it loaded {bound[1]}, "
+            f"until the process ends; load {name} in a process of its own",
+            param=VISIBLE,
+        )
+
+
+def refuse_flags(said: str | None) -> None:
+    """Refuse NEURON_CC_FLAGS: they would reach the compiler, and the compile cache would not know. Raises ConfigError."""
+    if said and said.strip():
+        raise ConfigError(
+            f"{CC_FLAGS}={said!r} is set, which the compile cache cannot know; unset it, and write compile.flags: {said.strip()!r} in the "
+            "deployment file (compile.cache for --cache_dir)", param="compile.flags",
+        )  # fmt: skip
+
+
+def logical(chip: str, said: Mapping[str, str | None]) -> int:
+    """Physical cores to a logical one where the deployment names no instance: as the operator says, else the chip's own. ConfigError."""
+    named = {value for value in said.values() if value}
+    allowed = ("2", "1") if chip in LNC_CHIPS else ("1",)
+    if len(named) > 1 or not named <= set(allowed):
+        words = ", ".join(f"{name}={value}" for name, value in said.items() if value)
+        raise ConfigError(f"{words} is not possible on {chip}; write {' or '.join(allowed)}, or unset it", param=LOGICAL[0])
+    return int(named.pop() if named else allowed[0])
+
+
 def arguments(tag: str, length: int, chip: str, lnc: int, float8: bool, options: CompilerOptions) -> str:
     """neuronx-cc's arguments for one graph. `length`: the model's longest context."""
     prefill = tag == "prefill"
@@ -94,7 +209,7 @@ def arguments(tag: str, length: int, chip: str, lnc: int, float8: bool, options:
     if float8:
         out.append("--experimental-unsafe-fp8e4m3fn-as-fp8e4m3")
     if length >= LONG_CONTEXT:
-        out += ["--internal-disable-fma-on-ios", "--hbm-scratchpad-page-size=1024"]
+        out += ["--internal-disable-fma-on-ios", *([] if _PAGE in options.flags else [f"{_PAGE}={SCRATCHPAD_MB}"])]
     mixed = options.mixed_accumulation
     if mixed is False or (mixed is None and length >= LONG_CONTEXT):
         out.append("--disable-mixed-precision-accumulation")

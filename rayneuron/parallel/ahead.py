@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rayneuron.config import Deployment
 from rayneuron.devices import Ahead
@@ -12,10 +15,13 @@ from rayneuron.parallel import instances
 DECLARED = "declared"  # the family of `instance: cores:N`, which is no chip
 
 
-def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1, stage: int = 0, hidden: int = 0) -> Ahead:
+def ahead(
+    config: Deployment, length: int, worker: int = 0, workers: int = 1, stage: int = 0, hidden: int = 0,
+    raw: Mapping[str, Any] = MappingProxyType({}),
+) -> Ahead:  # fmt: skip
     """For the `worker`-th of the `workers` processes that share the ranks of a stage evenly.
 
-    `length`: the longest context; `hidden`: the size of what passes between stages.
+    `length`: the longest context; `hidden`: the size of what passes between stages; `raw`: config.json.
     """
     said, stages = config.compile, config.pipeline_parallel
     known = instances.instance(config.instance) if config.instance else None
@@ -36,7 +42,15 @@ def ahead(config: Deployment, length: int, worker: int = 0, workers: int = 1, st
         last=stage == stages - 1,
         hidden=hidden,
         options=CompilerOptions(said.optimization, said.tiling, said.mixed_accumulation, said.flags),
+        float8=float8(config, raw),
+        model=config.model.served_name,
     )
+
+
+def float8(config: Deployment, raw: Mapping[str, Any]) -> bool:
+    """Whether weights or KV are float8: the deployment says so, or the checkpoint itself."""
+    words = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
+    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in words)
 
 
 def stage_folder(folder: Path, stage: int, stages: int) -> Path:

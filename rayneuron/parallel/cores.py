@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayneuron.devices.neuron_sdk import VISIBLE, parse_visible
 from rayneuron.errors import ConfigError
 from rayneuron.parallel.instances import INSTANCES, Instance, declared, instance
 from rayneuron.policies.packing import compact
 
-VISIBLE = "NEURON_RT_VISIBLE_CORES"
 COUNT = "NEURON_RT_NUM_CORES"
 NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
 NEURON_LS = "opt/aws/neuron/bin/neuron-ls"
-_TEN_S = 10.0
+_TEN_S, _MOST_CORES = 10.0, 64  # the latter of a device: none has more
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One device as neuron-ls lists it. `cores` counts logical cores; `lnc`, `linked` and `pids` are empty on versions that do not say."""
+    """One device as neuron-ls lists it. `cores` counts logical cores, `ids` are their numbers on the node.
+
+    `linked`, `lnc`, `pids` and `ids` are empty on versions that do not say.
+    """
 
     device: int
     cores: int
@@ -31,6 +33,12 @@ class Chip:
     linked: tuple[int, ...] = ()
     lnc: int | None = None
     pids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The node's numbers of its cores: as said, else as where every device before it has as many."""
+        return self.ids if len(self.ids) == self.cores else tuple(range(self.device * self.cores, (self.device + 1) * self.cores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +58,22 @@ def parse_neuron_ls(text: str) -> tuple[Chip, ...]:
         listed = json.loads(text[text.index("[") :]) if "[" in text else None
         if not isinstance(listed, list):
             raise ValueError("no JSON list")
-        return tuple(sorted((_chip(entry) for entry in listed), key=lambda chip: chip.device))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        chips = tuple(sorted((_chip(entry) for entry in listed), key=lambda chip: chip.device))
+        _check_list(chips)
+        return chips
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
         raise ConfigError(f"neuron-ls printed something else than a list of devices ({problem}): {text.strip()[:120]!r}") from None
+
+
+def _check_list(chips: Sequence[Chip]) -> None:
+    """Raise ValueError for devices that cannot be those of one node."""
+    if any(chip.device < 0 or not 0 < chip.cores <= _MOST_CORES or min(chip.numbers) < 0 for chip in chips):
+        raise ValueError("a device without number or cores")
+    if len({(chip.cores, chip.memory_bytes, chip.lnc) for chip in chips}) > 1:
+        raise ValueError("devices of several kinds")
+    numbers = [core for chip in chips for core in chip.numbers]
+    if len({chip.device for chip in chips}) < len(chips) or len(set(numbers)) < len(numbers):
+        raise ValueError("a device or core that is listed twice")
 
 
 def _chip(entry: Mapping[str, Any]) -> Chip:
@@ -64,6 +85,7 @@ def _chip(entry: Mapping[str, Any]) -> Chip:
         linked=tuple(sorted(int(d) for d in entry.get("connected_to") or ())),
         lnc=None if lnc is None else int(lnc),
         pids=tuple(int(p["pid"]) for p in entry.get("neuron_processes") or ()),
+        ids=tuple(sorted(int(core) for core in entry.get("neuroncore_ids") or ())),
     )
 
 
@@ -95,15 +117,10 @@ def detect(facts: Facts) -> Instance:
 
 
 def _identify(facts: Facts, wanted: Instance | None) -> Instance:
-    lnc = facts.chips[0].lnc
-    shape = (len(facts.chips), facts.chips[0].cores)
-    fits = []
-    for kind in INSTANCES.values():
-        for size in kind.lncs if lnc is None else (lnc,):
-            memory_close = abs(kind.device_memory_bytes - facts.chips[0].memory_bytes) < kind.device_memory_bytes // 4
-            if size in kind.lncs and memory_close and (kind.devices, kind.cores_per_device // size) == shape:
-                fits.append(kind.logical(size))
-    seen = f"{shape[0]} devices of {shape[1]} cores and {facts.chips[0].memory_bytes / 2**30:.0f} GiB"
+    """A container may be given some of a node's devices: a type with more than are shown fits too, though one with as many fits better."""
+    chips = facts.chips
+    fits = [kind for kind in _fitting(chips) if _linked_as(kind, chips)] or _fitting(chips)
+    seen = f"{len(chips)} devices of {chips[0].cores} cores and {chips[0].memory_bytes / 2**30:.0f} GiB"
     if wanted is not None:
         if (wanted.name, wanted.lnc) not in {(kind.name, kind.lnc) for kind in fits}:
             raise ConfigError(
@@ -113,7 +130,47 @@ def _identify(facts: Facts, wanted: Instance | None) -> Instance:
     if not fits:
         raise ConfigError(f"neuron-ls shows {seen}, which is no instance type known here; known are {', '.join(INSTANCES)}")
     named = [kind for kind in fits if kind.name == facts.product]
-    return (named or sorted(fits, key=lambda kind: abs(kind.vcpus - facts.vcpus)))[0]
+    return (named or sorted(fits, key=lambda kind: (kind.devices > len(chips), abs(kind.vcpus - facts.vcpus))))[0]
+
+
+def _fitting(chips: Sequence[Chip]) -> list[Instance]:
+    """The types that have these devices, or these among more."""
+    lnc, fits = chips[0].lnc, []
+    for kind in INSTANCES.values():
+        close = abs(kind.device_memory_bytes - chips[0].memory_bytes) < kind.device_memory_bytes // 4
+        for size in kind.lncs if lnc is None else (lnc,):
+            if size in kind.lncs and close and kind.cores_per_device // size == chips[0].cores and chips[-1].device < kind.devices:
+                fits.append(kind.logical(size))
+    return fits
+
+
+def _linked_as(kind: Instance, chips: Sequence[Chip]) -> bool:
+    return all(set(chip.linked) <= set(kind.neighbours(chip.device)) for chip in chips)
+
+
+def left(kind: Instance, chips: Sequence[Chip], said: str | None) -> frozenset[int]:
+    """The cores of a node that are ours to give: of the devices that are there (`chips`, none where nobody can say), those the operator
+    left us (`said`: NEURON_RT_VISIBLE_CORES as this program was started with). Raises ConfigError for a list of none or of others."""
+    present = frozenset(core for chip in chips for core in chip.numbers) or frozenset(range(kind.cores))
+    if said is None:
+        return present
+    if not said.strip():
+        raise ConfigError(
+            f"{VISIBLE} is empty: Ray reads that as no core and the runtime as all {kind.cores}; unset it, or write {compact(present)}",
+            param=VISIBLE,
+        )
+    cores = frozenset(parse_visible(visible(parse_visible(said))))  # one run, or refused
+    if not cores <= present:
+        where = f"{kind.name} has cores {compact(present)}" + (" in this container" if len(present) < kind.cores else "")
+        raise ConfigError(f"{VISIBLE}={said} names cores {compact(cores - present)}, but {where}", param=VISIBLE)
+    return cores
+
+
+def left_here(kind: Instance, said: str | None, root: Path = Path("/")) -> frozenset[int]:
+    """`left` of this machine; where its devices are of another type (a plan made elsewhere), as if it had none. Raises ConfigError."""
+    chips = probe(root)[0]
+    known = any((kind.name, kind.lnc) == (fit.name, fit.lnc) for fit in (_fitting(chips) if chips else ()))
+    return left(kind, chips if known else (), said)
 
 
 def check_links(kind: Instance, chips: Sequence[Chip]) -> list[str]:
@@ -146,20 +203,6 @@ def this_node(named: str | None, ray_cores: int | None, vcpus: int, root: Path =
     """`probe`, then `detect`: the type of the node this process runs on. Raises ConfigError."""
     chips, product = probe(root)
     return detect(Facts(named, chips, product, ray_cores, vcpus))
-
-
-def parse_visible(text: str) -> tuple[int, ...]:
-    """Core numbers of "0,1,2", "0-3" or "0-3,8" as written. Raises ConfigError on anything else, an empty text included."""
-    cores: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
-        if match is None:
-            raise ConfigError(f"{VISIBLE}={text!r} is no list of cores; write 0,1,2,3", param=VISIBLE)
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last >= first + 1024:
-            raise ConfigError(f"{VISIBLE}={text!r}: {first}-{last} is no ascending range of cores; write 0,1,2,3", param=VISIBLE)
-        cores.extend(range(first, last + 1))
-    return tuple(cores)
 
 
 def visible(cores: Sequence[int]) -> str:
@@ -214,10 +257,12 @@ def refuse_hand_set(environment: Mapping[str, str], where: str) -> None:
 def raylet_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment to start a raylet in: a visible-cores list in comma form (Ray counts "0-3" as one core), and Ray told not to set it.
 
-    Raises ConfigError where the list is not one contiguous run.
+    Raises ConfigError where the list is not one contiguous run, or there is only a number of cores.
     """
     out = dict(environment)
     if VISIBLE in out:
         out[VISIBLE] = visible(parse_visible(out[VISIBLE]))
+    elif out.get(COUNT):
+        raise ConfigError(f"{COUNT}={out[COUNT]} does not say which cores are left to us; write {VISIBLE}=0-N instead", param=COUNT)
     out[NOSET] = "1"
     return out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayneuron.parallel import holders
+from rayneuron.errors import ConfigError
+from rayneuron.parallel import cores, holders, instances
 from rayneuron.parallel.instances import Instance, declared
 from rayneuron.parallel.ledger import Ledger
 from rayneuron.policies.packing import compact
@@ -13,20 +15,36 @@ from rayneuron.policies.packing import compact
 MOST_CORES = 128  # bytes of the lock file that are looked at; no node has more cores
 
 
-def report(directory: Path, kind: Instance | None = None, *, clean: bool = False) -> Iterator[str]:
-    """Lines for people, a ledger after the other; `clean` deletes the records of owners that are gone. Locks need no cleaning."""
+def report(
+    directory: Path, named: str | None = None, *, clean: bool = False, visible: str | None = None, root: Path = Path("/")
+) -> Iterator[str]:
+    """Lines for people: what this machine has, then a ledger after the other; `clean` deletes the records of owners that are gone.
+
+    `named`: the machine's type, else its devices say it; `visible`: NEURON_RT_VISIBLE_CORES. Locks need no cleaning. Raises ConfigError.
+    """
+    kind, left = instances.instance(named) if named else None, frozenset(range(MOST_CORES))
+    try:
+        chips, product = cores.probe(root)
+    except ConfigError as problem:
+        chips, product, root = (), None, Path("/nowhere")
+        yield f"devices: {problem.message}"
+    if kind is None and chips:
+        kind = cores.detect(cores.Facts(chips=chips, product=product, vcpus=os.cpu_count() or 1))
+    if kind is not None:
+        left = cores.left_here(kind, visible, root)
+        yield f"{kind.name}: cores {compact(left)}" + (f" of {kind.cores} are here and left to us" if len(left) < kind.cores else "")
     nodes = sorted(folder for folder in directory.glob("*") if (folder / "cores.lock").is_file()) if directory.is_dir() else []
     if not nodes:
         yield f"cores: no ledger under {directory}, so nobody has taken any on this machine"
     for node in nodes:
-        yield from _node(node, kind or declared(MOST_CORES, MOST_CORES), kind is not None, clean)
+        yield from _node(node, kind or declared(MOST_CORES, MOST_CORES), left if kind is not None else None, clean)
 
 
-def _node(folder: Path, kind: Instance, known: bool, clean: bool) -> Iterator[str]:
+def _node(folder: Path, kind: Instance, left: frozenset[int] | None, clean: bool) -> Iterator[str]:
     ledger = Ledger(folder, kind)
     free = ledger.free()
     held = frozenset(range(kind.cores)) - free
-    yield f"cores of {folder.name}: held {compact(held)}" + (f", free {compact(free)} of {kind.name}" if known else "")
+    yield f"cores of {folder.name}: held {compact(held)}" + (f", free {compact(free & left)} of {kind.name}" if left is not None else "")
     for holder in ledger.holders():
         yield f"  {compact(holder.cores)}: pid {holder.pid}, {holder.deployment or 'no record (a child of a former owner?)'}"
     stale = [(path, h) for path, h in holders.read(folder) if h is None or not h.alive or not set(h.cores) <= held]

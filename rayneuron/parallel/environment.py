@@ -10,9 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayneuron.devices.neuron_sdk import IN_FLIGHT
+from rayneuron.devices import neuron_sdk
+from rayneuron.devices.neuron_sdk import VISIBLE
 from rayneuron.errors import ConfigError
-from rayneuron.parallel.cores import COUNT, NOSET, VISIBLE, visible
+from rayneuron.parallel.cores import COUNT, NOSET, visible
 from rayneuron.parallel.instances import Instance
 from rayneuron.parallel.layout import Layout, Worker
 
@@ -47,13 +48,17 @@ class Endpoints:
 class Host:
     """What a node's environment depends on beside the instance type. `kernel`: as `uname -r` prints it. `vcpus` None: the instance's.
 
-    `async_mode`: steps are queued while one runs.
+    `async_mode`: steps are queued while one runs; `float8`: weights or KV are; `length`: the longest context; `flags`: the file's, for
+    neuronx-cc.
     """
 
     kernel: str
     vcpus: int | None = None
     cache_url: str | None = None
     async_mode: bool = False
+    float8: bool = False
+    length: int = 0
+    flags: str = ""
 
 
 def environment(
@@ -76,8 +81,9 @@ def environment(
         out["NEURON_LOGICAL_NC_CONFIG"] = str(instance.lnc)
     if host.cache_url:
         out["NEURON_COMPILE_CACHE_URL"] = host.cache_url
-    if host.async_mode:
-        out |= IN_FLIGHT
+    out |= neuron_sdk.variables(
+        float8=host.float8, length=host.length, lnc=instance.lnc, async_mode=host.async_mode, flags=host.flags
+    )  # fmt: skip
     return out | _rendezvous(layout, worker, endpoints) | _network(layout, instance, host)
 
 
@@ -127,5 +133,24 @@ def _check_address(ip: str) -> None:
         raise ConfigError(
             f"{ip!r} is no IP address; the runtime wants a literal one, as `ray.nodes()` shows it (NodeManagerAddress)"
         ) from None
-    if address.is_unspecified or address.is_multicast:
-        raise ConfigError(f"{ip} is no address of one node; use the node's internal IP, as `ray.nodes()` shows it (NodeManagerAddress)")
+    kind = _kind(address)
+    if kind is not None:
+        raise ConfigError(f"{ip} is no address of one node: {kind}; use its internal IP, as `ray.nodes()` shows it (NodeManagerAddress)")
+
+
+def _kind(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    """Why others cannot reach a node there, None where they may."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None,))[0]
+        if inner is not None:
+            return f"it carries the IPv4 address {inner}; write that one"
+        if address.scope_id is not None:
+            return "what follows % is known on one host only"
+    if address.is_unspecified or (address.version == 4 and int(address) < 1 << 24):
+        return "unspecified"
+    for found, word in ((address.is_multicast, "multicast"), (address.is_link_local, "link-local, which no router passes on")):
+        if found:
+            return word
+    if not address.is_loopback and address.is_reserved:
+        return "broadcast" if address == ipaddress.IPv4Address("255.255.255.255") else "reserved"
+    return None

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import SMALLEST_CONTEXT, Capacity, capacity
 from rayneuron.engine.prefix_buckets import SMALLEST_PREFILL, prefixes
 from rayneuron.errors import ConfigError
-from rayneuron.parallel.instances import MACHINE, Instance
+from rayneuron.parallel.instances import INSTANCES, MACHINE, Instance
 from rayneuron.parallel.layout import Layout, Style, partition
 from rayneuron.parallel.memory import Memory, memory
 
 log = logging.getLogger(__name__)
 
+# Of a host: Python, torch and the SDK a worker; the system and Ray a node. Inferred, not measured.
+WORKER_BYTES, NODE_BYTES = 2**30, 2**30
 DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model could do more: LMI's and vLLM-neuron's choice
 
 
@@ -34,6 +36,15 @@ class Wanted:
         """The most replicas it may ever have: what an autoscaler may take is reserved."""
         scaling = self.config.serving.autoscaling
         return int(scaling.get("max_replicas", 1)) if scaling else self.config.serving.num_replicas
+
+
+class Held(Protocol):
+    """A worker as a plan places it: its cores and what each holds."""
+
+    @property
+    def cores(self) -> tuple[int, ...]: ...
+    @property
+    def memory(self) -> Memory: ...
 
 
 def model_length(config: Deployment, raw: Mapping[str, Any]) -> int:
@@ -90,6 +101,32 @@ def check_together(held: Sequence[Memory], memory_bytes: int) -> None:
             f"all {len(held)} ranks together need {gib(total)} GiB, this machine has {gib(memory_bytes)}; write a smaller max_num_seqs or "
             "max_model_len, quantization: int8, or fewer replicas"
         )
+
+
+def host_memory(places: Sequence[Held]) -> int:
+    """Bytes of a node's own memory while all of its workers load: each holds its ranks' weights until they are on the devices."""
+    return NODE_BYTES + sum(WORKER_BYTES + place.memory.weights * len(place.cores) for place in places) if places else 0
+
+
+def check_host(needed: int, quantized: int, instance: Instance) -> None:
+    """Refuse weights that do not pass through a node's own memory. `quantized`: bytes needed with int8 weights. Raises ConfigError.
+
+    A type that merely declares cores says nothing of its memory.
+    """
+    if not 0 < instance.host_memory_bytes < needed:
+        return
+    larger = [
+        i.name for i in INSTANCES.values()
+        if i.family == instance.family and i.cores >= instance.cores and i.host_memory_bytes >= needed
+    ]  # fmt: skip
+    fits = [f"instance: {larger[0]}"] if larger else []
+    fits += ["quantization: int8"] if quantized <= instance.host_memory_bytes else []
+    raise ConfigError(
+        f"while weights go to the devices, a node's own memory holds them: {gib(needed)} GiB (the weights of all ranks of a node, "
+        f"{gib(WORKER_BYTES)} a process, {gib(NODE_BYTES)} for the system and Ray), {instance.name} has {gib(instance.host_memory_bytes)}; "
+        f"write {', or '.join(fits) or 'fewer models or replicas, or nodes: N'}",
+        param="instance",
+    )
 
 
 def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> str:

@@ -19,8 +19,10 @@ from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
+from rayneuron.models import hub
 from rayneuron.models.arch import Arch
 from rayneuron.parallel import arrays, messages, pipeline, seating, wire
+from rayneuron.parallel.ahead import float8
 from rayneuron.parallel.children import Children, Processes
 from rayneuron.parallel.holders import this_process
 from rayneuron.parallel.layout import Layout
@@ -203,7 +205,8 @@ class Group:
 
     def _common(self) -> seating.Common:
         share = max(1, settings.threads() // max(len(self.layout.on_node(n)) for n in range(self.layout.nodes)))
-        return seating.Common(self.capacity, self.dtype, self.config.threads or share, str(self.model))
+        small = float8(self.config, hub.read_config(self.model))
+        return seating.Common(self.capacity, self.dtype, self.config.threads or share, str(self.model), small)
 
     def _send(self, message: messages.ToWorker) -> None:
         frame = wire.frame(message)

@@ -103,7 +103,13 @@ class Ledger:
         self.instance.check_degree(size)
         within = frozenset(range(self.instance.cores) if allowed is None else allowed)
         if not packing.runs(within, size, self.instance.cores):
-            raise ConfigError(f"{deployment}: no aligned run of {size} cores in {packing.compact(within)} of {self.instance.name}")
+            fits = packing.nearest(within, size, self.instance.cores, self.instance.kept)
+            raise ConfigError(
+                f"{deployment}: no aligned run of {size} cores in {packing.compact(within)} of {self.instance.name}"
+                + ("" if allowed is None else ", all that is here or left to us (the container's devices, NEURON_RT_VISIBLE_CORES)")
+                + (f"; write tensor_parallel: {fits[0]}" if fits else ""),
+                param="tensor_parallel",
+            )
         deadline_s, pause_s = self._clock() + wait_s, _FIRST_PAUSE_S
         while True:
             grant = self._attempt(size, deployment, within)
@@ -185,6 +191,8 @@ class Ledger:
         held = self.holders()
         total = self.instance.cores
         text = [f"{deployment} wants {size} of the {total} cores of {self.instance.name}; free: {packing.compact(free)}"]
+        if len(within) < total:
+            text[0] += f" of {packing.compact(within)}, all that is left to us"
         if len(free) >= size:
             text[0] += f" ({len(free)} cores, but no {size} in one run that starts at a multiple of {size})"
         text.append("held: " + ("; ".join(_describe(holder) for holder in held) or "by a process that cannot be seen from here"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rayneuron.config import Deployment
+from rayneuron.parallel import cores, instances
 from rayneuron.parallel.fitting import Wanted, gib, parts
 from rayneuron.parallel.plan import Group, Place, Plan, address, plan, read_raw, target
 from rayneuron.policies import packing
@@ -20,11 +21,16 @@ def describe(
     vcpus: int,
     ranks_per_process: Callable[[str], int],
     resolve: Callable[[str], Path] = Path,
+    visible: str | None = None,
 ) -> str:
-    """What `rayneuron plan` prints. `ranks_per_process` maps a device's name to how many ranks one of its processes drives."""
+    """What `rayneuron plan` prints. `ranks_per_process` maps a device's name to how many ranks one of its processes drives.
+
+    `visible`: NEURON_RT_VISIBLE_CORES of this machine, taken for every node's.
+    """
     wanted = {name: Wanted(config, read_raw(config, resolve), ranks_per_process(config.device)) for name, config in deployments.items()}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return format(plan(wanted, target(wanted, named, vcpus, memory_bytes), nodes))
+    kind = target(wanted, named, vcpus, memory_bytes)
+    return format(plan(wanted, kind, nodes, left=None if kind.name == instances.MACHINE else cores.left_here(kind, visible)))
 
 
 def format(made: Plan) -> str:
@@ -34,9 +40,14 @@ def format(made: Plan) -> str:
         lines += ["", _title(group, made.counted)]
         for place in group.places:
             lines += _worker(place, made)
-    tail = [f"node {i} free: {packing.compact(cores)}" for i, cores in enumerate(made.free)] if made.counted else []
+    tail = [f"node {i} free: {packing.compact(free)}{_loading(made, i)}" for i, free in enumerate(made.free)] if made.counted else []
     tail += [f"note: {note}" for note in made.notes]
     return "\n".join([*lines, *([""] if tail else []), *tail]) + "\n"
+
+
+def _loading(made: Plan, node: int) -> str:
+    has = made.instance.host_memory_bytes
+    return f"; host memory while loading: {gib(made.loading[node])} of {gib(has)} GiB" if has else ""
 
 
 def _head(made: Plan) -> list[str]:
@@ -47,6 +58,7 @@ def _head(made: Plan) -> list[str]:
     return [
         f"{made.nodes} x {kind.name}: {kind.cores} cores of {gib(kind.core_memory_bytes)} GiB, "
         f"tensor_parallel {', '.join(map(str, kind.degrees))}",
+        *([f"of each node only cores {packing.compact(made.left)} are there or left to us"] if len(made.left) < kind.cores else []),
         f"addresses and ports are stand-ins ({address(0)} is node 0); real ones are found at start",
     ]
 
@@ -67,9 +79,9 @@ def _title(group: Group, counted: bool) -> str:
 
 def _worker(place: Place, made: Plan) -> list[str]:
     worker, held, kind = place.worker, place.memory, made.instance
-    cores = f", cores {packing.compact(place.cores)}" if made.counted else ""
+    where = f", cores {packing.compact(place.cores)}" if made.counted else ""
     return [
-        f"  worker {worker.index}: node {place.node}, stage {worker.stage}, ranks {packing.compact(worker.ranks)}{cores}",
+        f"  worker {worker.index}: node {place.node}, stage {worker.stage}, ranks {packing.compact(worker.ranks)}{where}",
         f"    GiB a {'core' if made.counted else 'rank'}: {parts(held)} = {gib(held.total)} of {gib(kind.core_memory_bytes)} "
         f"({100 * held.total / kind.core_memory_bytes:.0f} %)",
         *(f"    {name}={value}" for name, value in place.environment.items()),

@@ -12,8 +12,9 @@ from rayneuron.config import Deployment
 from rayneuron.engine.buckets import inventory
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.parallel import instances
+from rayneuron.parallel.ahead import float8
 from rayneuron.parallel.environment import Endpoints, Host, environment
-from rayneuron.parallel.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
+from rayneuron.parallel.fitting import Wanted, capacity_of, check_host, check_memory, check_together, host_memory, stage_memory
 from rayneuron.parallel.instances import Instance
 from rayneuron.parallel.layout import Layout, Style, Worker, layout
 from rayneuron.parallel.memory import Memory
@@ -50,13 +51,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All replicas of a deployment file on `nodes` equal instances. `free`: what is left of each node."""
+    """All replicas of a deployment file on `nodes` equal instances. `free`: what remains of each node, of the cores `left` to us;
+    `loading`: bytes of a node's own memory while all of its replicas load."""
 
     instance: Instance
     nodes: int
     groups: tuple[Group, ...]
     free: tuple[frozenset[int], ...]
     notes: tuple[str, ...]
+    left: frozenset[int]
+    loading: tuple[int, ...]
 
     @property
     def counted(self) -> bool:
@@ -85,28 +89,57 @@ class _Nodes:
     placed: list[tuple[str, int, Spots]]
 
 
-def plan(wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = None, *, style: Style = "own", host: Host = _HOST) -> Plan:
-    """Place every replica on `nodes` instances (None: as many as the largest group spans).
+def plan(
+    wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = None, *, style: Style = "own", host: Host = _HOST,
+    left: frozenset[int] | None = None,
+) -> Plan:  # fmt: skip
+    """Place every replica on `nodes` instances (None: as many as the largest group spans), of each on the cores that are `left` to us.
 
     Raises ConfigError or CheckpointError naming the application, what it wants, what there is, and what would fit.
     """
     laid = {name: _lay(name, want, instance, style) for name, want in wanted.items()}
     count = nodes or max((one.layout.nodes for one in laid.values()), default=1)
-    state, short = _place_all(wanted, laid, instance, count)
+    left = frozenset(range(instance.cores)) if left is None else left
+    state, short = _place_all(wanted, laid, instance, count, left)
     if short is not None:
-        raise ConfigError(_refusal(short, state, wanted, laid, instance, nodes or count), param="nodes")
-    hosts = {name: replace(host, cache_url=want.config.compile.cache or host.cache_url) for name, want in wanted.items()}
+        raise ConfigError(_refusal(short, state, wanted, laid, instance, nodes or count, left), param="nodes")
+    hosts = {name: _host(host, want) for name, want in wanted.items()}
     groups = tuple(
         _group(name, replica, laid[name], spots, instance, i, hosts[name], name if wanted[name].replicas == 1 else f"{name}#{replica}")
         for i, (name, replica, spots) in enumerate(state.placed)
     )
     if instance.name == instances.MACHINE:
         check_together([place.memory for group in groups for place in group.places], count * instance.host_memory_bytes)
+    else:
+        check_host(max(_loading(groups, count)), max(_loading([_quantized(g, wanted[g.name]) for g in groups], count)), instance)
     notes = [f"{name}: {note}" for name, one in laid.items() for note in one.layout.notes]
     notes += [
         f"{n}: the file says instance: {w.config.instance}" for n, w in wanted.items() if w.config.instance not in (None, instance.name)
     ]
-    return Plan(instance, count, groups, tuple(map(frozenset, state.free)), tuple(notes))
+    return Plan(instance, count, groups, tuple(map(frozenset, state.free)), tuple(notes), left, _loading(groups, count))
+
+
+def _loading(groups: Sequence[Group], count: int) -> tuple[int, ...]:
+    """Bytes of each node's own memory while all of its workers load."""
+    return tuple(host_memory([p for g in groups for p in g.places if p.node == node]) for node in range(count))
+
+
+def _quantized(group: Group, want: Wanted) -> Group:
+    """The group with int8 weights."""
+    if want.config.quantization is not None:
+        return group
+    want = replace(want, config=want.config.model_copy(update={"quantization": "int8"}))
+    made = group.layout
+    held = stage_memory(want, capacity_of(want.config, want.raw), made.tensor_parallel, made.pipeline_parallel, made.style)
+    return replace(group, places=tuple(replace(place, memory=held[place.worker.stage]) for place in group.places))
+
+
+def _host(host: Host, want: Wanted) -> Host:
+    said = want.config.compile
+    return replace(
+        host, cache_url=said.cache or host.cache_url, float8=float8(want.config, want.raw),
+        length=capacity_of(want.config, want.raw).length, flags=said.flags,
+    )  # fmt: skip
 
 
 def target(wanted: Mapping[str, Wanted], named: str | None, vcpus: int, memory_bytes: int) -> Instance:
@@ -158,10 +191,10 @@ def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:
 
 
 def _place_all(
-    wanted: Mapping[str, Wanted], laid: Mapping[str, _Laid], instance: Instance, count: int
+    wanted: Mapping[str, Wanted], laid: Mapping[str, _Laid], instance: Instance, count: int, left: frozenset[int]
 ) -> tuple[_Nodes, tuple[str, int] | None]:
     """The nodes after placing, and the (name, replica) that found no room. Largest first: small groups fit into what large ones leave."""
-    state = _Nodes([set(range(instance.cores)) for _ in range(count)], [])
+    state = _Nodes([set(left) for _ in range(count)], [])
     for name in sorted(laid, key=lambda n: (-laid[n].layout.nodes, -laid[n].node_cores, n)):
         for replica in range(wanted[name].replicas):
             spots = _spots(laid[name].layout, state.free, instance)
@@ -224,14 +257,15 @@ def address(node: int) -> str:
 
 
 def _refusal(
-    short: tuple[str, int], state: _Nodes, wanted: Mapping[str, Wanted], laid: Mapping[str, _Laid], instance: Instance, count: int
-) -> str:
+    short: tuple[str, int], state: _Nodes, wanted: Mapping[str, Wanted], laid: Mapping[str, _Laid], instance: Instance, count: int,
+    within: frozenset[int],
+) -> str:  # fmt: skip
     name, replica = short
     made = laid[name].layout
     total = sum(laid[n].node_cores * laid[n].layout.nodes * want.replicas for n, want in wanted.items())
     share = f"{laid[name].node_cores} cores" + (f" on each of {made.nodes} nodes" if made.nodes > 1 else "")
     left = "; ".join(f"node {i}: {packing.compact(cores)}" for i, cores in enumerate(state.free))
-    fits = [f"--nodes {n}" for n in range(count + 1, MOST_NODES + 1) if _place_all(wanted, laid, instance, n)[1] is None][:1]
+    fits = [f"--nodes {n}" for n in range(count + 1, MOST_NODES + 1) if _place_all(wanted, laid, instance, n, within)[1] is None][:1]
     smaller = _smaller(wanted[name], made, state.free, instance)
     if smaller:
         fits.append(f"tensor_parallel: {smaller} for {name}")
@@ -239,7 +273,7 @@ def _refusal(
         fits.append(f"num_replicas: {replica} for {name}")
     return (
         f"{name}: replica {replica} wants {share}, left are {left} of {count} x {instance.name}; all applications together want {total} "
-        f"cores of {count * instance.cores}" + ("; write " + ", or ".join(fits) if fits else "")
+        f"cores of {count * len(within)}" + ("; write " + ", or ".join(fits) if fits else "")
     )
 
 

@@ -6,18 +6,20 @@ every wait.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import settings
+from rayneuron import devices, settings
 from rayneuron.config import Deployment, parse
+from rayneuron.devices import neuron_sdk
 from rayneuron.devices.base import Ended, Pending, Queues, StepOutput
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.parallel import cores, wire
+from rayneuron.parallel import cores, instances, wire
 from rayneuron.parallel.ledger import Grant, Ledger
 from rayneuron.parallel.messages import Begin, Place, Placed
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from rayneuron.devices.base import Batch, Collectives, Shape
     from rayneuron.engine.runner import Runner
     from rayneuron.parallel.links import Incoming, Outgoing
+
+log = logging.getLogger(__name__)
 
 Count = Callable[[int, int], None]  # done, total
 Check = Callable[[], None]  # raises when the group is lost
@@ -61,8 +65,8 @@ class Rank:
         self._place = place
         if place.take:
             kind = cores.this_node(place.instance, None, 1)
-            ledger = Ledger(Path(place.directory), kind)
-            self.grant = ledger.take(place.take, place.deployment, wait_s=place.wait_s)
+            left = cores.left_here(kind, settings.given(neuron_sdk.VISIBLE))
+            self.grant = Ledger(Path(place.directory), kind).take(place.take, place.deployment, wait_s=place.wait_s, allowed=left)
         if place.share:
             from rayneuron.devices.shared_memory import Segment
 
@@ -78,20 +82,20 @@ class Rank:
         )
 
     def begin(self, begin: Begin, check: Check) -> None:
-        """Export the environment, then join the stage's collectives and the neighbouring stages."""
-        settings.export(begin.environment)
+        """Check and export the environment, then join the stage's collectives and the neighbouring stages. Raises ConfigError."""
+        self._begin, self._config = begin, parse(begin.config)
+        self._export(begin.environment, self._config)
         import torch
 
         torch.set_num_threads(begin.threads)
         while self._probes:
             self._probes.pop().close()
-        self._begin, self._config = begin, parse(begin.config)
         self._connect(begin, check)
         self._comm = self._collectives(begin)
 
     def load(self, progress: Count) -> None:
         """Read this rank's share of the weights. Raises CheckpointError."""
-        from rayneuron import devices, models
+        from rayneuron import models
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.runner import Runner
         from rayneuron.models import hub, presharded
@@ -109,7 +113,7 @@ class Rank:
         dtype = _dtype(begin.dtype)
         stage = stage_of(config, dtype, begin.stage)
         kv_dtype = models.kv_type(config.kv_dtype)
-        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks, begin.stage, arch.hidden)
+        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks, begin.stage, arch.hidden, raw)
         device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
         comm = getattr(device, "comm", self._comm)
         self.runner = Runner(arch, device, begin.capacity, comm, program(arch, stage, rule_of(config)))
@@ -182,6 +186,18 @@ class Rank:
         self._store = self._comm = self._segment = self._before = self._after = self.runner = None
         if self.grant is not None:
             self.grant.release()
+
+    def _export(self, ours: Mapping[str, str], config: Deployment) -> None:
+        """This node's operator may have said something too; the runtime reads all of it once."""
+        if not config.instance:
+            return
+        cores.check_claim(ours.get(neuron_sdk.VISIBLE), instances.instance(config.instance))
+        if devices.ranks_per_process(config.device) > 1:  # then it is this process that drives the cores
+            neuron_sdk.check_bound(settings.bound_cores(), ours[neuron_sdk.VISIBLE], self._place.deployment)
+        values, notes = neuron_sdk.agreed(ours, settings.given)
+        for note in notes:
+            log.info("%s: %s", self._place.deployment, note)
+        settings.export(values)
 
     def _open_store(self, place: Place) -> str:
         """The meeting point of gloo, on this node's own address and a port that is bound before anybody hears of it."""

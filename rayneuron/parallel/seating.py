@@ -23,6 +23,7 @@ class Common:
     dtype: str
     threads: int
     model: str
+    float8: bool = False
 
 
 def group_layout(config: Deployment, ranks_per_process: int) -> Layout:
@@ -90,7 +91,7 @@ def begins(
                 config=config.model_dump(exclude_unset=True),
                 capacity=common.capacity,
                 dtype=common.dtype,
-                environment=_environment(config, made, worker, instance, placed, node_ips) if instance is not None else {},
+                environment=_environment(config, made, worker, instance, placed, node_ips, common) if instance is not None else {},
                 threads=common.threads,
                 stage=worker.stage,
                 stages=made.pipeline_parallel,
@@ -131,12 +132,13 @@ def _opposite(stage: Sequence[Worker], worker: Worker) -> Worker:
 
 
 def _environment(
-    config: Deployment, made: Layout, worker: Worker, instance: Instance, placed: Sequence[Placed], node_ips: Sequence[str]
+    config: Deployment, made: Layout, worker: Worker, instance: Instance, placed: Sequence[Placed], node_ips: Sequence[str], common: Common
 ) -> Mapping[str, str]:
     leader = next(w for w in made.on_node(worker.node) if w.stage == worker.stage and w.leads)
     run = placed[leader.index].cores
     roots = tuple(placed[made.stage(stage)[0].index].ports[0] for stage in range(made.pipeline_parallel))
     ports = Endpoints(tuple(node_ips), roots, placed[0].ports[1])
-    host = Host(platform.release(), cache_url=config.compile.cache, async_mode=config.compile.async_mode)
+    said = config.compile
+    host = Host(platform.release(), None, said.cache, said.async_mode, common.float8, common.capacity.length, said.flags)
     mine = run[worker.offset : worker.offset + len(worker.ranks)]
     return environment(made, worker, instance, mine, ports, host, config.model.served_name)

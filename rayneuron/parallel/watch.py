@@ -7,13 +7,14 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
-from rayneuron.errors import Busy, CheckpointError, CompileError, ConfigError, RayNeuronError, WorkerLost
+from rayneuron.errors import Busy, CheckpointError, CompileError, ConfigError, DeviceError, RayNeuronError, WorkerLost
 from rayneuron.parallel import wire
 from rayneuron.parallel.meeting import Member
 from rayneuron.parallel.messages import Beat, Failed
 
 BEATS = 5  # in the time after which a silent host is lost
-KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError)}  # said by a worker, raised as they are
+# Said by a worker, raised as they are.
+KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError, DeviceError)}
 
 
 class Watch:

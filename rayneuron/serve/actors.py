@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayneuron.errors import ConfigError, NotReady
-from rayneuron.parallel.cores import NOSET
+from rayneuron.parallel.cores import NOSET, refuse_hand_set
 from rayneuron.parallel.layout import CORES, Layout, Worker
 from rayneuron.parallel.worker import Invitation, serve_rank
 
@@ -28,6 +28,7 @@ class Actors:
     """The other workers of the replica this process is. Bundle i of its placement group is node i of the layout."""
 
     def __init__(self, layout: Layout) -> None:
+        refuse_chosen_cores()
         group = ray.util.get_current_placement_group()
         if group is None:
             raise NotReady("this replica has no placement group; deploy it with rayneuron.serve.app:build")
@@ -82,6 +83,11 @@ def worker_options(layout: Layout, worker: Worker) -> dict[str, Any]:
         options["resources"] = {CORES: len(worker.ranks)}
         options["runtime_env"] = {"env_vars": {NOSET: "1"}}  # which cores is the ledger's decision, Ray only counts them
     return options
+
+
+def refuse_chosen_cores() -> None:
+    """Refuse cores chosen by hand in the runtime_env this process was started with: the ledger chooses. Raises ConfigError."""
+    refuse_hand_set(ray.get_runtime_context().runtime_env.get("env_vars") or {}, "the deployment's runtime_env")
 
 
 def check_room(layout: Layout) -> None:

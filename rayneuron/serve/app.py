@@ -23,7 +23,7 @@ from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.parallel.layout import Layout
 from rayneuron.parallel.seating import group_layout
 from rayneuron.serve import readiness
-from rayneuron.serve.actors import Actors, check_room, worker_options
+from rayneuron.serve.actors import Actors, check_room, refuse_chosen_cores, worker_options
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer, Opener
 from rayneuron.serve.telemetry import RayExport, merged
@@ -166,6 +166,7 @@ def placement_of(config: Deployment) -> dict[str, Any]:
         return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
     layout = layout_of(config)
     if ray.is_initialized():
+        refuse_chosen_cores()
         try:
             check_room(layout)
         except ConfigError as short:

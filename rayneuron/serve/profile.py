@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from rayneuron import devices, settings
 from rayneuron.config import Deployment
+from rayneuron.devices.neuron_sdk import VISIBLE
 from rayneuron.errors import ConfigError
-from rayneuron.parallel import instances
+from rayneuron.parallel import cores, instances
 from rayneuron.parallel.layout import CORES
 
 # What Serve's controller and proxies read as they start, in either profile. Deployment files say the same under `controller_options`, whose
@@ -58,13 +62,42 @@ def profile_env(name: str) -> dict[str, str]:
     return dict(FAST)
 
 
-def stand_in_env(deployments: Iterable[Deployment]) -> dict[str, str]:
+def stand_in_env(deployments: Iterable[Deployment], visible: str | None = None) -> dict[str, str]:
     """What makes a Ray that starts on this machine count the cores and CPUs of the instances that CPU deployments name. {} for none.
 
     Such a machine has no cores to find, and fewer CPUs than the instance; everything runs, only slower. A Ray that runs already declares
-    them itself: `ray start --resources`.
+    them itself: `ray start --resources`. `visible`: NEURON_RT_VISIBLE_CORES, which leaves us some of them. Raises ConfigError.
     """
     named = [instances.instance(d.instance) for d in deployments if d.instance]
     if not named:
         return {}
-    return {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": max(i.vcpus for i in named), CORES: max(i.cores for i in named)})}
+    most = max(len(cores.left(i, (), visible)) for i in named)
+    return {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": max(i.vcpus for i in named), CORES: most})}
+
+
+def ray_environment(content: Mapping[str, Any], deployments: Sequence[Deployment], profile: str, root: Path = Path("/")) -> dict[str, str]:
+    """The environment of a Ray that starts here to serve a deployment file: `content`, checked `deployments`. Raises ConfigError."""
+    refuse_chosen_cores(content)
+    visible = settings.given(VISIBLE)
+    counted = [d for d in deployments if d.instance]
+    driven = [d for d in counted if devices.ranks_per_process(d.device) > 1]  # a process drives many cores: this machine's own
+    declared = stand_in_env([d for d in counted if d not in driven], visible)
+    for d in driven:
+        chips, _ = cores.probe(root)
+        if chips or visible is not None:  # else it is Ray that says how many there are, or another node has them
+            left = cores.left(cores.this_node(d.instance, None, 1, root), chips, visible)
+            declared = {"RAY_OVERRIDE_RESOURCES": json.dumps({CORES: len(left)})}
+    found = settings.environment({**profile_env(profile), **declared, "RAY_USAGE_STATS_ENABLED": "0"})
+    return cores.raylet_environment(found) if counted else found
+
+
+def refuse_chosen_cores(content: Mapping[str, Any]) -> None:
+    """Refuse a deployment file whose runtime_env chooses cores by hand. Raises ConfigError."""
+    for entry in content["applications"]:
+        name = entry.get("name", "default")
+        own = [(f"application {name}", entry.get("runtime_env"))]
+        for deployment in entry.get("deployments") or ():
+            options = deployment.get("ray_actor_options") or {}
+            own.append((f"deployment {deployment.get('name')} of application {name}", options.get("runtime_env")))
+        for where, found in own:
+            cores.refuse_hand_set((found or {}).get("env_vars") or {}, f"runtime_env of {where}")

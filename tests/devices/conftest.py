@@ -33,6 +33,8 @@ def standin(standin_modules: dict[str, object], monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.syspath_prepend(str(STANDIN))
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    for name in ("RAYNEURON_EXPORTED", "RAYNEURON_RUNTIME"):
+        monkeypatch.setenv(name, "")  # as in a process that has loaded nothing, before this test and after it
     monkeypatch.setenv("STANDIN_CORES", str(tmp_path / "cores"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
     return tmp_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from rayneuron import LLM, SamplingParams, demo, devices
 from rayneuron.devices import neuron_artifact, neuron_sdk
 from rayneuron.devices.base import Shape
 from rayneuron.devices.neuron_sdk import CompilerOptions
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import Busy, CompileError, ConfigError, DeviceError
 
 OPTIONS = {
     "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,
@@ -115,7 +116,7 @@ def opened(standin: Path, tiny: Path, ranks: int, **options):
 
     raw = hub.read_config(tiny)
     arch = models.architecture(raw)
-    device = devices.open("neuron", ahead=devices.Ahead(ranks=ranks, length=32, **options), dtype=torch.float32)
+    device = devices.open("neuron", ahead=devices.Ahead(ranks=ranks, **{"length": 32, **options}), dtype=torch.float32)
     loaded = [weights.load(arch, models.family(raw), hub.Checkpoint(tiny), dtype=torch.float32, rank=r, ranks=ranks) for r in range(ranks)]
     device.load({**loaded[0], "ranks": loaded}, decoder.kv_shapes(arch, 3, 33, ranks))
     shapes = [Shape("decode", 2, 1, 32, "greedy"), Shape("decode", 2, 1, 32, "sample")]
@@ -200,7 +201,10 @@ def test_cores_must_be_named(standin: Path, tiny: Path, visible: str | None, sai
 
 
 def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from neuronx_distributed.trace.nxd_model import nxd_model
+
     cores(monkeypatch, 1)
+    monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # claimed in another test's folder, and for good
     monkeypatch.setenv("STANDIN_CORE_BYTES", "1000")
     device, program, shapes, _ = opened(standin, tiny, 1)
     with pytest.raises(RuntimeError, match="Failed to allocate"):
@@ -210,14 +214,134 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     device.compile(program, shapes, silent)
     with pytest.raises(KeyError):
         device._model.forward(model_name="decode_b2_t1_l32_greedy", forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
-    from neuronx_distributed.trace.nxd_model import nxd_model
-
-    monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # claimed in another test's folder, and for good
-    nxd_model.claim(1)
     script = "from neuronx_distributed.trace.nxd_model.nxd_model import claim; claim(1)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "standin")}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert ran.returncode == 1 and "0 is in use by another process" in ran.stderr
+
+
+def test_a_graph_that_does_not_compile_says_which(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 30: model, bucket, flags, and a log that is still there; the next attempt starts afresh and may succeed."""
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1, model="chat")
+    monkeypatch.setenv("STANDIN_FAIL_GRAPH", "decode_b2")
+    with pytest.raises(CompileError) as failed:
+        device.compile(program, shapes[:1], silent)
+    text = str(failed.value)
+    assert text.startswith("chat: graph decode_b2_t1_l32_greedy (bucket of 2 rows x 1 new tokens, attending 32) could not be compiled: ")
+    assert "Compilation process failed (neuronx-cc: [F137] was forcibly killed)" in text
+    assert "Its flags; decode_b2_t1_l32_greedy: --auto-cast=none --model-type=transformer" in text and text.endswith(" -O2")
+    log = Path(re.search(r"The compiler's log is (\S+log-neuron-cc\.txt)\.", text)[1])  # type: ignore[index]
+    assert "-O2" in log.read_text() and log.is_relative_to(standin / "cache" / "failed")
+    monkeypatch.delenv("STANDIN_FAIL_GRAPH")
+    device.compile(program, shapes[:1], silent)
+
+
+def test_a_graph_that_cannot_be_traced_says_which(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1, model="chat")
+
+    def broken(*args: object, **more: object) -> None:
+        raise NotImplementedError("no such operator")
+
+    from rayneuron.devices.neuron_graphs import Graph
+
+    monkeypatch.setattr(Graph, "forward", broken)
+    with pytest.raises(
+        CompileError, match=r"chat: graph decode_b2_t1_l32_greedy .* It was being traced.*flags; decode_b2_t1_l32_greedy: --auto"
+    ):
+        device.compile(program, shapes, silent)
+
+
+def test_a_graph_that_does_not_run_says_which(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and where steps are queued, when its outputs are fetched."""
+    from neuronx_distributed.trace.nxd_model import nxd_model
+
+    from rayneuron.devices.cpu import idle
+
+    cores(monkeypatch, 1)
+    for name in neuron_sdk.IN_FLIGHT:
+        monkeypatch.setenv(name, "")
+    device, program, shapes, _ = opened(standin, tiny, 1, async_mode=True, model="chat")
+    device.compile(program, shapes[:1], silent)
+
+    def fails(graph: object) -> None:
+        raise RuntimeError("NRT_EXEC_HW_ERR_NC_UE (1206)")
+
+    monkeypatch.setattr(nxd_model, "BEFORE", [fails])
+    says = r"chat: graph decode_b2_t1_l32_greedy \(bucket of 2 rows x 1 new tokens, attending 32\) on cores 0 failed: NRT_EXEC_HW_ERR_NC_UE"
+    for mode in ("async", "ranked"):
+        device._mode = mode
+        with pytest.raises(DeviceError, match=says):
+            device.run(shapes[0], idle(shapes[0], 2))
+        with pytest.raises(DeviceError, match=r"chat: graph kv_export_n33 \(33 KV positions\) on cores 0 failed"):
+            device.kv_read(0, 0, 4)
+
+
+def test_a_model_that_does_not_load_says_where(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, 2)
+    monkeypatch.setenv("STANDIN_CORE_BYTES", "1000")
+    device, program, shapes, _ = opened(standin, tiny, 2, model="chat")
+    with pytest.raises(DeviceError, match="chat: 2 ranks could not be loaded on cores 0-1 from .*: RuntimeError: Failed to allocate"):
+        device.compile(program, shapes, silent)
+
+
+def test_a_second_model_of_a_process_on_other_cores(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 25: the runtime is bound to the first model's cores, which a second may share but not leave; the ledger would give others."""
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
+    options = {**OPTIONS, "device": "neuron", "instance": "inf2.24xlarge", "group": {"cores_s": 0}}
+    with LLM(str(tiny), model={"path": str(tiny), "name": "first"}, **options) as first:
+        want = tokens(first)
+        with pytest.raises(
+            ConfigError, match=r"second was given cores 10,11, .* bound to cores 8 since it loaded first, until the process ends"
+        ):
+            LLM(str(tiny), model={"path": str(tiny), "name": "second"}, **options, tensor_parallel=2)
+        assert tokens(first) == want, "the first runs on, on its own cores"
+        assert os.environ["NEURON_RT_VISIBLE_CORES"] == "8"
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3")
+    with pytest.raises(ConfigError, match="was given cores 3, but this process's Neuron runtime is bound to cores 8"):
+        LLM(str(tiny), device="neuron", **OPTIONS)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8")
+    with LLM(str(tiny), device="neuron", **OPTIONS) as again:
+        assert tokens(again) == want
+
+
+@pytest.mark.parametrize(("left", "taken"), [("4-7", "4"), ("6", "6"), (None, "8")])
+def test_cores_the_operator_left(standin: Path, tiny: Path, left: str | None, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 24, twice in a process: what the first model exports is not what the operator says."""
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
+    if left is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", left)
+    options = {**OPTIONS, "instance": "inf2.24xlarge", "group": {"cores_s": 0}}
+    for _ in range(2):
+        with LLM(str(tiny), **options):
+            assert os.environ["NEURON_RT_VISIBLE_CORES"] == taken
+            if left == "6":
+                with pytest.raises(Busy, match=r"wants 1 of the 12 cores of inf2.24xlarge; free: none of 6, all that is left to us"):
+                    LLM(str(tiny), **options)
+    if left == "6":
+        with pytest.raises(ConfigError, match="no aligned run of 2 cores in 6 of .* left to us.*write tensor_parallel: 1"):
+            LLM(str(tiny), **options, tensor_parallel=2)
+
+
+def test_float8_is_told_before_the_sdk_is_asked(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, 1)
+    for name in (*neuron_sdk.FLOAT8, neuron_sdk.SCRATCHPAD):
+        monkeypatch.setenv(name, "")
+    opened(standin, tiny, 1)
+    assert not any(os.environ[name] for name in neuron_sdk.FLOAT8)
+    opened(standin, tiny, 1, float8=True)
+    assert all(os.environ[name] == "1" for name in neuron_sdk.FLOAT8)
+    monkeypatch.setenv(neuron_sdk.SCRATCHPAD, "512")
+    with pytest.raises(ConfigError, match="NEURON_SCRATCHPAD_PAGE_SIZE=512 is set and the graphs are compiled without it"):
+        opened(standin, tiny, 1)
+    opened(standin, tiny, 1, options=CompilerOptions(flags="--hbm-scratchpad-page-size=512"))
+    monkeypatch.delenv(neuron_sdk.SCRATCHPAD)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    with pytest.raises(ConfigError, match="NEURON_LOGICAL_NC_CONFIG=2 is not possible on inf2"):
+        opened(standin, tiny, 1)
 
 
 def test_an_instance_with_another_chip(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +433,7 @@ def test_what_is_required_and_absent(standin: Path, tiny: Path, monkeypatch: pyt
     [
         ("0.17.26814", "inf2", "2.28"), ("0.17.26814", "trn1", "2.28"), ("0.17.26814", "trn2", "2.28"), ("0.15.22404", "inf2", None),
         ("0.18.27753", "trn2", "2.29"), ("0.18.27753", "inf2", None), ("0.19.28492", "trn1", None), ("0.16.1", "trn1", "2.27"),
-        ("0.99.1", "trn2", None), ("unknown", "inf2", None),
+        ("0.99.1", "trn1", None), ("unknown", "inf2", None), ("unknown", "trn2", None), ("0.15.9", "trn2", None), ("", "trn2", None),
     ],
 )  # fmt: skip
 def test_releases_and_chips(distributed: str, chip: str, sdk: str | None) -> None:
@@ -319,6 +443,15 @@ def test_releases_and_chips(distributed: str, chip: str, sdk: str | None) -> Non
         return
     with pytest.raises(ConfigError, match="install SDK 2.28: pip install --extra-index-url .*neuronx-distributed==0.17.26814"):
         neuron_sdk.check(distributed, chip)
+
+
+@pytest.mark.parametrize(("distributed", "chip"), [("0.20.1", "trn2"), ("0.99.1+abc", "trn3"), ("1.0.0rc1", "trn2")])
+def test_a_newer_sdk_on_a_chip_it_is_made_for(distributed: str, chip: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Fault 28: tried, with a warning that says what was tested."""
+    with caplog.at_level("WARNING"):
+        assert neuron_sdk.check(distributed, chip).chips == (chip,)
+    assert f"neuronx-distributed {distributed} is newer than every SDK known here (up to 2.31" in caplog.text
+    assert "tested against SDK 2.28: if it fails, pip install" in caplog.text
 
 
 def test_the_pins_are_the_extra_of_the_package() -> None:
@@ -356,8 +489,9 @@ def test_compiler_arguments(given: tuple, expected: str) -> None:
 
 
 def test_visible_cores() -> None:
-    assert neuron_artifact.expand("0-2,5") == [0, 1, 2, 5]
-    neuron_artifact.check_cores("8,9,10,11", 4)
+    assert neuron_artifact.check_cores("8,9,10,11", 4) == "8,9,10,11"
+    with pytest.raises(ConfigError, match="4 cores must start at a multiple of 4, not at 2"):
+        neuron_artifact.check_cores("2-5", 4)
 
 
 EMPTY = """

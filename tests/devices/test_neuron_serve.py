@@ -5,19 +5,27 @@ Cores come from the ledger, text is the CPU device's.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from rayneuron import LLM, SamplingParams, demo
+from rayneuron.parallel.instances import INSTANCES as TYPES
 from tests.cluster.conftest import Cluster, deploy, remove, started, status
+from tests.parallel.test_cores import listed, neuron_ls
 from tests.serve.scripted import eventually, free_port
+from tests.test_deployments_run import ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ARGS = {
@@ -94,6 +102,76 @@ def said(url: str) -> str:
 
 def test_text_is_the_cpu_devices(url: str, want: str) -> None:
     assert said(url) == want
+
+
+HERE = {"operator": ("4-7", None, "4,5"), "container": (None, [2, 3, 4], "4,5,6,7")}
+
+
+@contextmanager
+def serving(model: Path, ranks: int, visible: str | None, devices: list[int] | None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The real `rayneuron serve`, in a mount namespace of its own where neuron-ls lists some devices of an inf2.48xlarge."""
+    args = {
+        "model": {"path": str(model), "name": "tiny"}, "device": "neuron", "instance": "inf2.48xlarge", "tensor_parallel": ranks,
+        "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
+    }  # fmt: skip
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "ray").mkdir()
+        application = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
+        (folder / "file.yaml").write_text(json.dumps({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("NEURON_", "RAYNEURON_"))} | {
+            "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
+            "STANDIN_CORES": f"{name}/cores", "RAYNEURON_LEDGER": f"{name}/ledger", "NEURON_COMPILE_CACHE_URL": f"{name}/graphs",
+            "NEURON_RT_LOG_LEVEL": "WARN", "NEURON_RT_INSPECT_ENABLE": "0", "NEURON_RT_EXEC_TIMEOUT": "77",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml")]
+        if visible is not None:
+            environment["NEURON_RT_VISIBLE_CORES"] = visible
+        if devices is not None:
+            neuron_ls(folder / "root", listed(TYPES["inf2.48xlarge"], devices))
+            command = ["unshare", "--mount", "sh", "-c", f'mount --bind {name}/root/opt /opt && exec "$@"', "sh", *command]
+        with open(folder / "log", "wb") as log:
+            process = subprocess.Popen(command, env=environment, cwd=name, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            yield f"http://127.0.0.1:{port}", process
+        except BaseException:
+            print((folder / "log").read_text()[-6000:])
+            raise
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_serve_takes_only_what_is_here_and_left_to_us(here: str, wide: Path, want: str) -> None:
+    """Faults 23, 24 and 26 with the real process: `NEURON_RT_VISIBLE_CORES=4-7 rayneuron serve`, and three of twelve devices mounted."""
+    visible, devices, taken = HERE[here]
+    if devices is not None and subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    with serving(wide, taken.count(",") + 1, visible, devices) as (url, process):
+
+        def there() -> bool:
+            assert process.poll() is None, "serve has ended"
+            try:
+                return httpx.get(f"{url}/v1/models", timeout=5).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        eventually(there, 330, lambda: f"{url} does not answer")
+        assert said(url) == want
+        (replica,) = ranks(process)
+        inherited = dict(word.split(b"=", 1) for word in Path(f"/proc/{replica}/environ").read_bytes().split(b"\0") if b"=" in word)
+        assert (inherited[b"NEURON_RT_LOG_LEVEL"], inherited[b"NEURON_RT_INSPECT_ENABLE"]) == (b"WARN", b"0")
+        ledgers = Path(os.fsdecode(inherited[b"RAYNEURON_LEDGER"]))
+        (record,) = [json.loads(path.read_text()) for path in ledgers.glob("*/*.json")]
+        assert (record["pid"], ",".join(map(str, range(record["first"], record["last"] + 1)))) == (replica, taken)
+        held = {int(Path(os.readlink(fd)).name) for fd in Path(f"/proc/{replica}/fd").iterdir() if "/cores/" in os.readlink(fd)}
+        assert held == set(map(int, taken.split(","))), "what the runtime claimed"
 
 
 class Nodes(Cluster):

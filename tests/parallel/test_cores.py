@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayneuron.errors import ConfigError
 from rayneuron.parallel import cores
 from rayneuron.parallel.cores import Facts, check_claim, detect, parse_neuron_ls, parse_visible, visible
-from rayneuron.parallel.instances import INSTANCES, declared, instance
+from rayneuron.parallel.instances import INSTANCES, Instance, declared, instance
+from rayneuron.parallel.ledger import Ledger
+from rayneuron.policies import packing
 
 FIXTURES = Path(__file__).parent / "neuron_ls"
 
@@ -221,6 +228,8 @@ def test_raylet_starts_with_the_comma_form() -> None:  # O-3
     assert "NEURON_RT_VISIBLE_CORES" not in cores.raylet_environment({})
     with pytest.raises(ConfigError, match="not contiguous"):
         cores.raylet_environment({"NEURON_RT_VISIBLE_CORES": "0-1,4-5"})
+    with pytest.raises(ConfigError, match="NEURON_RT_NUM_CORES=4 does not say which cores.*NEURON_RT_VISIBLE_CORES"):
+        cores.raylet_environment({"NEURON_RT_NUM_CORES": "4"})
 
 
 def test_cores_nobody_can_use() -> None:
@@ -228,3 +237,209 @@ def test_cores_nobody_can_use() -> None:
         declared(0, vcpus=2)
     with pytest.raises(ConfigError, match="reads as all cores"):
         visible(())
+
+
+def listed(kind: Instance, devices: Sequence[int], *, ids: bool = True, links: str = "all", first: int = 0) -> str:
+    """What neuron-ls prints where only some devices of a node are there; renumbered, as a container may do, from `first` on."""
+    each = len(kind.device_cores(0))
+    entries = []
+    for place, device in enumerate(devices):
+        there = first + place if first else device
+        near = {"all": kind.neighbours(device), "visible": [d for d in kind.neighbours(device) if d in devices], "none": None}[links]
+        entries.append(
+            {
+                "neuron_device": there, "nc_count": each, "memory_size": kind.device_memory_bytes, "connected_to": near and list(near),
+                **({"neuroncore_ids": list(range(there * each, (there + 1) * each))} if ids else {}),
+                **({"logical_neuroncore_config": kind.lnc} if len(kind.lncs) > 1 else {}),
+            }
+        )  # fmt: skip
+    return json.dumps(entries)
+
+
+@pytest.mark.parametrize("links", ["all", "visible", "none"])
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize(
+    "devices", [[0], [5], [0, 1], [4, 5], [0, 1, 2], [3, 4, 5], [0, 1, 2, 3], [8, 9, 10, 11], [0, 1, 2, 3, 4, 5]], ids=str
+)
+def test_a_container_with_some_of_the_devices(devices: list[int], ids: bool, links: str) -> None:
+    """Counted, whether the type is named in the file, in the DMI, or told by the links and CPUs alone; and TP is what these cores allow."""
+    kind = INSTANCES["inf2.48xlarge"]
+    chips = parse_neuron_ls(listed(kind, devices, ids=ids, links=links))
+    own = frozenset(core for device in devices for core in kind.device_cores(device))
+    for facts in (Facts("inf2.48xlarge", chips), Facts(None, chips, "inf2.48xlarge")):
+        assert detect(facts) == kind and cores.left(kind, chips, None) == own
+    guessed = detect(Facts(None, chips, None, vcpus=192))
+    assert guessed.family in ("inf2", "trn1") and cores.left(guessed, chips, None) == own
+    with pytest.raises(ConfigError, match=r"names trn2\.48xlarge but neuron-ls shows"):
+        detect(Facts("trn2.48xlarge", chips))
+
+
+def test_links_tell_a_part_of_one_type_from_the_whole_of_another() -> None:
+    chips = parse_neuron_ls(listed(INSTANCES["inf2.48xlarge"], range(6)))  # as many as an inf2.24xlarge has, but 0 is linked to 11
+    assert detect(Facts(None, chips, vcpus=96)).name == "inf2.48xlarge"
+    whole = parse_neuron_ls(listed(INSTANCES["inf2.24xlarge"], range(6)))
+    assert detect(Facts(None, whole, vcpus=192)).name == "inf2.24xlarge"
+    with pytest.raises(ConfigError, match="names inf2.24xlarge but neuron-ls shows 12 devices"):
+        detect(Facts("inf2.24xlarge", parse_neuron_ls(listed(INSTANCES["inf2.48xlarge"], range(12)))))
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("", "is empty: Ray reads that as no core and the runtime as all 24; unset it, or write 0-7"),
+        ("6-9", "names cores 8-9, but inf2.48xlarge has cores 0-7 in this container"),
+        ("0,1,4,5", "not contiguous"),
+        ("5,4", "not contiguous"),
+        ("4..7", "no list of cores"),
+    ],
+)
+def test_lists_that_leave_what_is_not_there(said: str, says: str) -> None:
+    kind = INSTANCES["inf2.48xlarge"]
+    with pytest.raises(ConfigError, match=says):
+        cores.left(kind, parse_neuron_ls(listed(kind, range(4))), said)
+
+
+def test_what_is_left_of_this_machine(tmp_path: Path) -> None:
+    kind = INSTANCES["inf2.48xlarge"]
+    assert cores.left_here(kind, None, tmp_path) == set(range(24)) and cores.left_here(kind, "4-7", tmp_path) == {4, 5, 6, 7}
+    neuron_ls(tmp_path, listed(kind, [2, 3, 4]))
+    assert cores.left_here(kind, None, tmp_path) == set(range(4, 10)) and cores.left_here(kind, "8,9", tmp_path) == {8, 9}
+    assert cores.left_here(INSTANCES["trn2.48xlarge"], None, tmp_path) == set(range(64)), "a plan for another machine"
+    with Ledger(tmp_path / "node", kind).take(4, "a", allowed=cores.left_here(kind, None, tmp_path)) as grant:
+        assert grant.cores == (4, 5, 6, 7)
+    with pytest.raises(
+        ConfigError, match="no aligned run of 8 cores in 4-9 of inf2.48xlarge, all that is here or left.*write tensor_parallel: 4"
+    ):
+        Ledger(tmp_path / "node", kind).take(8, "a", allowed=cores.left_here(kind, None, tmp_path))
+
+
+def neuron_ls(root: Path, prints: str) -> None:
+    """A neuron-ls below `root` that prints so."""
+    tool = root / cores.NEURON_LS
+    tool.parent.mkdir(parents=True, exist_ok=True)
+    (root / "devices.json").write_text(prints)
+    tool.write_text(f"#!/bin/sh\ncat '{root}/devices.json'\n")
+    tool.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{"neuron_device": 0, "nc_count": 0, "memory_size": 1}],
+        [{"neuron_device": -1, "nc_count": 2, "memory_size": 1}],
+        [{"neuron_device": 0, "nc_count": 2, "memory_size": 1}] * 2,
+        [{"neuron_device": 0, "nc_count": 2, "memory_size": 1}, {"neuron_device": 1, "nc_count": 8, "memory_size": 1}],
+        [{"neuron_device": d, "nc_count": 2, "memory_size": 1, "neuroncore_ids": [0, 1]} for d in (0, 1)],
+        [{"neuron_device": 0, "nc_count": 10**12, "memory_size": 1}],
+        [{"neuron_device": float("inf"), "nc_count": 2, "memory_size": 1}],
+    ],
+)  # fmt: skip
+def test_devices_that_cannot_be_those_of_a_node(entries: list[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match="neuron-ls printed something else"):
+        parse_neuron_ls(json.dumps(entries))
+
+
+# Properties, over whatever anybody may write or mount.
+
+SPACE = st.sampled_from(["", " ", "  ", "\t"])
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> tuple[str, list[int]]:
+    """A spelling of NEURON_RT_VISIBLE_CORES and the cores it means, written part by part."""
+    text, means = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        first = draw(st.integers(0, 127))
+        last = draw(st.none() | st.integers(first, 127))
+        zeros = "0" * draw(st.integers(0, 2))
+        parts = [f"{zeros}{first}"] if last is None else [f"{zeros}{first}", "-", str(last)]
+        text.append("".join(word for part in parts for word in (draw(SPACE), part, draw(SPACE))))
+        means += range(first, (first if last is None else last) + 1)
+    return ",".join(text), means
+
+
+@given(spellings())
+def test_every_spelling_means_what_it_says(spelling: tuple[str, list[int]]) -> None:
+    text, means = spelling
+    assert list(parse_visible(text)) == means
+    kind, run = instance("trn2.48xlarge:lnc1"), means == list(range(means[0], means[0] + len(means)))
+    if not run:
+        for refuse in (
+            lambda: cores.left(kind, (), text),
+            lambda: cores.raylet_environment({cores.COUNT: "", "NEURON_RT_VISIBLE_CORES": text}),
+        ):
+            with pytest.raises(ConfigError, match="not contiguous and ascending"):
+                refuse()
+        return
+    assert cores.left(kind, (), text) == set(means)
+    said = cores.raylet_environment({"NEURON_RT_VISIBLE_CORES": text})["NEURON_RT_VISIBLE_CORES"]
+    assert said.split(",") == [str(core) for core in means], "what Ray counts, an entry a core"
+
+
+@given(st.text(alphabet="0123456789,- \t;.+xe٣\n\x00", max_size=20))
+def test_no_text_is_read_otherwise_than_the_runtime_would(text: str) -> None:
+    """Refused as ours, or read as a plain reader of lists and ranges reads it (an independent one: by splitting)."""
+    try:
+        found = parse_visible(text)
+    except ConfigError as refused:
+        assert "NEURON_RT_VISIBLE_CORES" in refused.message
+        return
+    plain = []
+    for part in text.split(","):
+        first, _, last = (word.strip() for word in part.partition("-"))
+        assert first.isascii() and first.isdigit()
+        plain += list(range(int(first), int(last or first) + 1))
+    assert list(found) == plain != []
+
+
+@given(
+    kind=st.sampled_from([*INSTANCES.values(), INSTANCES["trn2.48xlarge"].logical(1)]),
+    data=st.data(), ids=st.booleans(), links=st.sampled_from(["all", "visible", "none"]),
+)  # fmt: skip
+def test_any_part_of_any_node(kind: Instance, data: st.DataObject, ids: bool, links: str) -> None:
+    """Cores are those of the listed devices; whatever the ledger's rule gives lies within them, and it gives what fits."""
+    first = data.draw(st.integers(0, kind.devices - 1))
+    devices = data.draw(
+        st.just(list(range(first, data.draw(st.integers(first + 1, kind.devices)))))
+        | st.sets(st.integers(0, kind.devices - 1), min_size=1).map(sorted)
+    )
+    chips = parse_neuron_ls(listed(kind, devices, ids=ids, links=links))
+    named = f"{kind.name}:lnc{kind.lnc}" if len(kind.lncs) > 1 else kind.name
+    assert detect(Facts(named, chips)) == kind == detect(Facts(None, chips, kind.name))
+    own = {core for device in devices for core in kind.device_cores(device)}
+    here = cores.left(kind, chips, None)
+    assert here == own
+    for size in kind.degrees:
+        start = packing.choose(here, size, kind.cores, kind.kept)
+        fitting = [s for s in range(0, kind.cores - size + 1, size) if set(range(s, s + size)) <= own]
+        assert (start in fitting) if fitting else start is None
+    some = data.draw(st.sampled_from(sorted(own)))
+    assert cores.left(kind, chips, str(some)) == {some}
+    absent = set(range(kind.cores)) - own
+    if absent:
+        with pytest.raises(ConfigError, match="in this container"):
+            cores.left(kind, chips, str(min(absent)))
+
+
+FIELDS = ("neuron_device", "nc_count", "memory_size", "connected_to", "logical_neuroncore_config", "neuroncore_ids", "neuron_processes")
+WRONG = st.sampled_from(
+    [None, True, -1, 0, 1, 2, 10**30, 1.5, float("inf"), float("nan"), "", "1", "x", [], [0], [[]], ["x"], {}, {"pid": "x"}, [{}]]
+)
+
+
+@given(field=st.sampled_from(FIELDS), value=WRONG | st.just(...), device=st.integers(0, 2), cut=st.integers(0, 300))
+def test_damaged_output_of_neuron_ls_is_refused_as_such(field: str, value: Any, device: int, cut: int) -> None:
+    entries = json.loads(listed(INSTANCES["trn2.48xlarge"], range(3)))
+    if value is ...:
+        entries[device].pop(field, None)
+    else:
+        entries[device][field] = value
+    text = json.dumps(entries)
+    for said in (text, text[:cut], text + "]", "warning: old driver\n" + text, "[" * 100_000):
+        try:
+            chips = parse_neuron_ls(said)
+        except ConfigError as refused:
+            assert "neuron-ls printed something else" in refused.message
+            continue
+        numbers = [core for chip in chips for core in chip.numbers]
+        assert len(numbers) == len(set(numbers)) == sum(chip.cores for chip in chips) and all(core >= 0 for core in numbers)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
+from rayneuron import devices, settings
+from rayneuron.devices import neuron_sdk
 from rayneuron.errors import ConfigError
 from rayneuron.parallel.environment import Endpoints, Host, environment, fork_safe
 from rayneuron.parallel.instances import declared, instance
@@ -182,7 +186,24 @@ def test_values_are_ray_env_vars() -> None:
     ("nodes", "roots", "host", "says"),
     [
         (("trn1-node-0.internal",), (1,), 2, "no IP address.*NodeManagerAddress"),  # names longer than 63 characters fail in the runtime
-        (("0.0.0.0",), (1,), 2, "no address of one node"),
+        (("0.0.0.0",), (1,), 2, "no address of one node: unspecified"),
+        (("0.1.2.3",), (1,), 2, "no address of one node: unspecified"),
+        (("::",), (1,), 2, "no address of one node: unspecified"),
+        (("224.0.0.1",), (1,), 2, "multicast"),
+        (("ff02::1",), (1,), 2, "multicast"),
+        (("10.0.0.1", "169.254.7.7"), (1,), 2, "169.254.7.7 is no address of one node: link-local"),
+        (("fe80::1",), (1,), 2, "link-local"),
+        (("fe80::1%eth0",), (1,), 2, "known on one host only"),
+        (("fd00::1%eth0",), (1,), 2, "known on one host only"),
+        (("255.255.255.255",), (1,), 2, "broadcast"),
+        (("240.0.0.1",), (1,), 2, "reserved"),
+        (("::10.0.0.1",), (1,), 2, "reserved"),
+        (("::ffff:10.0.0.1",), (1,), 2, "carries the IPv4 address 10.0.0.1; write that one"),
+        (("::ffff:127.0.0.1",), (1,), 2, "carries the IPv4 address 127.0.0.1"),
+        (("2002:a00:1::1",), (1,), 2, "carries the IPv4 address 10.0.0.1"),
+        (("10.0.0.01",), (1,), 2, "no IP address"),
+        (("10.0.0.1:80",), (1,), 2, "no IP address"),
+        (("[fd00::1]",), (1,), 2, "no IP address"),
         (("10.0.0.1", "127.0.0.1"), (1,), 2, "127.0.0.1 cannot be reached from the other nodes"),  # BR-20
         (("10.0.0.1",), (29500,), 29500, "must differ from each other"),  # BR-13
         (("10.0.0.1", "10.0.0.2"), (7, 7), 8, "must differ from each other"),
@@ -192,6 +213,121 @@ def test_values_are_ray_env_vars() -> None:
 def test_endpoints_nobody_could_reach_are_refused(nodes: tuple[str, ...], roots: tuple[int, ...], host: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Endpoints(nodes, roots, host)
+
+
+@pytest.mark.parametrize(
+    "ip", ["10.0.0.1", "172.16.0.9", "192.168.1.1", "198.18.0.1", "8.8.8.8", "127.0.0.2", "::1", "fd00::1", "2600:1f18::7"]
+)
+def test_endpoints_of_a_node_are_taken(ip: str) -> None:
+    assert Endpoints((ip,), (1,), 2).nodes == (ip,)
+
+
+def test_float8_and_long_contexts_are_told_to_the_runtime_as_to_the_compiler() -> None:
+    """NxD Inference: inference_demo.py (float8), runtime_env.py (scratchpad); the runtime guide: one number on both sides."""
+    made, ends = layout(2, ranks_per_process=SPMD, instance=instance("inf2.xlarge")), Endpoints(("10.0.0.7",), (1,), 2)
+    (plain,) = all_of(made, "inf2.xlarge", ends)
+    for host, more in (
+        (Host("6.1", float8=True), {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}),
+        (Host("6.1", length=neuron_sdk.LONG_CONTEXT - 1), {}),
+        (Host("6.1", length=neuron_sdk.LONG_CONTEXT), {"NEURON_SCRATCHPAD_PAGE_SIZE": "1024"}),
+        (Host("6.1", flags="--hbm-scratchpad-page-size=512 --verbose=35"), {"NEURON_SCRATCHPAD_PAGE_SIZE": "512"}),
+    ):
+        assert all_of(made, "inf2.xlarge", ends, host) == [plain | more]
+    node = instance("trn2.48xlarge")
+    made = layout(64, ranks_per_process=SPMD, instance=node)
+    out = environment(made, made.workers[0], node, range(64), ends, Host("6.1", length=65536), "m")
+    assert out["NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE"] == "1"
+    for flags in ("", "--hbm-scratchpad-page-size=2048"):
+        compiled = neuron_sdk.arguments("decode", 65536, "trn2", 2, False, neuron_sdk.CompilerOptions(flags=flags))
+        (page,) = re.findall(r"--hbm-scratchpad-page-size=(\d+)", compiled)
+        assert page == neuron_sdk.variables(float8=False, length=65536, lnc=2, async_mode=False, flags=flags)["NEURON_SCRATCHPAD_PAGE_SIZE"]
+
+
+OURS = ALWAYS | {"NEURON_RT_VISIBLE_CORES": "0,1", "NEURON_LOGICAL_NC_CONFIG": "2", "XLA_HANDLE_SPECIAL_SCALAR": "1", "NEURON_RANK_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("said", "changed", "notes"),
+    [
+        ({}, {}, 0),
+        (
+            {"NEURON_RT_LOG_LEVEL": "DEBUG", "NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": "/p"},
+            {},
+            0,
+        ),  # never exported by us
+        ({"NEURON_RT_VISIBLE_CORES": "0-7", "OMP_NUM_THREADS": "1"}, {}, 0),
+        ({"NEURON_RT_EXEC_TIMEOUT": "30", "MALLOC_ARENA_MAX": ""}, {"NEURON_RT_EXEC_TIMEOUT": "30"}, 1),
+        ({"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"}, {}, 0),
+        ({"NEURON_RANK_ID": "7"}, {}, 1),  # ours holds, and it is said
+    ],
+)
+def test_what_the_operator_set_is_honoured(said: dict[str, str], changed: dict[str, str], notes: int) -> None:
+    values, told = neuron_sdk.agreed(OURS, said.get)
+    assert values == OURS | changed and len(told) == notes
+    assert all(any(f"{name}={value}" in note for name, value in said.items()) for note in told)
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"NEURON_LOGICAL_NC_CONFIG": "1"}, "NEURON_LOGICAL_NC_CONFIG=1 contradicts the deployment.*write the instance with :lnc1"),
+        ({"NEURON_RT_VIRTUAL_CORE_SIZE": "1"}, "NEURON_RT_VIRTUAL_CORE_SIZE=1 contradicts"),
+        (
+            {"XLA_HANDLE_SPECIAL_SCALAR": "0"},
+            "XLA_HANDLE_SPECIAL_SCALAR=0 contradicts how the graphs are compiled, which needs 1; unset it",
+        ),
+        ({"NEURON_SCRATCHPAD_PAGE_SIZE": "512"}, "compile.flags: --hbm-scratchpad-page-size=512"),
+    ],
+)
+def test_what_contradicts_the_graphs_is_refused_by_name(said: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        neuron_sdk.agreed(OURS, said.get)
+
+
+def test_compiler_flags_of_the_environment_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", " --enable-saturate-infinity ")
+    with pytest.raises(ConfigError, match="NEURON_CC_FLAGS=.* write compile.flags: '--enable-saturate-infinity'"):
+        devices.check("neuron")
+    neuron_sdk.refuse_flags(None), neuron_sdk.refuse_flags(" ")
+
+
+@pytest.mark.parametrize(
+    ("chip", "said", "lnc"),
+    [("inf2", {}, 1), ("trn2", {}, 2), ("trn2", {"A": "1"}, 1), ("inf2", {"A": "1", "B": ""}, 1), ("trn3", {"A": "2", "B": "2"}, 2)],
+)
+def test_logical_cores_without_an_instance(chip: str, said: dict[str, str | None], lnc: int) -> None:
+    assert neuron_sdk.logical(chip, said) == lnc
+
+
+@pytest.mark.parametrize(
+    ("chip", "said"), [("inf2", {"A": "2"}), ("trn2", {"A": "3"}), ("trn2", {"A": "1", "B": "2"}), ("trn1", {"A": "x"})]
+)
+def test_logical_cores_the_chip_has_not(chip: str, said: dict[str, str | None]) -> None:
+    with pytest.raises(ConfigError, match=f"A=.* is not possible on {chip}; write"):
+        neuron_sdk.logical(chip, said)
+
+
+def test_what_was_there_before_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second model of the process must not take what the first exported for the operator's word; nor must a child process."""
+    for name in ("RAYNEURON_EXPORTED", "RAYNEURON_RUNTIME", "NEURON_PROCESS_TAG"):
+        monkeypatch.setenv(name, "")  # taken back at the end
+    monkeypatch.delenv("NEURON_PROCESS_TAG")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
+    for cores in ("4,5", "6,7"):
+        settings.export({"NEURON_RT_VISIBLE_CORES": cores, "NEURON_PROCESS_TAG": f"m{cores}"})
+        assert (settings.visible_cores(), settings.given("NEURON_RT_VISIBLE_CORES"), settings.given("NEURON_PROCESS_TAG")) == (
+            cores,
+            "4-7",
+            None,
+        )
+    code = "from rayneuron import settings; print(settings.given('NEURON_RT_VISIBLE_CORES'), settings.bound_cores())"
+    settings.bind("6,7", "m")
+    assert settings.bound_cores() == ("6,7", "m")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "4-7 None\n"
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")  # somebody says so now
+    assert settings.given("NEURON_RT_VISIBLE_CORES") == "0-1"
+    settings.bind("0,1", "other")
+    assert settings.bound_cores() == ("6,7", "m"), "the runtime reads it once"
 
 
 def test_cores_must_fit_the_ranks() -> None:

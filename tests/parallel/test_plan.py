@@ -12,10 +12,12 @@ import pytest
 from rayneuron import deployment_file
 from rayneuron.config import parse
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.parallel.fitting import Wanted
+from rayneuron.parallel.fitting import Wanted, check_host
 from rayneuron.parallel.instances import INSTANCES, declared, instance
+from rayneuron.parallel.ledger import Ledger
 from rayneuron.parallel.listing import describe, format
 from rayneuron.parallel.plan import Plan, plan, read_raw, target
+from tests.parallel.test_cores import listed, neuron_ls
 from tests.parallel.test_memory import LLAMA_3_70B, LLAMA_31_8B, LLAMA_31_405B
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,3 +259,70 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m rayneuron plan deployments/llama405b_trn1x4.yaml --set device=cpu | head -n 1"
     ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert ran.stdout.startswith("4 x trn1.32xlarge") and ran.stderr == ""
+
+
+def test_only_what_the_operator_left_is_planned(tmp_path: Path) -> None:
+    """Fault 24: cores 4-7 are ours, of every node alike; and of a container's devices as well."""
+    left = frozenset(range(4, 8))
+    made = plan({"a": want(tensor_parallel=2), "b": want(tensor_parallel=2)}, INF2, left=left)
+    assert placed(made) == [("a0", 0, 0, "4-5"), ("b0", 0, 0, "6-7")] and made.free == (frozenset(),)
+    text = format(made)
+    assert "of each node only cores 4-7 are there or left to us\n" in text and "    NEURON_RT_VISIBLE_CORES=4,5\n" in text
+    with pytest.raises(
+        ConfigError, match=r"a: replica 0 wants 8 cores, left are node 0: 4-7 of 1 x .*want 8 cores of 4; write tensor_parallel: 4"
+    ):
+        plan({"a": want(tensor_parallel=8)}, INF2, left=left)
+    asked = {"a": parse({"model": {"path": "/m", "config": LLAMA_31_8B}, "instance": "inf2.48xlarge", "tensor_parallel": 2})}
+    said = describe(asked, vcpus=2, ranks_per_process=lambda device: 1, visible="4-7")
+    assert "ranks 0, cores 4\n" in said and "node 0 free: 6-7;" in said
+    with pytest.raises(ConfigError, match="NEURON_RT_VISIBLE_CORES=40 names cores 40, but inf2.48xlarge has cores 0-23"):
+        describe(asked, vcpus=2, ranks_per_process=lambda device: 1, visible="40")
+
+
+def test_weights_pass_through_the_hosts_memory() -> None:
+    """Fault 29: 8B in bf16 is 15 GiB, on hosts of 16 and of 32 GiB whose devices are alike."""
+    with pytest.raises(
+        ConfigError, match=r"own memory holds them: 16\.9\d GiB .*inf2.xlarge has 16.00; write instance: inf2.8xlarge, or quan.*int8"
+    ):
+        plan({"m": want(tensor_parallel=2, max_num_seqs=1)}, instance("inf2.xlarge"))
+    for settings, kind in (({}, "inf2.8xlarge"), ({}, "trn1.2xlarge"), ({"quantization": "int8"}, "inf2.xlarge")):
+        made = plan({"m": want(tensor_parallel=2, max_num_seqs=1, **settings)}, instance(kind))
+        weights = 2 * made.groups[0].places[0].memory.weights
+        assert made.loading == (weights + 2 * 2**30,) and f"; host memory while loading: {made.loading[0] / 2**30:.2f} of " in format(made)
+    over = plan({"m": want(LLAMA_31_405B, tensor_parallel=128, nodes=4, max_num_seqs=1)}, TRN1)
+    assert all(180 < held / 2**30 < 260 for held in over.loading), "a quarter of 812 GB, and what is repeated on each"
+    with pytest.raises(ConfigError, match=r"trn1.32xlarge has 512.00; write fewer models or replicas, or nodes: N"):
+        check_host(600 * 2**30, 550 * 2**30, TRN1)
+    assert plan({"m": want(tensor_parallel=2)}, declared(4, 8)).loading[0] > 2**34, (
+        "one that only declares cores has no host to compare with"
+    )
+
+
+def test_a_float8_plan_sets_what_float8_needs() -> None:
+    made = plan({"m": want(tensor_parallel=2, kv_dtype="f8e4m3", max_model_len=32768, max_num_seqs=1)}, INF2)
+    environment = made.groups[0].places[0].environment
+    assert (environment["XLA_HANDLE_SPECIAL_SCALAR"], environment["UNSAFE_FP8FNCAST"]) == ("1", "1")
+    assert environment["NEURON_SCRATCHPAD_PAGE_SIZE"] == "1024"
+    stored = {"quantization_config": {"quant_method": "rayneuron", "dtype": "f8e4m3", "scheme": "per_channel"}}
+    assert "UNSAFE_FP8FNCAST" in plan({"m": want({**LLAMA_31_8B, **stored}, tensor_parallel=2)}, INF2).groups[0].places[0].environment
+    assert "UNSAFE_FP8FNCAST" not in plan({"m": want(tensor_parallel=2, quantization="int8")}, INF2).groups[0].places[0].environment
+
+
+def test_the_doctor_says_what_is_left_to_us(tmp_path: Path) -> None:
+    from rayneuron.parallel import doctor
+
+    ledger = Ledger(tmp_path / "cores" / "10.0.0.7", INF2)
+    with ledger.take(2, "chat", allowed=range(4, 8)):
+        lines = list(doctor.report(tmp_path / "cores", "inf2.48xlarge", visible="4-7", root=tmp_path))
+        assert lines[:2] == [
+            "inf2.48xlarge: cores 4-7 of 24 are here and left to us",
+            "cores of 10.0.0.7: held 4-5, free 6-7 of inf2.48xlarge",
+        ]
+        neuron_ls(tmp_path, listed(INF2, [2, 3, 11]))
+        assert list(doctor.report(tmp_path / "cores", root=tmp_path))[:2] == [
+            "inf2.48xlarge: cores 4-7, 22-23 of 24 are here and left to us",
+            "cores of 10.0.0.7: held 4-5, free 6-7, 22-23 of inf2.48xlarge",
+        ]  # fmt: skip
+    assert list(doctor.report(tmp_path / "none", root=tmp_path / "bare")) == [
+        f"cores: no ledger under {tmp_path / 'none'}, so nobody has taken any on this machine"
+    ]
