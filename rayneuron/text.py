@@ -11,7 +11,7 @@ import jinja2
 from rayneuron.chat_template import ChatTemplate, compiled
 from rayneuron.detokenizer import Bytes, Detokenizer, Window, speller
 from rayneuron.errors import RequestError
-from rayneuron.stops import Stops
+from rayneuron.stops import Stops, StopStrings
 from rayneuron.tokenizer import eos_ids, find, most_characters, open_tokenizer, read_json, read_templates, vocab_size
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
@@ -217,6 +217,7 @@ class Assembler:
     def __init__(self, request: Request, text: Text) -> None:
         self.request = request
         self._text = text
+        self._stops = StopStrings(request.params.stop)
         self._choices: dict[int, _Choice] = {}
 
     def push(self, delta: TokenDelta) -> Delta | None:
@@ -241,7 +242,7 @@ class Assembler:
     def _begin(self) -> _Choice:
         params = self.request.params
         words = self._text.detokenizer(self.request.prompt_ids, params.skip_special_tokens)
-        return _Choice(words, Stops(params.stop, params.include_stop_str_in_output) if params.stop else None)
+        return _Choice(words, Stops(self._stops, params.include_stop_str_in_output) if params.stop else None)
 
     def _read(self, choice: _Choice, delta: TokenDelta) -> tuple[str, int, str | None]:
         """Text to send, how many of the delta's tokens count, and the stop string that ended the choice."""

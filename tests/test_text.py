@@ -48,7 +48,7 @@ def test_the_demo_model_equals_transformers(smollm2: Path) -> None:
     assert ours.vocab_size == json.loads((smollm2 / "config.json").read_text())["vocab_size"]
 
 
-CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", None)
+CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None)
 
 
 @pytest.mark.parametrize("model_type", sorted(models.FAMILIES))

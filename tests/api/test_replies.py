@@ -147,6 +147,34 @@ def test_text_offsets_point_into_the_text(text: Text, sample: str, echo: bool) -
     assert raw.decode() == whole
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"prompt": "q: <|im_start|>水 </s>x"}, "q: <|im_start|>水 </s>x"),
+        ({"prompt": "<s>水 x<tool>"}, "<s>水 x<tool>"),
+        ({"prompt": [3, 4, 70, 5, 71]}, None),
+        ({"prompt": "one two three four", "truncate_prompt_tokens": 3}, None),
+        ({"prompt": "one two three four", "truncate_prompt_tokens": 3, "truncation_side": "right"}, None),
+        ({"prompt": "q: </s>one 水", "skip_special_tokens": False, "truncate_prompt_tokens": 5}, None),
+        ({"prompt": "水" * 300, "truncate_prompt_tokens": 4}, None),
+    ],
+)
+def test_echo_is_what_was_fed_and_offsets_index_it(byte_level: Text, body: dict[str, Any], told: str | None) -> None:
+    """Whatever was cut off or written with special tokens: the echo is what the model read, and each token stands at its offset."""
+    skip = body.get("skip_special_tokens", True)
+    ids = byte_level.encode("ab </s>c", add_special_tokens=False)
+    choice = completion(byte_level, {"logprobs": 1, "echo": True, "max_tokens": 20, "return_token_ids": True} | body, ids)
+    fed, places = choice["prompt_token_ids"], choice["logprobs"]["text_offset"]
+    echo = told or byte_level.decode(fed, skip_special_tokens=skip)
+    assert choice["text"] == echo + byte_level.decode(ids, skip_special_tokens=skip)
+    assert places == sorted(places) and places[len(fed)] == len(echo)
+    for token_id, place in zip([*fed, *ids], places, strict=True):
+        piece = byte_level.token(token_id)
+        shown = token_id not in byte_level.special_ids or choice["text"].startswith(piece, place)
+        assert "\ufffd" in piece or not shown or choice["text"].startswith(piece, place), (piece, place)
+    assert completion(byte_level, {"echo": True} | body, [])["text"] == echo
+
+
 def test_completion_logprobs_by_hand(byte_level: Text) -> None:
     """Chosen token always listed, -inf as -9999.0, equal spellings keep the likelier, no more alternatives than asked for."""
     call = openai.parse_completions({"prompt": "x", "logprobs": 2}, playing.context(byte_level), request_id="c", created=1)
