@@ -217,6 +217,8 @@ class Assembler:
     def __init__(self, request: Request, text: Text) -> None:
         self.request = request
         self._text = text
+        if text.wordless and request.params.stop:
+            raise RequestError("stop needs a tokenizer (model.skip_tokenizer_init); send stop_token_ids", param="stop")
         self._stops = StopStrings(request.params.stop)
         self._choices: dict[int, _Choice] = {}
 
@@ -235,7 +237,7 @@ class Assembler:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs[:taken]
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = delta.prompt_logprobs
-        if not text and finish is None and choice.prompt_logprobs is None:
+        if not (text or self._text.wordless) and finish is None and choice.prompt_logprobs is None:
             return None
         return self._send(choice, delta, text, finish, stop)
 

@@ -18,7 +18,7 @@ def finite(logprob: float) -> float:
 
 def shown(call: Call, token_id: int) -> str:
     """A token as text, or as `token_id:<n>` where the call asked for that."""
-    return f"token_id:{token_id}" if call.head.tokens_as_ids else call.text.token(token_id)
+    return f"token_id:{token_id}" if call.head.tokens_as_ids or call.text.wordless else call.text.token(token_id)
 
 
 class Offsets:

@@ -14,9 +14,11 @@ import pytest
 
 from rayneuron.api import errors, openai
 from rayneuron.api.call import Context
+from rayneuron.config import parse
 from rayneuron.errors import Busy, ConfigError, NotReady, RayNeuronError, RequestError, RequestTimeout, UnknownModel, WorkerLost
 from rayneuron.text import Text
 from rayneuron.types import TokenLogprobs
+from rayneuron.wordless import Wordless
 from tests.api import playing
 
 Respond = Callable[[httpx2.Request], httpx2.Response]
@@ -206,6 +208,32 @@ def test_prompt_logprobs(byte_level: Text) -> None:
     assert told[0] is None and choice["logprobs"] is None
     assert told[1]["6"] == {"logprob": pytest.approx(-0.406), "rank": 2, "decoded_token": byte_level.token(6)}
     assert told[1]["7"]["rank"] == 1 and len(told) == 3
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    """Replies and streams hold the ids unasked; whatever needs words is refused by name."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": [2, 3]}))
+    text = Wordless(tmp_path)
+    choice = completion(text, {"prompt": [5, 6], "logprobs": 1}, [8, 9])
+    assert (choice["text"], choice["token_ids"], choice["logprobs"]["tokens"]) == ("", [8, 9], ["token_id:8", "token_id:9"])
+    call = openai.parse_completions({"prompt": [5, 6], "stream": True}, playing.context(text), request_id="c", created=1)
+    played = playing.assemble(call.requests[0], text, playing.play(call.requests[0], [8, 9, 10], [1, 1, 1]))
+    assert [chunk["choices"][0]["token_ids"] for chunk in playing.events(call, played)] == [[8], [9], [10]]
+    context = playing.context(text)
+    for verb, body, param in (
+        (openai.parse_completions, {"prompt": "x"}, "prompt"),
+        (openai.parse_completions, {"prompt": [5], "bad_words": ["x"]}, "bad_words"),
+        (openai.parse_chat, {"messages": CHAT}, "messages"),
+    ):
+        with pytest.raises(RequestError, match="skip_tokenizer_init") as caught:
+            verb(body, context, request_id="c", created=1)
+        assert caught.value.param == param
+    for convert, told in ((openai.tokenize, {"prompt": "x"}), (openai.detokenize, {"tokens": [5]})):
+        with pytest.raises(RequestError, match="skip_tokenizer_init"):
+            convert(told, context)
+    assert text.eos_ids == {2, 3} and openai.tokenizer_info(context) == {}
+    with pytest.raises(ConfigError, match="skip_tokenizer_init goes without tokenizer"):
+        parse({"model": {"path": "x", "skip_tokenizer_init": True, "tokenizer": "y"}})
 
 
 def test_models() -> None:
