@@ -12,7 +12,7 @@ from rayneuron.chat_template import ChatTemplate, compiled
 from rayneuron.detokenizer import Bytes, Detokenizer, Window, speller
 from rayneuron.errors import RequestError
 from rayneuron.stops import Stops, StopStrings
-from rayneuron.tokenizer import eos_ids, find, most_characters, open_tokenizer, read_json, read_templates, vocab_size
+from rayneuron.tokenizer import eos_ids, find, most_characters, open_tokenizer, read_json, read_templates, special_ids, vocab_size
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
 ROOM = 16  # characters a token of the longest prompt is given before only a part of a text is tokenised
@@ -32,7 +32,7 @@ class Text:
         self.tokenizer = open_tokenizer(self.path)
         self._backend = backend = self.tokenizer.backend
         self._templates = compiled(self.path, self.tokenizer.templates, chat_template)
-        self.special_ids: frozenset[int] = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_ids: frozenset[int] = special_ids(backend)
         self._spell, self._strip = speller(backend.decoder)
         self._spelled: dict[int, bytes] = {}
         self._most = most_characters(backend)

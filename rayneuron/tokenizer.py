@@ -51,8 +51,11 @@ def open_tokenizer(path: Path) -> Tokenizer:
     backend.no_padding()
     config = read_json(path / "tokenizer_config.json")
     backend.encode_special_tokens = config.get("split_special_tokens") is True
-    names = _names(path, config, backend)
-    _add(backend, path, config, names)
+    try:
+        names = _names(path, config, backend)
+        _add(backend, path, config, names)
+    except (TypeError, ValueError, AttributeError, LookupError) as wrong:
+        raise CheckpointError(f"the tokens named beside {file} cannot be read ({wrong!r}); take them from the model again") from wrong
     return Tokenizer(backend, names, read_templates(path, config))
 
 
@@ -170,6 +173,15 @@ def vocab_size(config: Mapping[str, Any]) -> int:
     nested = config.get("text_config")
     size = config.get("vocab_size") or (nested.get("vocab_size") if isinstance(nested, dict) else None)
     return size if isinstance(size, int) else 0
+
+
+def special_ids(backend: Any) -> frozenset[int]:
+    """Ids that are no text. A Unigram vocabulary may hold a token twice, and the library tells special ones by their name."""
+    found = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    if type(backend.model).__name__ != "Unigram":
+        return frozenset(found)
+    names, rows = set(found.values()), range(backend.get_vocab_size())
+    return frozenset(found) | {token_id for token_id in rows if backend.id_to_token(token_id) in names}
 
 
 def eos_ids(path: Path) -> frozenset[int]:
