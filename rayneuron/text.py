@@ -12,9 +12,10 @@ from rayneuron.chat_template import ChatTemplate, compiled
 from rayneuron.detokenizer import Bytes, Detokenizer, Window, speller
 from rayneuron.errors import RequestError
 from rayneuron.stops import Stops, StopStrings
-from rayneuron.tokenizer import eos_ids, find, most_characters, open_tokenizer, read_json, read_templates, special_ids, vocab_size
+from rayneuron.tokenizer import bound_of, eos_ids, find, open_tokenizer, read_json, read_templates, special_ids, vocab_size
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
+SHORT = 2048  # characters; longer texts go as a batch of one, which gives up the interpreter lock and costs a change of threads
 ROOM = 16  # characters a token of the longest prompt is given before only a part of a text is tokenised
 
 
@@ -35,7 +36,7 @@ class Text:
         self.special_ids: frozenset[int] = special_ids(backend)
         self._spell, self._strip = speller(backend.decoder)
         self._spelled: dict[int, bytes] = {}
-        self._most = most_characters(backend)
+        self._bound = bound_of(backend)
         eos = self.tokenizer.id_of("eos_token")
         self.eos_ids: frozenset[int] = eos_ids(self.path) | (frozenset() if eos is None else {eos})
         rows = vocab_size(read_json(self.path / "config.json"))
@@ -49,7 +50,7 @@ class Text:
         `side` ("left", "right") says from where the caller will cut it, ids enough for the rest are given.
         """
         if limit is not None and len(text) > ROOM * limit:
-            if side is None and self._most is not None and len(text) > self._most * limit:
+            if side is None and self._bound is not None and self._bound.exceeded(text, limit):
                 raise _too_long(limit)
             part = text[-ROOM * limit :] if side == "left" else text[: ROOM * limit]
             encoding = self._encode(part, add_special_tokens)
@@ -64,7 +65,9 @@ class Text:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
-        try:  # a batch of one: unlike `encode` it gives up the interpreter lock
+        try:
+            if len(text) <= SHORT:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens)
             return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeError, TypeError) as wrong:
             raise RequestError(f"text cannot be encoded: {wrong}; lone surrogates are not characters", param="prompt") from wrong
@@ -95,8 +98,8 @@ class Text:
         refuses the messages, or leaves the text of one out.
         """
         template = self._template_for(chat_template, bool(tools))
-        if limit is not None and self._most is not None and side is None:
-            if sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str)) > self._most * limit:
+        if limit is not None and self._bound is not None and side is None:
+            if self._bound.exceeded("".join(m["content"] for m in messages if isinstance(m.get("content"), str)), limit):
                 raise _too_long(limit)
         for name, given in (("tools", tools), ("documents", documents)):
             if given and name not in template.reads:

@@ -104,11 +104,25 @@ def read_templates(path: Path, config: Mapping[str, Any]) -> str | dict[str, str
     return given if isinstance(given, str) else None
 
 
-def most_characters(backend: Any) -> int | None:
-    """The most characters of a text one token can stand for; None where that has no bound (unknown words, spaces that are dropped)."""
+class Bound(NamedTuple):
+    """How much of a text one token can stand for: `most` characters. `dropped`: bytes the vocabulary lacks, which get no token."""
+
+    most: int
+    dropped: bytes = b""
+
+    def exceeded(self, text: str, limit: int) -> bool:
+        """True where a text has more than `limit` tokens for sure."""
+        if len(text) <= self.most * limit:
+            return False
+        kept = text.encode("utf-8", "surrogatepass").translate(None, self.dropped) if self.dropped else text
+        return len(kept) > self.most * limit
+
+
+def bound_of(backend: Any) -> Bound | None:
+    """The bound of a tokenizer; None where it has none (words it does not know, spaces it drops)."""
     model, vocab = backend.model, backend.get_vocab()
     splits, shapes = steps_of(backend.pre_tokenizer, "pretokenizers"), steps_of(backend.normalizer, "normalizers")
-    spelled = any(step["type"] == "ByteLevel" for step in splits) and all(char in vocab for char in byte_alphabet())
+    spelled = any(step["type"] == "ByteLevel" for step in splits)
     fallen = getattr(model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     if type(model).__name__ != "BPE" or not (spelled or fallen):
         return None
@@ -122,7 +136,7 @@ def most_characters(backend: Any) -> int | None:
         if not longer and step["type"] not in SHRINK:
             return None
         most *= SHRINK.get(step["type"], 1)
-    return most
+    return Bound(most, bytes(byte for char, byte in byte_alphabet().items() if char not in vocab) if spelled else b"")
 
 
 def _names(path: Path, config: Mapping[str, Any], backend: Any) -> dict[str, str]:
@@ -230,8 +244,11 @@ class _Slow:
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> _Encoding:
+        return _Encoding(self._theirs.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[_Encoding]:
-        return [_Encoding(self._theirs.encode(text, add_special_tokens=add_special_tokens, verbose=False)) for text in texts]
+        return [self.encode(text, add_special_tokens) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         whole: str = self._theirs.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -170,6 +170,9 @@ class Counted:
     def __init__(self, backend: Tokenizer) -> None:
         self.backend, self.characters = backend, 0
 
+    def encode(self, text: str, **options: Any) -> Any:
+        return self.encode_batch([text], **options)[0]
+
     def encode_batch(self, texts: list[str], **options: Any) -> Any:
         self.characters += sum(map(len, texts))
         return self.backend.encode_batch(texts, **options)
@@ -197,6 +200,14 @@ def test_a_text_that_cannot_fit_is_hardly_tokenised(kind: Any, tmp_path: Path) -
     told = "hello world , un " * 2000
     for side, kept in (("left", slice(-limit, None)), ("right", slice(limit))):
         assert text.encode(told, limit=limit, side=side)[kept] == text.encode(told)[kept]
+
+
+def test_bytes_without_a_token_count_for_nothing(smollm2: Path) -> None:
+    """SmolLM2 has no token for some control characters: a text of a million of them and one word is short."""
+    text = Text(smollm2)
+    assert text.encode("\x04" * 10**6 + "hello", limit=64) == text.encode("hello")
+    with pytest.raises(RequestError, match="more than 64 tokens"):
+        text.encode("\x04 " * 10**6, limit=64)
 
 
 def test_other_threads_run_while_a_text_is_tokenised(smollm2: Path) -> None:
