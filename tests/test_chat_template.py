@@ -76,7 +76,7 @@ def test_every_text_is_said_or_refused(templates: dict[str, str], theirs: PreTra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(**DRAWN)
 def test_said_or_refused_at_length(templates: dict[str, str], theirs: PreTrainedTokenizerFast, name: str, **drawn: Any) -> None:
     say_or_refuse(templates[name], theirs, name, **drawn)
