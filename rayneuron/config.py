@@ -32,8 +32,15 @@ class Model(_Section):
     name: str | None = Field(None, description="The name clients use; default: the last part of the path.")
     tokenizer: str | None = Field(None, description="Another directory to take the tokenizer from.")
     chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
+    skip_tokenizer_init: bool = Field(False, description="No tokenizer is read: prompts and replies are token ids.")
     allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
     config: dict[str, Any] | None = Field(None, description="config.json inline, so that `rayneuron plan` works without the checkpoint.")
+
+    @model_validator(mode="after")
+    def _words(self) -> Model:
+        if self.skip_tokenizer_init and (self.tokenizer or self.chat_template):
+            raise ValueError("skip_tokenizer_init goes without tokenizer and chat_template; leave them out")
+        return self
 
     @property
     def served_name(self) -> str:

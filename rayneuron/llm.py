@@ -41,11 +41,12 @@ class LLM:
         tensor_parallel: int = 1,
         device: str = "cpu",
         tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
         allow_pickle: bool = False,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        model = {"path": str(path), "tokenizer": tokenizer, "allow_pickle": allow_pickle}
+        model = {"path": str(path), "tokenizer": tokenizer, "skip_tokenizer_init": skip_tokenizer_init, "allow_pickle": allow_pickle}
         self.config: Deployment = parse(
             {
                 "model": model,
@@ -161,8 +162,7 @@ class LLM:
             return params
         from msgspec.structs import replace
 
-        spellings = [self.text.encode(lead + word, add_special_tokens=False) for word in params.bad_words for lead in ("", " ")]
-        return replace(params, bad_words_ids=tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids)))
+        return replace(params, bad_words_ids=self.text.bad_words_ids(params.bad_words))
 
     def _run(self, request: Request) -> Iterator[Delta]:
         assembler = Assembler(request, self.text)

@@ -19,7 +19,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config"}
-WORDS = {"text", "detokenizer", "stops"}
+WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops", "wordless"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -31,7 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deployment_file": {"errors", "config"},
     "detokenizer": {"errors", "types"},
     "stops": {"errors", "types"},
-    "text": {"errors", "types", "detokenizer", "stops", "models.hub"},
+    "tokenizer": {"errors", "detokenizer"},
+    "chat_template": {"errors"},
+    "text": {"errors", "types", "tokenizer", "chat_template", "detokenizer", "stops", "models.hub"},
+    "wordless": {"errors", "text", "tokenizer", "detokenizer"},
     "models": {"errors", "settings", "devices.base"},
     "devices": {"errors", "settings", "models"},
     "policies": {"errors", "types", "hashing"},
@@ -63,9 +66,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
     "pydantic": ("config.py", "serve/"),
-    "transformers": ("text.py", "hf.py"),
-    "tokenizers": ("text.py", "demo/"),
-    "jinja2": ("text.py",),
+    "transformers": ("tokenizer.py", "hf.py"),
+    "tokenizers": ("tokenizer.py", "demo/"),
+    "jinja2": ("text.py", "chat_template.py"),
     "torch": ("models/", "devices/", "engine/", "transfer/", "parallel/", "demo/", "loading.py", "llm.py", "hf.py", "cli.py"),
     "safetensors": ("models/", "devices/", "demo/"),
     "zmq": ("serve/", "transfer/", "parallel/"),
@@ -78,7 +81,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py"),
+    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "tokenizer.py", "chat_template.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/null.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
     *(f"parallel/{name}.py" for name in ("cores", "layout", "environment")),

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError, RequestError
@@ -47,19 +50,22 @@ def test_the_demo_model_equals_transformers(smollm2: Path) -> None:
     assert ours.vocab_size == json.loads((smollm2 / "config.json").read_text())["vocab_size"]
 
 
+CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None)
+
+
 @pytest.mark.parametrize("model_type", sorted(models.FAMILIES))
-@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend"])
-def test_a_generic_tokenizer_is_opened_as_the_register_would(model_type: str, named: str, tmp_path: Path) -> None:
-    """For every family: the way without the register of all models leads to the same class, tokens and settings."""
+def test_no_class_changes_what_a_tokenizer_json_says(model_type: str, tmp_path: Path) -> None:
+    """For every family and class: ids of the file, the names and the template beside it. With the generic class transformers agrees."""
     spelling.byte_level(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": named}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    ours, theirs = Text(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(ours.tokenizer) is type(theirs) and ours.tokenizer.get_vocab() == theirs.get_vocab()
-    assert ours.tokenizer.special_tokens_map == theirs.special_tokens_map and ours.tokenizer.chat_template == theirs.chat_template
-    for sample in spelling.CORPUS:
-        assert ours.encode(sample) == theirs.encode(sample)
+    theirs, named = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for kind in CLASSES:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": kind, "add_bos_token": False}))
+        ours = Text(tmp_path)
+        assert ours.tokenizer.names == named.special_tokens_map and ours.config["chat_template"] == named.chat_template
+        for sample in spelling.CORPUS:
+            assert ours.encode(sample) == theirs.encode(sample).ids == named.encode(sample)
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +108,7 @@ def test_an_architecture_transformers_does_not_know(tmp_path: Path) -> None:
 
 def test_one_bos(text: Text) -> None:
     """A text that already begins with BOS, a chat template with BOS, and a plain text each give exactly one."""
-    bos = text.tokenizer.bos_token_id
+    bos = text.tokenizer.id_of("bos_token")
     plain, marked = text.encode("hello"), text.encode("<s>hello")
     assert plain.count(bos) == marked.count(bos) == 1
     assert marked[0] == bos
@@ -158,6 +164,66 @@ def test_continue_final_message(byte_level: Text) -> None:
     assert rendered.endswith("assistant\none, two")
 
 
+class Counted:
+    """A backend that counts the characters it is given."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend, self.characters = backend, 0
+
+    def encode(self, text: str, **options: Any) -> Any:
+        return self.encode_batch([text], **options)[0]
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self.backend.encode_batch(texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+@pytest.mark.parametrize("kind", [spelling.byte_level, spelling.byte_fallback, spelling.word_pieces])
+def test_a_text_that_cannot_fit_is_hardly_tokenised(kind: Any, tmp_path: Path) -> None:
+    """Nothing of it where no token is that long, else a beginning that settles it; a text near the limit is counted to the end."""
+    text, limit = Text(kind(tmp_path)), 64
+    text._backend = counted = Counted(text._backend)  # type: ignore[assignment]
+    for told in ("a " * 10**6, "水" * 10**6, " " * 10**6 + "a b , " * 200):
+        counted.characters = 0
+        if told[0] == "a" or kind is spelling.byte_level:  # elsewhere they may be one unknown word, or nothing
+            with pytest.raises(RequestError, match="more than 64 tokens") as caught:
+                text.chat([{"role": "user", "content": told}], limit=limit)
+            assert caught.value.param == "input_tokens"
+            with pytest.raises(RequestError, match="more than 64 tokens"):
+                text.encode(told, limit=limit)
+            assert counted.characters <= (2 * 16 * limit if kind is spelling.word_pieces else 0)
+    near = "hello world . " * 30
+    assert text.encode(near, limit=limit) == text.encode(near)
+    told = "hello world , un " * 2000
+    for side, kept in (("left", slice(-limit, None)), ("right", slice(limit))):
+        assert text.encode(told, limit=limit, side=side)[kept] == text.encode(told)[kept]
+
+
+def test_bytes_without_a_token_count_for_nothing(smollm2: Path) -> None:
+    """SmolLM2 has no token for some control characters: a text of a million of them and one word is short."""
+    text = Text(smollm2)
+    assert text.encode("\x04" * 10**6 + "hello", limit=64) == text.encode("hello")
+    with pytest.raises(RequestError, match="more than 64 tokens"):
+        text.encode("\x04 " * 10**6, limit=64)
+
+
+def test_other_threads_run_while_a_text_is_tokenised(smollm2: Path) -> None:
+    """The interpreter lock is given up: this thread never stands still for a good part of the time it takes."""
+    text, told = Text(smollm2), "The quick brown fox 你好 " * 20_000
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(text.encode, told)
+        longest, before = 0.0, time.perf_counter()
+        started = before
+        while not reading.done():
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        took = time.perf_counter() - started
+    assert len(reading.result()) > 20_000 and longest < took / 3, (longest, took)
+
+
 def test_lone_surrogates_are_refused(text: Text) -> None:
     with pytest.raises(RequestError, match="lone surrogates"):
         text.encode("a\ud800b")
@@ -166,7 +232,7 @@ def test_lone_surrogates_are_refused(text: Text) -> None:
 def test_bytes_of_every_token(text: Text) -> None:
     """The table of bytes, token by token, against the tokenizer's own decoder: every token between two letters."""
     letter = text.encode("x", add_special_tokens=False)[-1]
-    for token_id in range(text.tokenizer.backend_tokenizer.get_vocab_size()):
+    for token_id in range(text.tokenizer.backend.get_vocab_size()):
         spelled = text.token_bytes(token_id)
         whole = text.decode([letter, token_id, letter], skip_special_tokens=False)
         assert (b"x" + spelled + b"x").decode("utf-8", "replace") == whole.lstrip(" "), token_id

@@ -11,6 +11,14 @@ from rayneuron.types import Delta, Request
 Json = dict[str, Any]
 
 
+class Detokenizer(Protocol):
+    """The part of a detokenizer the dialects use."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
 class Encoder(Protocol):
     """The part of `rayneuron.text.Text` the dialects use."""
 
@@ -20,11 +28,18 @@ class Encoder(Protocol):
     @property
     def special_ids(self) -> frozenset[int]: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    @property
+    def wordless(self) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None, side: str | None = None) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
+    def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]: ...
+
+    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer: ...
 
     def token(self, token_id: int) -> str: ...
 
@@ -92,7 +107,7 @@ class Call:
     """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply.
 
     `logprobs`, `prompt_logprobs`: alternatives to show a token, None for no probabilities. `echo`: the prompts as text, where the reply
-    repeats them. `unknown`: field names nobody here knows.
+    repeats them, with `echo_offsets`: where each of their tokens begins, where that is asked for. `unknown`: field names nobody here knows.
     """
 
     id: str
@@ -104,6 +119,7 @@ class Call:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
+    echo_offsets: tuple[list[int], ...] = ()
     role: str = "assistant"
     unknown: tuple[str, ...] = ()
 
