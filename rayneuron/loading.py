@@ -68,7 +68,7 @@ class Checked:
 def check(config: Deployment) -> Checked:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
     from rayneuron import devices, models
-    from rayneuron.models import hub
+    from rayneuron.models import hub, presharded
     from rayneuron.parallel.fitting import capacity_of
     from rayneuron.parallel.layout import partition
     from rayneuron.parallel.seating import group_layout
@@ -80,7 +80,12 @@ def check(config: Deployment) -> Checked:
     capacity = capacity_of(config, raw)
     arch = models.check(raw, tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
-    return Checked(config, path, raw, arch, compute_dtype(config.dtype, raw), capacity, layout)
+    dtype, stages = compute_dtype(config.dtype, raw), config.pipeline_parallel
+    if presharded.is_presharded(path):
+        presharded.check_directory(
+            path, arch, ranks=config.tensor_parallel, dtype=dtype, fused=config.fused_qkv, quantization=config.quantization, stages=stages
+        )
+    return Checked(config, path, raw, arch, dtype, capacity, layout)
 
 
 def open_engine(
