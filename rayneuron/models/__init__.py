@@ -58,6 +58,8 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
     ):
         if count > most:
             raise CheckpointError(f"config.json: {say}; a key that is not there has the default of {arch.model_type} models")
+    if config.get("head_dim") not in (None, arch.head_dim):
+        raise CheckpointError(f"config.json sets head_dim: {config['head_dim']!r:.60}, but a {arch.model_type} model has {arch.head_dim}")
     return arch
 
 
@@ -97,7 +99,8 @@ def check(
 
     arch = architecture(config, max_model_len)
     if arch.act not in feedforward.ACTIVATIONS:
-        raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(sorted(feedforward.ACTIVATIONS))}")
+        known = ", ".join(sorted(feedforward.ACTIVATIONS))
+        raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")
     limit = position_limit(arch)
     if limit is not None and max_model_len > limit:
         raise ConfigError(

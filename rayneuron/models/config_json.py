@@ -28,7 +28,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError naming a key that is missing or of a wrong type.
     """
     kind = raw["model_type"]
-    if raw.get("per_layer_config"):
+    if raw.get("per_layer_config") is not None:
         raise CheckpointError("config.json sets per_layer_config, which is not supported; the layers of a model are alike here")
     if not isinstance(raw.get("quantization_config") or {}, dict):
         raise CheckpointError(f"config.json sets quantization_config: {_short(raw['quantization_config'])}, where an object is needed")
@@ -91,7 +91,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
 def head_size(hidden: int, heads: int) -> int:
     """The size of a head where the heads share the hidden size. Raises CheckpointError where that does not divide."""
     if hidden % heads:
-        raise CheckpointError(f"the hidden size {hidden} of config.json is not a multiple of its {heads} attention heads")
+        raise CheckpointError(f"hidden_size (n_embd, d_model) {hidden} is no multiple of num_attention_heads (n_head, n_heads) {heads}")
     return hidden // heads
 
 

@@ -73,11 +73,11 @@ def read(config: Mapping[str, Any], head_dim: int, max_positions: int, *, max_mo
     found = settings(config)
     kind, part = found["rope_type"], _number(found, "partial_rotary_factor")
     dim = int(head_dim * part)
-    if part > 1 or dim < 2 or (part < 1 and config.get("model_type") != "gpt_neox"):
+    if part > 1 or (part < 1 and config.get("model_type") != "gpt_neox"):
         raise CheckpointError(f"partial_rotary_factor {part} of config.json is not supported for {config.get('model_type')} models")
     base = {"kind": kind, "dim": dim, "theta": _number(found, "rope_theta")}
-    if dim % 2 or base["theta"] <= 1:
-        raise CheckpointError(f"rope over {dim} channels of a head with rope_theta {base['theta']} is not possible; see config.json")
+    if dim < 2 or dim % 2 or base["theta"] <= 1:
+        raise CheckpointError(f"config.json asks for rope over {dim} channels of head_dim {head_dim}, with rope_theta {base['theta']}")
     if kind == "default":
         return Rope(**base)
     return Rope(**base, **_SETTINGS[kind](found, dim, max_positions, max_model_len or max_positions))
