@@ -54,7 +54,7 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
     arch: Arch = of.arch(complete(config), max_model_len)
     for count, most, say in (
         (arch.heads % arch.kv_heads, 0, f"num_attention_heads {arch.heads} is no multiple of num_key_value_heads {arch.kv_heads}"),
-        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} is more than num_experts (num_local_experts, moe_num_experts) {arch.experts}"),
+        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} of num_experts (moe_num_experts) {arch.experts}"),
     ):
         if count > most:
             raise CheckpointError(f"config.json: {say}; a key that is not there has the default of {arch.model_type} models")

@@ -77,7 +77,7 @@ class SafeFile:
     def _entry(self, name: str, e: Any, room: int) -> Entry:
         try:
             dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
-            known = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, start, stop))
+            known = isinstance(e["shape"], list) and all(type(n) is int and 0 <= n < 2**48 for n in (*shape, start, stop))
         except (KeyError, TypeError, ValueError):
             known = False
         if not known:
