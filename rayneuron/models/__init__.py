@@ -98,6 +98,10 @@ def check(
     from rayneuron.models.quantization import check_stored, parse, parse_kv
 
     arch = architecture(config, max_model_len)
+    if arch.head_dim == arch.hidden // arch.heads and arch.hidden % arch.heads:
+        raise CheckpointError(f"hidden_size (n_embd, d_model) {arch.hidden} is no multiple of num_attention_heads (n_head) {arch.heads}")
+    if arch.rope.dim % 2:
+        raise CheckpointError(f"config.json asks for rope over {arch.rope.dim} channels of head_dim {arch.head_dim}, which is odd")
     if arch.act not in feedforward.ACTIVATIONS:
         known = ", ".join(sorted(feedforward.ACTIVATIONS))
         raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")
