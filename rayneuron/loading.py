@@ -56,6 +56,7 @@ class Checked:
     dtype: torch.dtype
     capacity: Capacity
     layout: Layout
+    generation: dict[str, Any]
 
     @property
     def ahead(self) -> Ahead:
@@ -68,7 +69,7 @@ class Checked:
 def check(config: Deployment) -> Checked:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
     from rayneuron import devices, models
-    from rayneuron.models import hub
+    from rayneuron.models import hub, presharded
     from rayneuron.parallel.fitting import capacity_of
     from rayneuron.parallel.layout import partition
     from rayneuron.parallel.seating import group_layout
@@ -80,7 +81,12 @@ def check(config: Deployment) -> Checked:
     capacity = capacity_of(config, raw)
     arch = models.check(raw, tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
-    return Checked(config, path, raw, arch, compute_dtype(config.dtype, raw), capacity, layout)
+    dtype, stages = compute_dtype(config.dtype, raw), config.pipeline_parallel
+    if presharded.is_presharded(path):
+        presharded.check_directory(
+            path, arch, ranks=config.tensor_parallel, dtype=dtype, fused=config.fused_qkv, quantization=config.quantization, stages=stages
+        )
+    return Checked(config, path, raw, arch, dtype, capacity, layout, hub.generation_config(path))
 
 
 def open_engine(
@@ -100,7 +106,6 @@ def open_engine(
         from rayneuron.engine.admission import EngineLimits
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
-        from rayneuron.models import hub
 
     with _timed(seconds, "check"):
         checked = check(config)
@@ -124,7 +129,7 @@ def open_engine(
     limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
     engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed, rule=rule_of(config))
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
-    return Opened(engine, text, checked.arch, checked.path, hub.generation_config(checked.path), seconds)
+    return Opened(engine, text, checked.arch, checked.path, checked.generation, seconds)
 
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
@@ -160,7 +165,8 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 
 
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
-    """Load weights and make every graph ready; first the processes of a group meet."""
+    """Load weights, make every graph ready and look at the first logits; first the processes of a group meet."""
+    from rayneuron.engine.probe import probe
     from rayneuron.engine.runner import Runner
 
     if isinstance(runner, Runner):
@@ -168,6 +174,7 @@ def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds
             runner.load(rank_weights(checked, checked.ahead, report))
         with _timed(seconds, "graphs"):
             runner.warm(lambda done, total, shape: report("graphs", done, total))
+            probe(runner, checked.arch.vocab)
         return
     with _timed(seconds, "group"):
         runner.meet()
@@ -175,6 +182,7 @@ def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds
         runner.load(lambda done, total: report("weights", done, total))
     with _timed(seconds, "graphs"):
         runner.warm(lambda done, total: report("graphs", done, total))
+        probe(runner, checked.arch.vocab)
 
 
 def resolve(path: str) -> Path:

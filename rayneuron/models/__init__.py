@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import Config
+from rayneuron.models.config_json import complete
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 def family(config: dict[str, Any]) -> ModuleType:
     """The family's file. Raises CheckpointError with the nearest known `model_type`."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         near = difflib.get_close_matches(str(name), FAMILIES, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CheckpointError(f"model_type {name!r} is not supported; {hint}supported: {', '.join(sorted(FAMILIES))}")
@@ -49,8 +49,18 @@ def family(config: dict[str, Any]) -> ModuleType:
 
 
 def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Arch:
-    """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a missing key."""
-    return family(config).arch(Config(config), max_model_len)
+    """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a wrong key."""
+    of = family(config)
+    arch: Arch = of.arch(complete(config), max_model_len)
+    for count, most, say in (
+        (arch.heads % arch.kv_heads, 0, f"num_attention_heads {arch.heads} is no multiple of num_key_value_heads {arch.kv_heads}"),
+        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} of num_experts (moe_num_experts) {arch.experts}"),
+    ):
+        if count > most:
+            raise CheckpointError(f"config.json: {say}; a key that is not there has the default of {arch.model_type} models")
+    if config.get("head_dim") not in (None, arch.head_dim):
+        raise CheckpointError(f"config.json sets head_dim: {config['head_dim']!r:.60}, but a {arch.model_type} model has {arch.head_dim}")
+    return arch
 
 
 def kv_type(name: str | None) -> torch.dtype | None:
@@ -88,8 +98,13 @@ def check(
     from rayneuron.models.quantization import check_stored, parse, parse_kv
 
     arch = architecture(config, max_model_len)
+    if arch.head_dim == arch.hidden // arch.heads and arch.hidden % arch.heads:
+        raise CheckpointError(f"hidden_size (n_embd, d_model) {arch.hidden} is no multiple of num_attention_heads (n_head) {arch.heads}")
+    if arch.rope.dim % 2:
+        raise CheckpointError(f"config.json asks for rope over {arch.rope.dim} channels of head_dim {arch.head_dim}, which is odd")
     if arch.act not in feedforward.ACTIVATIONS:
-        raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(sorted(feedforward.ACTIVATIONS))}")
+        known = ", ".join(sorted(feedforward.ACTIVATIONS))
+        raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")
     limit = position_limit(arch)
     if limit is not None and max_model_len > limit:
         raise ConfigError(

@@ -18,6 +18,7 @@ Scheme = Literal["per_tensor", "per_channel"]
 DTYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
 METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
+_SAYS = ("quant_method", "dtype", "scheme")
 FLOOR = 1e-5  # the largest value a channel is taken to have at least, so that zeros have a scale
 
 
@@ -70,6 +71,8 @@ def parse_kv(name: str) -> torch.dtype:
 def stored(config: Mapping[str, Any]) -> Quantization | None:
     """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
     found = config.get("quantization_config") or {}
+    if found.get("quant_method") == METHOD and not all(isinstance(found.get(k), str) for k in _SAYS):
+        raise CheckpointError(f"config.json sets quantization_config: {found!r:.80}, where an object with {', '.join(_SAYS)} is needed")
     return parse(found["dtype"], found["scheme"]) if found.get("quant_method") == METHOD else None
 
 
