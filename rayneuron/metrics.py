@@ -75,6 +75,9 @@ STEPS = Metric("rayneuron:steps", "counter", "Engine steps run.")
 STEP_TIME = Metric("rayneuron:step_seconds", "histogram", "One engine step: plan, run and commit.", buckets=STEP_S, per_token=True)
 DISCONNECTS = Metric("rayneuron:client_disconnects", "counter", "Calls whose client left before the reply was complete.")
 HTTP_REPLIES = Metric("rayneuron:http_replies", "counter", "Replies by route and status.", ("route", "status"))
+USER_CONFIG_REFUSED = Metric(
+    "rayneuron:user_config_refused", "gauge", "1 while the last user_config was wrong and the one before it holds."
+)
 STARTUP = Metric("rayneuron:startup_seconds", "gauge", "Seconds of each part of the start.", ("part",))
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config"}
+LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys"}
 WORDS = {"text", "detokenizer", "stops"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -26,9 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
     "metrics": {"errors", "types"},
     "hashing": {"errors", "types"},
-    "config": {"errors", "types"},
+    "validation": {"errors"},
+    "serve_config": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config"},
+    "keys": {"errors", "settings"},
+    "aside": {"errors"},
     "demo": {"errors", "settings"},
-    "deployment_file": {"errors", "config"},
+    "deployment_file": {"errors", "config", "validation", "serve_config"},
+    "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "parallel", "text"},
     "detokenizer": {"errors", "types"},
     "stops": {"errors", "types"},
     "text": {"errors", "types", "detokenizer", "stops", "models.hub"},
@@ -39,9 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": LEAVES | {"models", "devices.base", "devices.host"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
-    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel"},
-    "compiling": LEAVES | {"demo", "models", "devices", "engine", "parallel", "loading"},
-    "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading"},
+    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "preflight"},
+    "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "parallel", "loading"},
+    "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading", "preflight"},
     "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | WORDS | {"outputs", "demo", "models", "devices", "engine", "parallel", "loading"},
@@ -62,7 +67,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "boto3": ("devices/s3.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "serve/"),
+    "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
     "transformers": ("text.py", "hf.py"),
     "tokenizers": ("text.py", "demo/"),
     "jinja2": ("text.py",),
@@ -78,7 +83,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py"),
+    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "keys.py"),
+    *("validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/null.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
     *(f"parallel/{name}.py" for name in ("cores", "layout", "environment")),

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import shard
+from rayneuron.models import shard, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import Config
 
@@ -84,12 +84,9 @@ def check(
 
     Raises CheckpointError (config.json) or ConfigError (the deployment), each with what to write instead.
     """
-    from rayneuron.models import feedforward
-    from rayneuron.models.quantization import check_stored, parse, parse_kv
-
     arch = architecture(config, max_model_len)
-    if arch.act not in feedforward.ACTIVATIONS:
-        raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(sorted(feedforward.ACTIVATIONS))}")
+    if arch.act not in words.ACTIVATIONS:
+        raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(words.ACTIVATIONS)}")
     limit = position_limit(arch)
     if limit is not None and max_model_len > limit:
         raise ConfigError(
@@ -99,10 +96,11 @@ def check(
     if dtype not in DTYPES:
         near = difflib.get_close_matches(dtype, DTYPES, 1)
         raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
-    how = None if quantization is None else parse(quantization)
+    if quantization is not None:
+        words.quantised(quantization)
     if kv_dtype is not None:
-        parse_kv(kv_dtype)
-    check_stored(config, how)
+        words.kv(kv_dtype)
+    words.check_stored(config, quantization)
     if capacity_factor is not None and (capacity_factor <= 0 or not arch.experts):
         raise ConfigError(
             f"capacity_factor {capacity_factor} needs a mixture of experts and a positive number; leave it out to drop no token"
