@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-in of every byte: itself where printable in Latin-1, else the next free code point from 256 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
@@ -51,6 +51,14 @@ def _spaced(space: str, fallback: bool) -> Callable[[str], bytes]:
     return spell
 
 
+def steps_of(part: Any, name: str) -> list[dict[str, Any]]:
+    """What a part of a `tokenizers` tokenizer does, one step after another; `name` is what it calls the steps of a sequence."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    return [inner for step in state[name] for inner in step.get(name, [step])] if state["type"] == "Sequence" else [state]
+
+
 def speller(decoder: Any) -> tuple[Callable[[str], bytes] | None, str]:
     """How a `tokenizers` decoder spells one token in bytes, and what it strips at the start of a text.
 
@@ -59,11 +67,10 @@ def speller(decoder: Any) -> tuple[Callable[[str], bytes] | None, str]:
     """
     if decoder is None:
         return None, ""
-    state = json.loads(decoder.__getstate__())
-    steps = state["decoders"] if state.get("type") == "Sequence" else [state]
+    steps = steps_of(decoder, "decoders")
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"] or kinds == ["ByteLevel", "Fuse"]:
-        return _byte_level(_byte_alphabet()), ""
+        return _byte_level(byte_alphabet()), ""
     if kinds == ["Metaspace"]:
         return _spaced(steps[0]["replacement"], False), "" if steps[0].get("prepend_scheme") == "never" else "all"
     if kinds[:1] != ["Replace"] or any(kind not in ("ByteFallback", "Fuse", "Strip") for kind in kinds[1:]):

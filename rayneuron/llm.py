@@ -161,8 +161,7 @@ class LLM:
             return params
         from msgspec.structs import replace
 
-        spellings = [self.text.encode(lead + word, add_special_tokens=False) for word in params.bad_words for lead in ("", " ")]
-        return replace(params, bad_words_ids=tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids)))
+        return replace(params, bad_words_ids=self.text.bad_words_ids(params.bad_words))
 
     def _run(self, request: Request) -> Iterator[Delta]:
         assembler = Assembler(request, self.text)

@@ -2,61 +2,76 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
+from rayneuron.chat_template import ChatTemplate, compiled
 from rayneuron.detokenizer import Bytes, Detokenizer, Window, speller
-from rayneuron.errors import CheckpointError, ConfigError, RequestError
+from rayneuron.errors import RequestError
 from rayneuron.stops import Stops
+from rayneuron.tokenizer import eos_ids, find, most_characters, open_tokenizer, read_json, read_templates, vocab_size
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
-GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer_class of a tokenizer that is its tokenizer.json and nothing more
-OVERRULED = ("mistral", "mixtral", "qwen2", None)  # model types for which transformers may take a class of its own instead of a generic one
-NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+ROOM = 16  # characters a token of the longest prompt is given before only a part of a text is tokenised
 
 
 class Text:
-    """The tokenizer of one model directory (never a network call). `chat_template`: a Jinja text or the path of a file that holds one."""
+    """The tokenizer and chat template of one model directory (never a network call).
+
+    `chat_template`: a Jinja text or the path of a file that holds one, instead of the model's own. Light: neither torch nor, where there is
+    a tokenizer.json, transformers is imported.
+    """
+
+    wordless = False  # True where there are token ids and nothing else
 
     def __init__(self, path: str | Path, chat_template: str | Path | None = None) -> None:
         self.path = Path(path)
-        self.tokenizer = _open(self.path)
-        if chat_template is not None:
-            self.tokenizer.chat_template = _template(chat_template)
-        self._backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        self.special_ids: frozenset[int] = frozenset(self._special())
-        self._spell, self._strip = (None, "") if self._backend is None else speller(self._backend.decoder)
+        self.tokenizer = open_tokenizer(self.path)
+        self._backend = backend = self.tokenizer.backend
+        self._templates = compiled(self.path, self.tokenizer.templates, chat_template)
+        self.special_ids: frozenset[int] = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._spell, self._strip = speller(backend.decoder)
         self._spelled: dict[int, bytes] = {}
-        if self._backend is not None:  # a saved tokenizer may carry the truncation of its training
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        model, generation = _read(self.path / "config.json"), _read(self.path / "generation_config.json")
-        self.eos_ids: frozenset[int] = frozenset(_ids(self.tokenizer.eos_token_id) | _eos(model) | _eos(generation))
-        self.vocab_size: int = _vocab_size(model) or max(self.tokenizer.get_vocab().values(), default=-1) + 1
+        self._most = most_characters(backend)
+        eos = self.tokenizer.id_of("eos_token")
+        self.eos_ids: frozenset[int] = eos_ids(self.path) | (frozenset() if eos is None else {eos})
+        rows = vocab_size(read_json(self.path / "config.json"))
+        self.vocab_size: int = rows or max(backend.get_vocab().values(), default=-1) + 1
         self.config: dict[str, Any] = self._config()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. A text that already begins with the BOS token does not get a second one. RequestError for text that is not Unicode."""
-        try:
-            if self._backend is not None:
-                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        except (UnicodeError, TypeError) as wrong:
-            raise RequestError(f"text cannot be encoded: {wrong}; lone surrogates are not characters", param="prompt") from wrong
-        bos = self.tokenizer.bos_token_id
-        if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self.tokenizer.bos_token):
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None, side: str | None = None) -> list[int]:
+        """Token ids. A text that already begins with the BOS token does not get a second one. RequestError for text that is not Unicode.
+
+        `limit`: how many tokens are of use. Of a text that is far longer only as much is tokenised as settles that; it is refused, or where
+        `side` ("left", "right") says from where the caller will cut it, ids enough for the rest are given.
+        """
+        if limit is not None and len(text) > ROOM * limit:
+            if side is None and self._most is not None and len(text) > self._most * limit:
+                raise _too_long(limit)
+            part = text[-ROOM * limit :] if side == "left" else text[: ROOM * limit]
+            encoding = self._encode(part, add_special_tokens)
+            if len(encoding) > 2 * limit:  # where it was cut a few tokens are others, not as many as that
+                if side is None:
+                    raise _too_long(limit)
+                return list(encoding.ids)
+        ids: list[int] = self._encode(text, add_special_tokens).ids
+        bos = self.tokenizer.id_of("bos_token")
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self.tokenizer.names["bos_token"]):
             del ids[0]
         return ids
 
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        try:  # a batch of one: unlike `encode` it gives up the interpreter lock
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        except (UnicodeError, TypeError) as wrong:
+            raise RequestError(f"text cannot be encoded: {wrong}; lone surrogates are not characters", param="prompt") from wrong
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence, as the tokenizer itself decodes it."""
-        if self._backend is not None:
-            whole: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        else:
-            whole = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        whole: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return whole
 
     def chat(
@@ -66,33 +81,48 @@ class Text:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         add_special_tokens: bool = False,
-        **kwargs: Any,
+        limit: int | None = None,
+        side: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> list[int]:
         """Token ids of a rendered conversation. Special tokens come from the template alone unless `add_special_tokens`.
 
-        `kwargs` reach the template. RequestError when there is no template or it refuses the messages.
+        `variables` and further words reach the template; `limit` and `side` as in `encode`. RequestError when there is no template, it
+        refuses the messages, or leaves the text of one out.
         """
-        if chat_template is None and self.tokenizer.chat_template is None:
-            raise RequestError(
-                "this model has no chat template; send `chat_template`, set one in the deployment file, or use /v1/completions",
-                param="messages",
-            )
+        template = self._template_for(chat_template, bool(tools))
+        if limit is not None and self._most is not None and side is None:
+            if sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str)) > self._most * limit:
+                raise _too_long(limit)
+        for name, given in (("tools", tools), ("documents", documents)):
+            if given and name not in template.reads:
+                raise RequestError(f"{name}: the chat template has no place for {name}; leave them out, or use one that has", param=name)
+        words = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **kwargs,
-            )
+            told = {**self.tokenizer.names, **(variables or {}), **more, **words}
+            rendered = template.conversation([dict(message) for message in messages], told, continue_final_message)
+        except RequestError:
+            raise
         except Exception as wrong:  # templates raise whatever their filters raise; all of it is the caller's messages or template
             param = "messages" if chat_template is None else "chat_template"
             raise RequestError(f"{param}: the chat template failed on these messages: {wrong}", param=param) from wrong
-        return self.encode(rendered, add_special_tokens=add_special_tokens)
+        return self.encode(rendered, add_special_tokens, limit, side)
+
+    def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of each word as it begins a text, and as it follows a space where as many other tokens spell it so (vLLM's rule)."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            first, spaced = (tuple(self.encode(lead + word.lstrip(), add_special_tokens=False)) for lead in ("", " "))
+            if not first:
+                raise RequestError(f"bad_words: {word!r} has no tokens", param="bad_words")
+            found.append(first)
+            if len(spaced) == len(first) and spaced[0] != first[0]:
+                found.append(spaced)
+        return tuple(found)
 
     def token(self, token_id: int) -> str:
         """One token shown alone; U+FFFD where it holds part of a character."""
@@ -114,76 +144,49 @@ class Text:
     def _bytes(self, token_id: int) -> bytes:
         if self._spell is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
-        token = self._backend.id_to_token(token_id) if self._backend is not None else None
+        token = self._backend.id_to_token(token_id)
         return b"" if token is None else self._spell(token)
 
-    def _special(self) -> list[int]:
-        return [token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special]
+    def _template_for(self, given: str | None, tools: bool) -> ChatTemplate:
+        """The template in force, chosen as transformers does where there are several."""
+        if given is not None and given not in self._templates:
+            try:
+                return ChatTemplate(given)
+            except jinja2.TemplateError as wrong:
+                raise RequestError(f"chat_template is not a Jinja template: {wrong}", param="chat_template") from wrong
+        name = given or ("tool_use" if tools and "tool_use" in self._templates else "default")
+        if name in self._templates:
+            return self._templates[name]
+        raise RequestError(
+            f"this model has several chat templates and none is the default: {', '.join(self._templates)}; name one as chat_template"
+            if self._templates
+            else "this model has no chat template; send `chat_template`, set one in the deployment file, or use /v1/completions",
+            param="messages",
+        )
 
     def _config(self) -> dict[str, Any]:
         """tokenizer_config.json with its named tokens as plain strings and the chat template in force."""
-        config = _read(self.path / "tokenizer_config.json")
-        config.setdefault("tokenizer_class", type(self.tokenizer).__name__)
-        config |= {name: getattr(self.tokenizer, name) for name in NAMED_TOKENS}
-        config["chat_template"] = self.tokenizer.chat_template
+        config = read_json(self.path / "tokenizer_config.json")
+        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        config |= {name: self.tokenizer.names.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        several = {name: template.source for name, template in self._templates.items()}
+        config["chat_template"] = several.get("default") if len(several) < 2 else several
         return config
 
 
-def _open(path: Path) -> Any:
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory; give the directory that holds tokenizer.json")
-    named = _read(path / "tokenizer_config.json")
-    generic = named.get("tokenizer_class") in GENERIC and "auto_map" not in named and (path / "tokenizer.json").is_file()
-    try:
-        if generic and _read(path / "config.json").get("model_type") not in OVERRULED:  # a second less than by the register of all models
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as wrong:  # transformers and tokenizers raise whatever the file at fault made them trip over
-        raise CheckpointError(f"no tokenizer could be read from {path}: {wrong}") from wrong
+def check(path: str | Path, tokenizer: str | Path | None = None, chat_template: str | Path | None = None) -> None:
+    """Raise ConfigError or CheckpointError where `Text` could not be had of these, without importing transformers."""
+    folder = Path(tokenizer or path)
+    find(folder)
+    if (folder / "tokenizer.json").is_file():
+        Text(folder, chat_template)
+        return
+    compiled(folder, read_templates(folder, read_json(folder / "tokenizer_config.json")), chat_template)
 
 
-def _template(given: str | Path) -> str:
-    """A Jinja text is told from a path by its braces."""
-    if isinstance(given, str) and "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except OSError as wrong:
-        raise ConfigError(f"chat_template: {given!s} is neither a template nor a readable file", param="chat_template") from wrong
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as wrong:
-        raise CheckpointError(f"{path} is not valid JSON: {wrong}") from wrong
-    return content if isinstance(content, dict) else {}
-
-
-def _ids(value: object) -> set[int]:
-    """An eos_token_id as configs write it: an id, a list of ids, or nothing."""
-    if isinstance(value, bool) or value is None:
-        return set()
-    if isinstance(value, int):
-        return {value}
-    return {item for item in value if isinstance(item, int)} if isinstance(value, list) else set()
-
-
-def _eos(config: Mapping[str, Any]) -> set[int]:
-    nested = config.get("text_config")
-    return _ids(config.get("eos_token_id")) | (_ids(nested.get("eos_token_id")) if isinstance(nested, dict) else set())
-
-
-def _vocab_size(config: Mapping[str, Any]) -> int:
-    nested = config.get("text_config")
-    size = config.get("vocab_size") or (nested.get("vocab_size") if isinstance(nested, dict) else None)
-    return size if isinstance(size, int) else 0
+def _too_long(limit: int) -> RequestError:
+    said = f"the prompt has more than {limit} tokens, but this model takes at most {limit} tokens, prompt and output together"
+    return RequestError(said, param="input_tokens")
 
 
 class _Choice:

@@ -19,7 +19,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys"}
-WORDS = {"text", "detokenizer", "stops"}
+WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -36,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "parallel", "text"},
     "detokenizer": {"errors", "types"},
     "stops": {"errors", "types"},
-    "text": {"errors", "types", "detokenizer", "stops", "models.hub"},
+    "tokenizer": {"errors", "detokenizer"},
+    "chat_template": {"errors"},
+    "text": {"errors", "types", "tokenizer", "chat_template", "detokenizer", "stops", "models.hub"},
     "models": {"errors", "settings", "devices.base"},
     "devices": {"errors", "settings", "models"},
     "policies": {"errors", "types", "hashing"},
@@ -68,9 +70,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
     "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
-    "transformers": ("text.py", "hf.py"),
-    "tokenizers": ("text.py", "demo/"),
-    "jinja2": ("text.py",),
+    "transformers": ("tokenizer.py", "hf.py"),
+    "tokenizers": ("tokenizer.py", "demo/"),
+    "jinja2": ("text.py", "chat_template.py"),
     "torch": ("models/", "devices/", "engine/", "transfer/", "parallel/", "demo/", "loading.py", "llm.py", "hf.py", "cli.py"),
     "safetensors": ("models/", "devices/", "demo/"),
     "zmq": ("serve/", "transfer/", "parallel/"),
@@ -83,8 +85,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "keys.py"),
-    *("validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
+    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "tokenizer.py", "chat_template.py"),
+    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/null.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
     *(f"parallel/{name}.py" for name in ("cores", "layout", "environment")),

@@ -26,7 +26,7 @@ def streamed(text: Text, ids: Sequence[int], prompt: Sequence[int] = (), skip: b
 
 def spelled(text: Text, ids: Sequence[int], skip: bool) -> bytes:
     """The bytes of tokens, read off the vocabulary by hand: GPT-2's alphabet or Llama's <0x..> and ▁."""
-    backend = text.tokenizer.backend_tokenizer
+    backend = text.tokenizer.backend
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}
@@ -51,7 +51,7 @@ def test_corpus_streams_whole(text: Text, sample: str, skip: bool) -> None:
     assert "".join(pieces) == text.decode(ids, skip_special_tokens=skip) == sample
     if "\ufffd" not in sample:
         assert all("\ufffd" not in piece for piece in pieces)
-    space = " " if "▁" in text.tokenizer.get_vocab() else ""
+    space = " " if "▁" in text.tokenizer.backend.get_vocab() else ""
     assert "".join(streamed(text, ids, text.encode("a prompt"), skip)) == space + sample, "after a prompt a leading space stays"
 
 
@@ -60,7 +60,7 @@ def test_corpus_streams_whole(text: Text, sample: str, skip: bool) -> None:
 def test_any_ids_stream_to_their_bytes(byte_level: Text, byte_fallback: Text, data: st.DataObject, skip: bool) -> None:
     """Random ids, most of them invalid UTF-8: the join is what all bytes decode to at once, and the tokenizer's own where it agrees."""
     for kind in (byte_level, byte_fallback):
-        ids = data.draw(st.lists(st.integers(0, kind.tokenizer.backend_tokenizer.get_vocab_size() - 1), max_size=24))
+        ids = data.draw(st.lists(st.integers(0, kind.tokenizer.backend.get_vocab_size() - 1), max_size=24))
         whole = spelled(kind, ids, skip).decode("utf-8", "replace")
         joined = "".join(streamed(kind, ids, skip=skip))
         assert joined == (whole if kind is byte_level else whole.removeprefix(" "))
@@ -109,7 +109,7 @@ def _byte_ids(text: Text, char: str) -> list[int]:
 
 def test_special_tokens(text: Text) -> None:
     """Special tokens are left out or kept as asked; an added token that is not special always stays."""
-    ids = text.tokenizer.convert_tokens_to_ids(["<|im_start|>", spelling.KEPT, "<|im_end|>", "<s>"])
+    ids = [text.tokenizer.backend.token_to_id(name) for name in ("<|im_start|>", spelling.KEPT, "<|im_end|>", "<s>")]
     assert "".join(streamed(text, ids)) == spelling.KEPT
     assert "".join(streamed(text, ids, skip=False)) == f"<|im_start|>{spelling.KEPT}<|im_end|><s>"
 
@@ -225,7 +225,7 @@ def test_after_a_stop_string_nothing_follows(text: Text) -> None:
 @pytest.mark.parametrize("include", [True, False])
 def test_end_of_sequence(text: Text, skip: bool, include: bool) -> None:
     """EOS ends with reason stop, is counted, and is not in the text, unless include_stop_str_in_output asks for it with skipping off."""
-    eos, request = text.tokenizer.eos_token_id, request_for(text, skip_special_tokens=skip, include_stop_str_in_output=include)
+    eos, request = text.tokenizer.id_of("eos_token"), request_for(text, skip_special_tokens=skip, include_stop_str_in_output=include)
     shown = "</s>" if include and not skip else ""
     first = outcome(text, request, [eos], [1], finish="stop", eos=True)
     assert (first["text"], first["finish"], first["usage"].completion_tokens) == (shown, ("stop", None), 1)  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         words["logprobs"] = logprobs
     asked, name = _max_tokens(fields)
     keep, side = truncate(fields, context, asked or 1)
-    ids, role = render(fields, context)
+    ids, role = render(fields, context, keep, side)
     ids = cut(ids, keep, side)
     params = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
     return Call(

@@ -80,7 +80,8 @@ def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
     for place, item in enumerate(items):
         name = "prompt" if items is not given else f"prompt[{place}]"
         if isinstance(item, str):
-            text, ids = item, context.text.encode(item, add_special_tokens=special)
+            limit, cutting = (context.max_model_len, None) if keep is None else (keep, side)
+            text, ids = item, context.text.encode(item, special, limit, cutting)
         else:
             text, ids = None, token_ids(name, item, context.vocab_size)
         if not item or not ids:  # a text without characters is refused even where the tokenizer would add BOS, as vLLM does

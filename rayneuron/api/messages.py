@@ -12,14 +12,16 @@ from rayneuron.errors import RequestError
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def read_messages(value: object) -> list[dict[str, Any]]:
-    """Messages with string contents. RequestError names the message and the part that is wrong."""
+def read_messages(value: object, most: int) -> list[dict[str, Any]]:
+    """Messages with string contents, not more than `most`. RequestError names the message and the part that is wrong."""
     if not isinstance(value, list):
         if value is None:
             raise RequestError("messages is required: an array of {role, content} objects", param="messages")
         wrong("messages", "an array of {role, content} objects", value)
     if not value:
         raise RequestError("messages must hold at least one message", param="messages")
+    if len(value) > most:
+        raise RequestError(f"messages holds {len(value)} messages, more than the {most} tokens this model takes", param="messages")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(value)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rayneuron.api.call import Context, Encoder
+from rayneuron.api.call import Context
 from rayneuron.api.fields import Fields, token_ids, whole, wrong
 from rayneuron.errors import ConfigError, RequestError
 from rayneuron.types import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
@@ -68,7 +68,7 @@ def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
         banned_token_ids=fields.ids("banned_token_ids", context.vocab_size),
         logit_bias=_bias(fields.table("logit_bias"), context.vocab_size),
         bad_words=bad_words,
-        bad_words_ids=_bad_words_ids(bad_words, context.text),
+        bad_words_ids=context.text.bad_words_ids(bad_words),
         ignore_eos=fields.flag("ignore_eos"),
         include_stop_str_in_output=fields.flag("include_stop_str_in_output"),
         skip_special_tokens=fields.flag("skip_special_tokens", True),
@@ -151,17 +151,3 @@ def _bias(given: dict[str, Any] | None, vocab_size: int) -> dict[int, float] | N
         token_ids("logit_bias", [token_id], vocab_size)
         bias[token_id] = max(-MAX_BIAS, min(MAX_BIAS, float(value) if abs(value) < 1e308 else MAX_BIAS * (1 if value > 0 else -1)))
     return bias
-
-
-def _bad_words_ids(words: tuple[str, ...], text: Encoder) -> tuple[tuple[int, ...], ...]:
-    """Ids of each word as it begins a text and as it follows a space; the second only where as many other tokens spell it (vLLM's rule)."""
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        first = tuple(text.encode(word.lstrip(), add_special_tokens=False))
-        spaced = tuple(text.encode(" " + word.lstrip(), add_special_tokens=False))
-        if not first:
-            raise RequestError(f"bad_words: {word!r} has no tokens", param="bad_words")
-        found.append(first)
-        if len(spaced) == len(first) and spaced[0] != first[0]:
-            found.append(spaced)
-    return tuple(found)

@@ -11,12 +11,15 @@ from rayneuron.errors import RequestError
 
 # What has its own field, or is not for a client to say at all.
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents", "messages", "conversation")
-RENDERING = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "add_special_tokens", "tokenizer_kwargs")
+RENDERING = (
+    *("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "add_special_tokens", "tokenizer_kwargs"),
+    "self",  # a word of Jinja's own
+)
 
 
-def render(fields: Fields, context: Context) -> tuple[list[int], str]:
-    """Token ids of the body's conversation, and the role that speaks next."""
-    messages = read_messages(fields.take("messages"))
+def render(fields: Fields, context: Context, keep: int | None = None, side: str = "left") -> tuple[list[int], str]:
+    """Token ids of the body's conversation, and the role that speaks next. `keep`: the caller will cut all but so many, on that `side`."""
+    messages = read_messages(fields.take("messages"), context.max_model_len)
     prompt, final = fields.flag("add_generation_prompt", True), fields.flag("continue_final_message")
     if prompt and final:
         raise RequestError("continue_final_message needs add_generation_prompt: false", param="continue_final_message")
@@ -26,22 +29,24 @@ def render(fields: Fields, context: Context) -> tuple[list[int], str]:
             "chat_template is not accepted from clients by this server; leave it out, or set serving.trust_request_chat_template: true",
             param="chat_template",
         )
-    options = _options(fields)
     ids = context.text.chat(
         messages,
         add_generation_prompt=prompt,
         continue_final_message=final,
         tools=_tools(fields),
+        documents=_documents(fields),
         chat_template=template,
         add_special_tokens=fields.flag("add_special_tokens"),
-        **options,
+        limit=context.max_model_len if keep is None else keep,
+        side=None if keep is None else side,
+        variables=_variables(fields),
     )
     if not ids:
         raise RequestError("the chat template made an empty prompt of these messages", param="messages")
     return ids, "assistant" if prompt else messages[-1]["role"]
 
 
-def _options(fields: Fields) -> dict[str, Any]:
+def _variables(fields: Fields) -> dict[str, Any]:
     """Words for the template itself."""
     options: dict[str, Any] = dict(fields.table("chat_template_kwargs", {}))
     for name in (*OWN_FIELDS, *RENDERING):
@@ -51,12 +56,15 @@ def _options(fields: Fields) -> dict[str, Any]:
     effort = fields.string("reasoning_effort")
     if effort is not None:
         options.setdefault("reasoning_effort", effort)
-    documents = fields.take("documents")
-    if documents is not None:
-        if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
-            wrong("documents", "an array of objects", documents)
-        options["documents"] = documents
     return options
+
+
+def _documents(fields: Fields) -> list[dict[str, Any]] | None:
+    documents = fields.take("documents")
+    if documents is not None and (not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents)):
+        wrong("documents", "an array of objects", documents)
+    found: list[dict[str, Any]] | None = documents
+    return found
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]] | None:

@@ -54,7 +54,7 @@ def find_model(name: str, cards: Iterable[Json]) -> Json:
 
 
 def tokenize(body: Mapping[str, Any], context: Context) -> Json:
-    """/tokenize: the ids of `prompt`, or of `messages` through the chat template."""
+    """/tokenize: the ids of `prompt`, or of `messages` through the chat template. Texts far beyond what the model takes are refused."""
     fields = Fields(body)
     read_head(fields, context)
     strings = fields.flag("return_token_strs")
@@ -64,7 +64,7 @@ def tokenize(body: Mapping[str, Any], context: Context) -> Json:
         prompt = fields.string("prompt")
         if prompt is None:
             raise RequestError("prompt or messages is required", param="prompt")
-        ids = context.text.encode(prompt, add_special_tokens=fields.flag("add_special_tokens", True))
+        ids = context.text.encode(prompt, fields.flag("add_special_tokens", True), context.max_model_len)
     reply: Json = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids}
     if strings:
         reply["token_strs"] = [context.text.token(token_id) for token_id in ids]

@@ -211,7 +211,7 @@ def test_logprobs_of_each_endpoint(byte_level: Text) -> None:
 def test_bad_words_in_both_spellings(byte_level: Text, byte_fallback: Text) -> None:
     for text in (byte_level, byte_fallback):
         ids = parse("text", {"bad_words": ["the", " x"]}, text).requests[0].params.bad_words_ids
-        encode = text.tokenizer.backend_tokenizer.encode
+        encode = text.tokenizer.backend.encode
         assert tuple(encode("the", add_special_tokens=False).ids) in ids
         for word in ids:
             assert text.decode(word).strip() in ("the", "x")
@@ -294,10 +294,11 @@ def test_chat_reaches_the_template(byte_level: Text) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
     assert rendered(messages=[{"role": "user", "content": parts}]) == "(user:one\ntwo)"
     assert rendered(chat_template_kwargs={"mood": "!"}, reasoning_effort="low", documents=[{"a": "b"}]) == "(user:hello)!low[{'a': 'b'}]"
-    tools = "{{ tools[0]['function']['name'] }}"
-    assert rendered(chat_template=tools, tools=[FUNCTION], tool_choice="none") == "f"
+    tools = "{{ tools[0]['function']['name'] }}{{ messages[0]['content'] }}"
+    assert rendered(chat_template=tools, tools=[FUNCTION], tool_choice="none") == "fhello"
     called = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}]
-    assert rendered(chat_template="{{ messages[1]['tool_calls'][0]['function']['arguments']['a'] + 1 }}", messages=called) == "2"
+    calls = "{{ messages[0].content }}{{ messages[1].tool_calls[0].function.name }}{{ messages[1].tool_calls[0].function.arguments.a + 1 }}"
+    assert rendered(chat_template=calls, messages=called) == "xf2"
     with pytest.raises(RequestError, match="not accepted from clients"):
         parse("chat", {"chat_template": template}, byte_level, trust_chat_template=False)
 
