@@ -25,22 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         args.run(args)
-    except RayNeuronError as error:
-        print(f"rayneuron {args.command}: {error.message}", file=sys.stderr)
-        return 2
-    except OSError as problem:  # a full disk, a directory nobody may write into
-        if isinstance(problem, BrokenPipeError):  # whoever reads has seen enough; the interpreter would complain about it once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        print(f"rayneuron {args.command}: {_said(problem)}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads has seen enough; the interpreter would complain about it once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (RayNeuronError, OSError) as error:  # the latter: a full disk, a directory nobody may write into
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"rayneuron {args.command}: {said}", file=sys.stderr)
+        return 2
     return 0
-
-
-def _said(problem: OSError) -> str:
-    return f"{problem.filename}: {problem.strerror}" if problem.filename and problem.strerror else str(problem)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,47 +110,31 @@ def _plan(args: argparse.Namespace) -> None:
     from rayneuron.parallel.listing import describe
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
-    print(
-        describe(
-            file.deployments,
-            named=args.instance,
-            nodes=args.nodes,
-            vcpus=os.cpu_count() or 1,
-            ranks_per_process=devices.ranks_per_process,
-            resolve=demo.resolve,
-        )
-    )
+    where = {"named": args.instance, "nodes": args.nodes, "vcpus": os.cpu_count() or 1}
+    print(describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=demo.resolve))
 
 
 def _add_serve(commands: Any) -> None:
-    command = commands.add_parser("serve", help="check a deployment file, then `serve run` it")
+    command = commands.add_parser("serve", help="check a deployment file and serve it with Ray Serve until SIGTERM or Ctrl-C")
     _add_deployment(command)
     command.add_argument("--profile", default="plain", help="plain: Ray Serve's defaults; fast: HAProxy and throughput settings (plain)")
+    command.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="when told to end, streams have most of it (30)")
     command.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> None:
-    """Become `serve run`: signals and the exit code are its own."""
     from rayneuron import devices, settings
+    from rayneuron.serve import port
     from rayneuron.serve.profile import profile_env, stand_in_env
 
-    path, file = args.deployment, _checked(args)
+    file = _checked(args)
     cores = stand_in_env([d for d in file.deployments.values() if devices.ranks_per_process(d.device) == 1])
-    environment = settings.environment({**profile_env(args.profile), **cores, "RAY_USAGE_STATS_ENABLED": "0"})
-    if args.set:
-        path = _in_memory(file.content)
-    sys.stdout.flush()
-    run = "from ray.serve.scripts import cli; cli(prog_name='serve')"
-    os.execve(sys.executable, [sys.executable, "-c", run, "run", str(path)], environment)
+    environment = {**profile_env(args.profile), **cores, "RAY_USAGE_STATS_ENABLED": "0"}
+    port.check_free(file.content.get("http_options") or {})
+    settings.export(settings.environment(environment))  # before Ray is imported, which reads them once
+    from rayneuron.serve import process
 
-
-def _in_memory(content: Any) -> Path:
-    """A file that survives exec and nothing else: no temporary file is left behind."""
-    import yaml
-
-    descriptor = os.memfd_create("deployment", 0)
-    os.write(descriptor, yaml.safe_dump(dict(content), sort_keys=False).encode())
-    return Path(f"/proc/self/fd/{descriptor}")
+    process.run(file.content, file.deployments, args.grace)
 
 
 def _add_compile(commands: Any) -> None:

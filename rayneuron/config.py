@@ -95,6 +95,7 @@ class Limits(Section):
     max_waiting: int = Field(256, ge=0, description="Requests that may wait for a slot; one more is answered 429.")
     max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait.")
     max_body_bytes: int = Field(8 * 2**20, ge=1024)
+    body_timeout_s: float = Field(60.0, gt=0, description="For a request's body to arrive; beyond, 408.")
     request_timeout_s: float | None = Field(None, gt=0, description="Default deadline of a request; None: no limit.")
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
 
@@ -116,6 +117,9 @@ class Serving(Section):
         min_length=1,
         description="Where the keys are of which clients send one as `Authorization: Bearer <key>`: env:NAME, file:PATH (one a line) or "
         "sha256:HEX. Default: none is asked for.",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list, description='Origins whose pages may call this model (CORS): ["https://a.example"], or ["*"]; default: none.'
     )
     log_prompts: bool = False
     trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")

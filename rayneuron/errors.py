@@ -6,7 +6,8 @@ RayNeuronError                     500
  ├─ CompileError                   500  a graph could not be built, or a shape was not listed
  ├─ RequestError                   400  one request is wrong; `param` names the field
  │   ├─ UnknownModel               404
- │   └─ BodyTooLarge               413
+ │   ├─ BodyTooLarge               413
+ │   └─ UnsupportedMedia           415
  ├─ Busy                           429  queue full or no capacity; `retry_after_s`
  ├─ NotReady                       503  still loading, draining or unhealthy
  ├─ RequestTimeout                 408  the request's own deadline passed
@@ -70,6 +71,12 @@ class BodyTooLarge(RequestError):
     """The request body exceeds the limit."""
 
     status = 413
+
+
+class UnsupportedMedia(RequestError):
+    """The request body is of a type, or in an encoding, that is not read here."""
+
+    status = 415
 
 
 class Busy(RayNeuronError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayneuron import demo, devices, keys, models, settings
+from rayneuron import demo, devices, keys, models, settings, text
 from rayneuron.api import sampling
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
@@ -38,6 +38,13 @@ class Fitted:
     arch: Arch
     capacity: Capacity
     layout: Layout
+
+
+class _NoWords:
+    """Stands for a tokenizer that is not read yet: what needs its ids is for the replica to check."""
+
+    def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return ()
 
 
 def inspect_file(file: DeploymentFile) -> list[str]:
@@ -75,6 +82,7 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
         fitted = fit(config, raw, path)
         if path is not None:
             _check_weights(path, config.model.allow_pickle)
+            _check_words(config, path)
         check_defaults(config, fitted, path)
     if able:
         keys.read(config.serving.api_keys or ())
@@ -96,9 +104,8 @@ def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None)
     said = config.sampling_defaults
     try:
         defaults = sampling.sampling_defaults(fitted.generation, said)
-        known = {name: value for name, value in defaults.items() if name != "bad_words"}  # those want a tokenizer
-        names, length, vocab = config.model.served_names, fitted.capacity.length, fitted.arch.vocab
-        sampling.check_defaults(Context(names, None, length, vocab, known))  # type: ignore[arg-type]
+        context = Context(config.model.served_names, _NoWords(), fitted.capacity.length, fitted.arch.vocab, defaults)  # type: ignore[arg-type]
+        sampling.check_defaults(context)
     except ConfigError as wrong:
         if said and (wrong.param in said or wrong.param is None):
             key = f"sampling_defaults.{wrong.param}" if wrong.param else "sampling_defaults"
@@ -123,6 +130,18 @@ def _directory(config: Deployment, able: bool) -> Path | None:
         if able:
             raise ConfigError(f"model.path: {absent.message}", param="model.path") from None
         return None
+
+
+def _check_words(config: Deployment, path: Path) -> None:
+    said = config.model
+    if said.skip_tokenizer_init:
+        return
+    try:
+        text.check(path, said.tokenizer, said.chat_template)
+    except CheckpointError as wrong:
+        raise CheckpointError(wrong.message, param="model.tokenizer" if said.tokenizer else "model.path") from None
+    except ConfigError as wrong:
+        raise ConfigError(wrong.message, param=f"model.{wrong.param}" if wrong.param == "chat_template" else wrong.param) from None
 
 
 def _check_memory(config: Deployment, raw: Mapping[str, Any], layout: Layout, capacity: Capacity) -> None:

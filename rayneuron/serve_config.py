@@ -11,7 +11,7 @@ from rayneuron.validation import Section
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+Port = Annotated[int, Field(ge=1, le=65535)]
 Object = dict[str, Any]
 
 

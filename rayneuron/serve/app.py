@@ -21,6 +21,7 @@ from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.parallel.layout import Layout
 from rayneuron.parallel.seating import group_layout
+from rayneuron.serve import readiness
 from rayneuron.serve.actors import Actors, check_room, worker_options
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer, Opener
@@ -88,6 +89,9 @@ class ServedEngine(EngineServer):
         os._exit(1)
 
     _leaving = False
+
+    def _publish(self, progress: str) -> None:
+        readiness.publish(serve.get_replica_context().app_name, progress)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         return application(self, echo_request_id=False)

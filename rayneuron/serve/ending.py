@@ -6,11 +6,17 @@ pass through as they are.
 
 from __future__ import annotations
 
+import importlib.util
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayneuron.api import errors
+from rayneuron.api.head import clean_id
 from rayneuron.api.stream import DONE, event
+from rayneuron.serve.readiness import Readiness, reply
 
 GONE = "the process that answered this request has ended; it is being replaced"
 RETRY_S = 5.0
@@ -27,6 +33,7 @@ class Ending:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         answer = _Answer(send)
+        scope["headers"] = [_fit(*header) for header in scope["headers"]]
         await self._app(scope, receive, answer.send)
         await answer.end()
 
@@ -48,15 +55,30 @@ class _Answer:
 
     async def end(self) -> None:
         """Say what is still to be said; nothing where the answer is whole, or of a kind that knows no errors."""
-        status, body, headers = errors.error_reply(500, GONE, retry_after_s=RETRY_S)
+        gone = errors.error_reply(503, GONE, retry_after_s=RETRY_S)
         if not self._begun:
-            pairs = [(b"content-type", b"application/json"), *((k.lower().encode(), v.encode()) for k, v in headers.items())]
-            await self._send({"type": "http.response.start", "status": status, "headers": pairs})
-            await self._send({"type": "http.response.body", "body": errors.encode(body)})
+            await reply(self._send, gone)
         elif self._events and not self._whole:
-            await self._send({"type": "http.response.body", "body": event(body) + DONE})
+            await self._send({"type": "http.response.body", "body": event(gone[1]) + DONE})
+
+
+def _fit(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """Serve logs and echoes a request id as it comes, however long it is."""
+    return name, ((clean_id(value.decode("latin-1")) or "_").encode() if name == b"x-request-id" else value)
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve's proxy asks for."""
-    return [Middleware(Ending)]
+    """What Serve asks for, in a proxy and in a replica that answers HTTP itself; the last is the outermost."""
+    if importlib.util.find_spec("httptools") is not None:
+        from uvicorn.config import HTTP_PROTOCOLS
+
+        HTTP_PROTOCOLS["auto"] = "rayneuron.serve.connection:Connection"
+    return [Middleware(Ending)] if _in_replica() else [Middleware(Readiness), Middleware(Ending)]
+
+
+def _in_replica() -> bool:
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True

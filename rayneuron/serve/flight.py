@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.06  # what a reader does not notice
+LOOK_PERIOD_S = 0.05
+LAST_WORDS_S = 1.0  # for streams to take their error event
 TIMED_OUT = "the request did not finish within its time limit"
 
 
@@ -254,6 +256,14 @@ class Flights:
         self.closed = error
         for flight in tuple(self._open):
             flight.fail(error)
+
+    async def end(self, within_s: float, error: RayNeuronError) -> None:
+        """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""
+        for patience_s in (within_s, LAST_WORDS_S):
+            until = time.monotonic() + patience_s
+            while self._open and time.monotonic() < until:
+                await asyncio.sleep(LOOK_PERIOD_S)
+            self.fail_all(error)
 
     def _abort(self, request_id: str, index: int | None) -> None:
         if self._engine is not None and self._engine.alive:

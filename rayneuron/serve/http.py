@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from rayneuron.api import errors
 from rayneuron.api.head import clean_id
-from rayneuron.errors import BodyTooLarge, RequestError
+from rayneuron.errors import BodyTooLarge, RequestError, RequestTimeout, UnsupportedMedia
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -36,6 +36,7 @@ class Exchange:
         self.request_id = self.client_id or uuid4().hex
         self.status = 0
         self.gone = False
+        self._unread = False  # a body that was not read to its end
         self._echo = [(b"x-request-id", self.request_id.encode())] if echo_request_id else []
         self._receive = receive
         self._send = send
@@ -46,15 +47,25 @@ class Exchange:
         value = self.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
-    async def body(self, limit_bytes: int) -> bytes:
-        """The request body. Raises BodyTooLarge before reading more than the limit, ClientGone if the client leaves while sending."""
+    async def body(self, limit_bytes: int, within_s: float | None = None) -> bytes:
+        """The request body. Raises BodyTooLarge before reading more than the limit, RequestTimeout where it does not come in time,
+        ClientGone if the client leaves while sending."""
+        self._unread = True
         declared = self.header("content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
             raise _too_large(limit_bytes)
+        try:
+            body = await asyncio.wait_for(self._body(limit_bytes), within_s)
+        except asyncio.TimeoutError:
+            raise RequestTimeout(f"the request body did not arrive within {within_s:g} s") from None
+        self._unread = False
+        return body
+
+    async def _body(self, limit_bytes: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
-            message = await self._receive()
+            message = await self._hear()
             if message["type"] == "http.disconnect":
                 raise ClientGone
             chunk = message.get("body", b"")
@@ -65,19 +76,31 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def json_body(self, limit_bytes: int) -> bytes:
-        """The body of a request that must be JSON by its content type."""
+    async def _hear(self) -> Message:
+        """The next of what the client sends. Behind Serve's proxy this is a call, which fails where the proxy has died or forgotten us."""
+        try:
+            return await self._receive()
+        except Exception:
+            return {"type": "http.disconnect"}
+
+    async def json_body(self, limit_bytes: int, within_s: float | None = None) -> bytes:
+        """The body of a request that must be JSON by its content type, and not compressed."""
         kind = (self.header("content-type") or JSON).partition(";")[0].strip().lower()
         if kind != JSON and not kind.endswith("+json"):
-            raise RequestError(f"content type {kind!r} is not read here; send application/json", param="content-type")
-        return await self.body(limit_bytes)
+            raise UnsupportedMedia(f"content type {kind!r} is not read here; send application/json", param="content-type")
+        encoding = (self.header("content-encoding") or "identity").strip().lower()
+        if encoding != "identity":
+            raise UnsupportedMedia(
+                f"Content-Encoding {encoding!r} is not read here; send the JSON uncompressed, without that header", param="content-encoding"
+            )
+        return await self.body(limit_bytes, within_s)
 
     def watch(self, task: asyncio.Task[Any]) -> None:
         """From here on, cancel `task` when the client goes. The body must have been read."""
         self._watcher = asyncio.create_task(self._watch(task))
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self._hear())["type"] != "http.disconnect":
             pass
         self.gone = True
         task.cancel()
@@ -106,8 +129,10 @@ class Exchange:
         await self.write(data, more=False)
 
     async def refuse(self, triple: errors.Triple) -> None:
-        """Send an error body."""
+        """Send an error body. Whoever is still sending is not listened to any longer."""
         status, body, headers = triple
+        if self._unread:
+            headers = {**headers, "Connection": "close"}
         await self.reply(status, errors.encode(body), headers=headers)
 
     def time_limit_s(self, default_s: float | None) -> float | None:

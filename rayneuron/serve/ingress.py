@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 Endpoint = Callable[[EngineServer, Exchange], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/"})  # answered without the API key: they reveal and cost nothing
+CORS: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"], "max_age": 600}
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
@@ -39,7 +42,12 @@ def application(server: EngineServer, echo_request_id: bool = True) -> Starlette
     ]
     if server.config.serving.page:
         routes += page_routes()
-    app = Starlette(routes=routes, exception_handlers={HTTPException: partial(_no_route, server)})
+    origins = server.config.serving.allowed_origins
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: partial(_no_route, server)},
+        middleware=[Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else [],
+    )
     app.router.redirect_slashes = False
     return app
 
@@ -102,7 +110,7 @@ async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> N
     arrival_s = time.monotonic()
     server.admit()
     limit_s = exchange.time_limit_s(server.limits.request_timeout_s)
-    body = await exchange.json_body(server.limits.max_body_bytes)
+    body = await exchange.json_body(server.limits.max_body_bytes, server.limits.body_timeout_s)
     task = asyncio.current_task()
     assert task is not None
     exchange.watch(task)
@@ -154,7 +162,7 @@ async def _model(server: EngineServer, exchange: Exchange) -> None:
 
 async def _tokens(convert: Callable[[Any, api.Context], Any], server: EngineServer, exchange: Exchange) -> None:
     _require_ready(server)
-    body = await exchange.json_body(server.limits.max_body_bytes)
+    body = await exchange.json_body(server.limits.max_body_bytes, server.limits.body_timeout_s)
     work = partial(_convert, convert, body, server.context)
     reply = await server.on_text_thread(len(body), work)
     await exchange.reply(200, reply)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
+
+from rayneuron.api.call import Call
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.serve.trace import Ended
 from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta
@@ -80,3 +83,14 @@ class Leg:
             for index in left:
                 self.ended(index, "error" if failed else "abort", self.tokens.get(index, 0), stamps)
         return bool(left)
+
+
+def plain(call: Call, delta: Delta) -> dict[str, Any]:
+    """What `generate` by handle yields for one delta."""
+    out: dict[str, Any] = {"index": call.prompt(delta.request_id) * call.n + delta.index, "text": delta.text, "token_ids": delta.token_ids}
+    out |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+    if delta.logprobs is not None:
+        out["logprobs"] = msgspec.to_builtins(delta.logprobs)
+    if delta.usage is not None:
+        out["usage"] = msgspec.to_builtins(delta.usage)
+    return out

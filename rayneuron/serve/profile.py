@@ -11,25 +11,34 @@ from rayneuron.errors import ConfigError
 from rayneuron.parallel import instances
 from rayneuron.parallel.layout import CORES
 
-# A proxy is given up and started anew where it is not ready in time: 5 s else, too little where models are loading beside it.
-PATIENT: dict[str, str] = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
-
-# Serve's own proxy ends the answers of a replica that died (serve.ending). Where replicas answer HTTP themselves there is nobody to do it.
-# It hears of a replica lost with its node once it has waited in vain for the cause, and looks at that once a heartbeat: 1 + 1 s else.
-PLAIN: dict[str, str] = {
-    **PATIENT,
+# What Serve's controller and proxies read as they start, in either profile. Deployment files say the same under `controller_options`, whose
+# environment the proxies inherit, so that a bare `serve run` has it too.
+COMMON: dict[str, str] = {
+    # Answers for replicas that died, load or failed, and limits on a request's head: serve.ending.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
+    # A proxy is given up and started anew where it is not ready in time: 5 s else, too little where models are loading beside it.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # It is taken for dead after three looks in vain, and one look lasts as long as the period: 10 s else, half a minute of refused calls.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+}
+
+# Serve's own proxy ends the answers of a replica that died. It hears of one lost with its node once it has waited in vain for the cause,
+# and looks at that once a heartbeat: 1 + 1 s else.
+PLAIN: dict[str, str] = {
+    **COMMON,
     "RAY_timeout_ms_task_wait_for_death_info": "300",
     "RAY_core_worker_internal_heartbeat_ms": "250",
 }
 
-# Read when Ray Serve is imported, by controller, proxies and replicas alike: export before Ray starts, on every node.
+# Read when Ray Serve is imported, by controller, proxies and replicas alike: export before Ray starts, on every node. Where replicas answer
+# HTTP themselves there is nobody to end the answers of one that died.
 FAST: dict[str, str] = {
-    **PATIENT,
+    **COMMON,
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut a long stream
     "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy knows within a second; 30 s else, more than a process has to end
 }
 
 NAMES = ("plain", "fast")

@@ -27,12 +27,12 @@ from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.flight import Flight, Flights
 from rayneuron.serve.hot import Hot, hot
 from rayneuron.serve.journal import Journal
-from rayneuron.serve.leg import Leg
+from rayneuron.serve.leg import Leg, plain
 from rayneuron.serve.startup import Startup, events_per_s, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.text import Assembler
-from rayneuron.types import Delta, SamplingParams
+from rayneuron.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class EngineServer:
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls. Whatever was made is given back where it fails."""
-        startup = Startup(self.name)
+        startup = Startup(self.name, self._publish)
         config = self.config.model_copy(update={"threads": thread_share(self.config)})
         self.keys = keys.read(self.config.serving.api_keys or ())
         opened = await opened_aside(partial(self._opener, config, startup.report))
@@ -114,9 +114,8 @@ class EngineServer:
     def admit(self) -> None:
         """Raise NotReady or Busy before any work is spent on a call. O(1)."""
         if not self.ready or self.draining:
-            raise NotReady(
-                "the server is shutting down" if self.draining else "the engine is still loading", retry_after_s=self.limits.retry_after_s
-            )
+            why = "the server is shutting down" if self.draining else "the engine is still loading"
+            raise NotReady(why, retry_after_s=self.limits.retry_after_s)
         waiting = self.flights.sequences - self.opened.engine.snapshot().slots_total
         if waiting >= self.limits.max_waiting and self.flights.sequences:
             self.telemetry.refused("capacity")
@@ -183,7 +182,7 @@ class EngineServer:
         with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
             while deltas := await flight.take():
                 for delta in deltas:
-                    yield _plain(call, delta)
+                    yield plain(call, delta)
                 await flight.rest(self.flights.pace_s)
 
     async def tokenize(self, body: Json) -> Json:
@@ -204,9 +203,11 @@ class EngineServer:
         refused = {} if self.refused is None else {"refused_user_config": self.refused}
         return {**msgspec.to_builtins(load.snapshot), "open_calls": load.calls, "open_sequences": load.sequences, **refused}
 
-    async def drain(self) -> None:
-        """Refuse new calls with 503 from now on; running ones finish."""
+    async def drain(self, within_s: float | None = None) -> None:
+        """Refuse new calls with 503 from now on; running ones finish, those that have not after `within_s` with an error."""
         self.draining = True
+        if within_s is not None:
+            await self.flights.end(within_s, NotReady("the server is shutting down", retry_after_s=self.limits.retry_after_s))
 
     def check_health(self) -> None:
         """Raise where the engine is dead, or has had work for `stall_timeout_s` without finishing a step. Takes no lock."""
@@ -288,20 +289,10 @@ class EngineServer:
         log.error("the engine has stopped: %s", self.engine.error)
         self.flights.fail_all(NotReady("the engine has stopped; this replica is being replaced", retry_after_s=self.limits.retry_after_s))
 
+    _publish: Callable[[str], None] = staticmethod(lambda progress: None)  # tells how far the start has come
     _last_idle_s = 0.0
 
 
 def new_id() -> str:
     """A request id nobody else has."""
     return uuid4().hex
-
-
-def _plain(call: api.Call, delta: Delta) -> Json:
-    prompt = call.prompt(delta.request_id)
-    out: Json = {"index": prompt * call.n + delta.index, "text": delta.text, "token_ids": delta.token_ids}
-    out |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-    if delta.logprobs is not None:
-        out["logprobs"] = msgspec.to_builtins(delta.logprobs)
-    if delta.usage is not None:
-        out["usage"] = msgspec.to_builtins(delta.usage)
-    return out

@@ -25,8 +25,9 @@ PROXY_EVENTS_PER_S, HAPROXY_EVENTS_PER_S = 250.0, 500.0  # what leaves the engin
 class Startup:
     """Reports the stages of one replica's start. Called from the thread that loads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, publish: Callable[[str], None]) -> None:
         self._name = name
+        self._publish = publish
         self._stage = ""
         self._line_s = 0.0
         self._bar: Any = None
@@ -44,7 +45,9 @@ class Startup:
             self._draw(stage, done, total)
         if done >= total or now_s - self._line_s >= LINE_PERIOD_S:
             self._line_s = now_s
-            log.info("%s: %s %d/%d, %.1f s since start", self._name, stage, done, total, now_s - self._started_s)
+            progress = f"{stage} {done}/{total}, {now_s - self._started_s:.1f} s since start"
+            log.info("%s: %s", self._name, progress)
+            self._publish(progress)
 
     def done(self, seconds: Mapping[str, float]) -> None:
         """The first token is possible from now on."""

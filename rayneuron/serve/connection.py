@@ -1,0 +1,64 @@
+"""A connection of Serve's HTTP proxy that waits for a request's head only so long, and reads only so much of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+HEAD_S = 20.0  # from the first byte, or from the connection, to the end of the head
+HEAD_BYTES = 64 * 1024
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's own, which by itself waits for ever. What is named in `uvicorn.config.HTTP_PROTOCOLS`."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _read = 0
+    _in_body = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As uvicorn's."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As uvicorn's."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As uvicorn's."""
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()  # of the next request on this connection; or a body comes in that was answered already
+        self._read += 0 if self._in_body else len(data)
+        super().data_received(data)
+        if self._timer is not None and self._read > HEAD_BYTES:
+            self._refuse(431)
+
+    def on_headers_complete(self) -> None:
+        """As uvicorn's."""
+        self._forget()
+        self._in_body = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """As uvicorn's."""
+        self._in_body = False
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._read = 0
+        self._timer = self.loop.call_later(HEAD_S, self._refuse, 408)
+
+    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: int) -> None:
+        self._forget()
+        if not self.transport.is_closing():
+            if self._read:
+                self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.close()

@@ -1,0 +1,51 @@
+"""Whether a TCP port is free for us alone, and who has it if not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rayneuron.errors import ConfigError
+
+LISTENS = "0A"  # the state, in /proc/net/tcp
+
+
+def check_free(http_options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where we could not listen there alone: Serve's proxies share a port with any other that is willing to."""
+    host, port = http_options.get("host", "0.0.0.0"), http_options.get("port", 8000)
+    if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ConfigError(f"http_options need a host and a port from 1 to 65535, got {host!r} and {port!r}", param="http_options")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as wrong:
+        holders = ", ".join(holders_of(port))
+        who = f"; {holders} has it: end that, write another port, or update what runs there by `serve deploy`" if holders else ""
+        raise ConfigError(
+            f"port {port} of {host} cannot be had: {os.strerror(wrong.errno) if wrong.errno else wrong}{who}", param="http_options.port"
+        ) from None
+
+
+def holders_of(port: int) -> list[str]:
+    """The processes that listen on a port, as far as this user may see them: "process 12 (nginx: master)"."""
+    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net") / table, port)}
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(descriptor.readlink()) in inodes for descriptor in (process / "fd").iterdir()):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found.append(f"process {process.name} ({words[:80]})")
+        except OSError:
+            continue  # it has ended, or is not ours to see
+    return found
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+    return [row[9] for row in rows if row[3] == LISTENS and int(row[1].rpartition(":")[2], 16) == port]

@@ -1,0 +1,206 @@
+"""The process of `rayneuron serve`: starts Ray Serve, deploys, says when it is ready, and lets streams finish when it is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pydantic
+import ray
+from ray import serve
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as worker_output
+from ray.serve.schema import ServeDeploySchema
+
+from rayneuron.config import Deployment
+from rayneuron.errors import CheckpointError, CompileError, ConfigError, NotReady
+from rayneuron.serve import readiness
+
+log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S = 0.25
+PATIENCE_S = 2.0  # beyond what replicas were given
+LAST_BYTES_S = 0.5  # for Serve's proxy to hand on what replicas said last
+ENDING_SHARE, ENDING_S = 0.3, 6.0  # of the grace time, at most so many seconds, go to shutting down once the streams have ended
+FOR_GOOD = tuple(f"rayneuron.errors.{kind.__name__}: " for kind in (ConfigError, CheckpointError, CompileError))  # trying again is no use
+
+
+def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace_s: float) -> None:
+    """Serve the applications of a deployment file until SIGTERM or Ctrl-C, then end within `grace_s`.
+
+    Raises ConfigError or NotReady where an application cannot start. `deployments` are those of them that are ours.
+    """
+    try:
+        schema = ServeDeploySchema.model_validate(content)
+    except pydantic.ValidationError as wrong:
+        raise ConfigError("; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in wrong.errors())) from None
+    signals = Signals()
+    output = Output()
+    try:
+        with signals.ending():
+            _start(schema, signals, output)
+            _wait(schema, deployments)
+        output.ready = True
+        for line in ready_lines(schema, deployments):
+            print(line, flush=True)
+        signals.asked.wait()
+        output.ready = False
+        _end(deployments, grace_s)
+    finally:
+        ray.shutdown()
+
+
+class Signals:
+    """SIGTERM and Ctrl-C: the first asks to end, the second ends this process at once, and Ray's with it."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._starting = False
+
+    def listen(self) -> None:
+        """Once more after Ray has started, which takes SIGTERM for itself."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._take)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """While there are no streams to wait for, a signal ends what runs."""
+        self._starting = True
+        self.listen()
+        yield
+        self._starting = False
+
+    def _take(self, number: int, frame: object) -> None:
+        if self.asked.is_set():
+            os._exit(128 + number)
+        self.asked.set()
+        if self._starting:
+            raise SystemExit(128 + number)
+
+
+class Output:
+    """What the processes of Ray print, on standard error: until all is ready only how far the start has come, then everything but chatter.
+
+    The rest, tracebacks of a failed start among it, is in Ray's session directory as always.
+    """
+
+    LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d{4}-\d\d-\d\d \S+ (\S+) \S+ (?:\S+ )?-- (.*)", re.S)
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    def take(self, batch: Mapping[str, Any]) -> None:
+        """One batch of lines of one process, as Ray hands them out."""
+        actor = str(batch.get("actor_name") or "")
+        replica = actor.startswith("ServeReplica:")
+        for line in batch["lines"]:
+            said = self.LINE.match(line)
+            if self.ready and actor and not (said is not None and not replica and said[1] in ("DEBUG", "INFO")):
+                print(line, file=sys.stderr)
+            elif not self.ready and replica and said is not None and said[1] in ("INFO", "WARNING"):
+                print(said[3], file=sys.stderr)
+
+
+def _start(schema: ServeDeploySchema, signals: Signals, output: Output) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    sys.path.insert(0, os.getcwd())  # as `serve run` does, for applications beside the file; Ray's workers take it over
+    ray.init(namespace="serve")
+    signals.listen()
+    worker_output.remove_handler("ray_print_logs")
+    worker_output.add_handler("rayneuron", output.take)
+    serve.start(
+        proxy_location=schema.proxy_location,
+        http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
+        controller_options=schema.controller_options,
+    )
+    serve.context._get_global_client().deploy_apps(schema, _blocking=False)
+
+
+def _wait(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> None:
+    """Return when every application runs and ours answer."""
+    names = [application.name for application in schema.applications]
+    while True:
+        states = readiness.look()
+        for name in names:
+            if name in states:
+                _check(name, states[name])
+        if all(name in states and states[name].status == "RUNNING" for name in names):
+            break
+        time.sleep(LOOK_PERIOD_S)
+    until = time.monotonic() + 30  # Serve says so before its proxies know
+    while time.monotonic() < until and not all(_answers(schema, prefix) for prefix in _prefixes(schema, deployments).values()):
+        time.sleep(LOOK_PERIOD_S)
+
+
+def _check(name: str, state: readiness.State) -> None:
+    if state.status == "DEPLOY_FAILED" or any(kind in state.message for kind in FOR_GOOD):
+        raise NotReady(f"application {name} cannot start: {readiness.cause(state.message)}")
+
+
+def _answers(schema: ServeDeploySchema, prefix: str) -> bool:
+    options = schema.http_options
+    if options.ssl_certfile:
+        return True
+    connection = http.client.HTTPConnection(_reachable(options.host), options.port, timeout=5)
+    try:
+        connection.request("GET", f"{options.root_path}{prefix}/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def ready_lines(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> list[str]:
+    """Where each of our models answers: the last lines of a start."""
+    options, lines = schema.http_options, []
+    host = _reachable(options.host)
+    base = f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{options.port}{options.root_path}"
+    for name, prefix in _prefixes(schema, deployments).items():
+        chat = f"{base}{prefix}/ (chat), " if deployments[name].serving.page else ""
+        lines.append(f"{deployments[name].model.served_name} is ready: {chat}{base}{prefix}/v1 (OpenAI)")
+    return lines
+
+
+def _prefixes(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> dict[str, str]:
+    return {a.name: (a.route_prefix or "").rstrip("/") for a in schema.applications if a.name in deployments and a.route_prefix}
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _end(names: Iterable[str], grace_s: float) -> None:
+    """Within the grace time, come what may: streams first, then the applications."""
+    print(f"ending within {grace_s:g} s, streams first; a second signal ends at once", file=sys.stderr, flush=True)
+    watchdog = threading.Timer(grace_s, os._exit, [1])
+    watchdog.daemon = True
+    watchdog.start()
+    _drain(names, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s)))
+    serve.shutdown()
+
+
+def _drain(names: Iterable[str], within_s: float) -> None:
+    """Every replica of ours takes no more, and returns when its streams have ended, by themselves or by an error event."""
+
+    def drain(name: str) -> None:
+        replies = serve.get_app_handle(name).broadcast("drain", within_s)
+        for wrong in replies.results(timeout_s=within_s + PATIENCE_S, return_exceptions=True):
+            if wrong is not None:
+                log.warning("a replica of %s did not see its streams end: %s", name, wrong)
+
+    with ThreadPoolExecutor() as pool:
+        for drained in [pool.submit(drain, name) for name in names]:
+            with contextlib.suppress(Exception):  # an application without replicas has no streams
+                drained.result()
+    time.sleep(LAST_BYTES_S)
