@@ -114,15 +114,15 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
 
 def _place(path: Path, lines: Mapping[Keys, int], assigned: Mapping[int, tuple[str, ...]], keys: Keys, text: str) -> str:
     """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
-    inside = {k[len(keys) :]: k for k in lines if len(k) > len(keys) and k[: len(keys)] == keys}
+    options = assigned.get(int(keys[1]), ()) if keys[2:3] == ("args",) else ()
+    inside = {".".join(map(str, full[len(keys) :])): full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys}
     if inside or keys not in lines:
-        dotted = {".".join(map(str, short)): full for short, full in inside.items()}
-        keys = next((dotted[word] for word in re.findall(r"\w+(?:\.\w+)*", text) if word in dotted), keys)
-    if keys[0:1] == ("applications",) and keys[2:3] == ("args",):
-        named = ".".join(map(str, keys[3:]))
-        for key in assigned.get(int(keys[1]), ()):
-            if named == key or named.startswith(f"{key}.") or (not named and key in text):
-                return f"--set {key}: "
+        known = {**inside, **{option: (*keys[:3], *option.split(".")) for option in options}}
+        keys = next((known[word] for word in re.findall(r"\w+(?:\.\w+)*", text) if word in known), keys)
+    named = ".".join(map(str, keys[3:]))
+    for option in options:
+        if named == option or named.startswith(f"{option}."):
+            return f"--set {option}: "
     while keys and keys not in lines:
         keys = keys[:-1]
     return f"{path}:{lines[keys]}: " if keys in lines else f"{path}: "

@@ -85,7 +85,7 @@ class Overrides(Section):
     name: str
     num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     max_ongoing_requests: int = Field(5, ge=1)
-    max_queued_requests: int = Field(-1, ge=-1)
+    max_queued_requests: Literal[-1] | Annotated[int, Field(ge=1)] = -1
     backpressure_config: Object = {}
     user_config: Object | None = None
     autoscaling_config: Autoscaling | None = None

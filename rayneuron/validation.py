@@ -16,6 +16,7 @@ Path = tuple[str | int, ...]
 Place = Callable[[Path, str], str]  # a path and what is said of it -> where that stands ("deployment.yaml:12: ")
 
 LARGEST = 2**63 - 1  # what is larger fits no counter, and no message
+LATER = ("args", "user_config")  # of an application: each is held against a section of its own
 SECRET = ("api_keys",)  # lists whose entries may be keys by mistake: never repeated
 # Names that were, or that others have, and that must not be passed over as misspelled.
 REFUSED = {
@@ -37,8 +38,9 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _sound(cls, value: Any) -> Any:
-        _check_sound(value)
+    def _sound(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if info.field_name not in LATER:
+            _check_sound(value)
         return value
 
 
