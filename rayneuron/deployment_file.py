@@ -115,7 +115,8 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
 def _place(path: Path, lines: Mapping[Keys, int], assigned: Mapping[int, tuple[str, ...]], keys: Keys, text: str) -> str:
     """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
     options = assigned.get(int(keys[1]), ()) if keys[2:3] == ("args",) else ()
-    inside = {".".join(map(str, full[len(keys) :])): full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys}
+    below = [full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys]
+    inside = {".".join(map(str, full[start:])): full for start in (3, len(keys)) for full in below if isinstance(full[-1], str)}
     if inside or keys not in lines:
         known = {**inside, **{option: (*keys[:3], *option.split(".")) for option in options}}
         keys = next((known[word] for word in re.findall(r"\w+(?:\.\w+)*", text) if word in known), keys)

@@ -74,19 +74,26 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
     group_layout(config, devices.ranks_per_process(config.device))
     able = devices.installed(config.device) if able is None else able
     path = _directory(config, able)
-    notes = [] if able else [f"no replica can run on this machine, which has nothing for device {config.device}"]
-    if not able and path is None:
-        notes.append(f"{config.model.path} is not here, so it was not looked at")
-    raw = read_config(path) if path is not None else config.model.config
-    if raw is not None:
-        fitted = fit(config, raw, path)
-        if path is not None:
-            _check_weights(path, config.model.allow_pickle)
-            _check_words(config, path)
-        check_defaults(config, fitted, path)
+    try:
+        _check_model(config, path)
+    except CheckpointError as wrong:
+        raise CheckpointError(wrong.message, param=wrong.param or "model.path") from None
     if able:
         keys.read(config.serving.api_keys or ())
-    return notes
+        return []
+    absent = [f"{config.model.path} is not here, so it was not looked at"] if path is None else []
+    return [f"no replica can run on this machine, which has nothing for device {config.device}", *absent]
+
+
+def _check_model(config: Deployment, path: Path | None) -> None:
+    raw = read_config(path) if path is not None else config.model.config
+    if raw is None:
+        return
+    fitted = fit(config, raw, path)
+    if path is not None:
+        _check_weights(path, config.model.allow_pickle)
+        _check_words(config, path)
+    check_defaults(config, fitted, path)
 
 
 def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) -> Fitted:
