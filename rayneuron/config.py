@@ -42,10 +42,16 @@ class Model(Section):
     aliases: list[str] = Field([], description="More names it answers to.")
     any_name: bool = Field(False, description="Answer whatever model a client names.")
     tokenizer: str | None = Field(None, min_length=1, description="Another directory to take the tokenizer from.")
-    skip_tokenizer_init: bool = Field(False, description="Load no tokenizer: prompts are token ids, and so are answers.")
     chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
+    skip_tokenizer_init: bool = Field(False, description="No tokenizer is read: prompts and replies are token ids.")
     allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
     config: dict[str, Any] | None = Field(None, description="config.json inline, so that `rayneuron plan` works without the checkpoint.")
+
+    @model_validator(mode="after")
+    def _words(self) -> Model:
+        if self.skip_tokenizer_init and (self.tokenizer or self.chat_template):
+            raise ValueError("skip_tokenizer_init goes without tokenizer and chat_template; leave them out")
+        return self
 
     @property
     def served_name(self) -> str:

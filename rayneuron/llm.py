@@ -41,11 +41,12 @@ class LLM:
         tensor_parallel: int = 1,
         device: str = "cpu",
         tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
         allow_pickle: bool = False,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        model = {"path": str(path), "tokenizer": tokenizer, "allow_pickle": allow_pickle}
+        model = {"path": str(path), "tokenizer": tokenizer, "skip_tokenizer_init": skip_tokenizer_init, "allow_pickle": allow_pickle}
         self.config: Deployment = parse(
             {
                 "model": model,

@@ -126,7 +126,10 @@ def open_engine(
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
     with _timed(seconds, "tokenizer"):
         from rayneuron.text import Text
+        from rayneuron.wordless import Wordless
 
+        if config.model.skip_tokenizer_init:
+            return Wordless(path)
         return Text(config.model.tokenizer or path, chat_template=config.model.chat_template)
 
 

@@ -2,6 +2,69 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+
+
+class StopStrings:
+    """The stop strings of a request as one automaton (Aho, Corasick 1975), shared by its choices; memory and time linear in their length.
+
+    A state is the longest end of the text so far that begins a stop string; state 0 is none.
+    """
+
+    __slots__ = ("depths", "firsts", "found", "inner", "_edges", "_fails")
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._edges: dict[tuple[int, str], int] = {}
+        self._fails, self.depths = [0], [0]  # where to go on when no edge fits; characters of each state
+        self.found: list[str | None] = [None]  # the longest stop string that is complete in each state
+        self.inner = [True]  # whether a state begins a longer stop string
+        for stop in stops:
+            self._write(stop)
+        self.firsts = frozenset(char for state, char in self._edges if state == 0)
+        self._link()
+
+    def follow(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        edges = self._edges
+        while (state, char) not in edges:
+            if state == 0:
+                return 0
+            state = self._fails[state]
+        return edges[state, char]
+
+    def beginning(self, state: int) -> int:
+        """The state as far as it may still become a stop string: less where it is one already that nothing continues."""
+        while not self.inner[state]:
+            state = self._fails[state]
+        return state
+
+    def _write(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            self.inner[state] = True
+            following = self._edges.setdefault((state, char), len(self.depths))
+            if following == len(self.depths):
+                self.depths.append(self.depths[state] + 1)
+                self._fails.append(0)
+                self.found.append(None)
+                self.inner.append(False)
+            state = following
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        children: dict[int, list[tuple[str, int]]] = {}
+        for (state, char), following in self._edges.items():
+            children.setdefault(state, []).append((char, following))
+        waiting = deque([0])
+        while waiting:
+            state = waiting.popleft()
+            for char, following in children.get(state, ()):
+                if state:
+                    self._fails[following] = self.follow(self._fails[state], char)
+                self.found[following] = self.found[following] or self.found[self._fails[following]]
+                waiting.append(following)
+
 
 class Stops:
     """Scans text that arrives in pieces for the stop string that is complete first (the longest, if several end at the same character).
@@ -10,48 +73,35 @@ class Stops:
     withheld.
     """
 
-    __slots__ = ("_heads", "_include", "_stops", "_tail")
+    __slots__ = ("_include", "_state", "_stops", "_tail")
 
-    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
-        # Longest first: at an equal end the first hit then wins.
-        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
-        self._heads = tuple({stop[:size] for stop in self._stops for size in range(1, len(stop))})
+    def __init__(self, stops: StopStrings, include: bool = False) -> None:
+        self._stops = stops
         self._include = include
+        self._state = 0
         self._tail = ""  # the longest end of the text so far that begins a stop string
 
     def push(self, piece: str, armed: bool = True) -> tuple[str, str | None]:
         """Text that may go out now, and the stop string this piece completed. `armed` False: this piece completes none (min_tokens)."""
-        text = self._tail + piece
-        known = len(self._tail)
-        if armed:
-            found = self._first(text, known)
-            if found is not None:
-                stop, end = found
-                start = known if self._include else 0
-                self._tail = ""
-                return text[start : end if self._include else end - len(stop)], stop
-        keep = self._begins(text)
-        self._tail = text[len(text) - keep :]
-        if self._include:
+        stops, state = self._stops, self._state
+        if not state and stops.firsts.isdisjoint(piece):  # nearly every piece
             return piece, None
+        known = 0 if self._include else len(self._tail)
+        text = piece if self._include else self._tail + piece
+        for place, char in enumerate(piece, known + 1):
+            state = stops.follow(state, char)
+            found = stops.found[state]
+            if found is not None:
+                if armed:
+                    self._state, self._tail = 0, ""
+                    return text[: place if self._include else place - len(found)], found
+                state = stops.beginning(state)
+        self._state = state
+        keep = 0 if self._include else stops.depths[state]
+        self._tail = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
         """What was withheld, at the end of a text without a match."""
-        tail, self._tail = self._tail, ""
-        return "" if self._include else tail
-
-    def _first(self, text: str, known: int) -> tuple[str, int] | None:
-        """The stop string that ends first after the `known` characters scanned before, with its end."""
-        best: tuple[str, int] | None = None
-        for stop in self._stops:
-            at = text.find(stop, max(0, known + 1 - len(stop)))
-            if at >= 0 and (best is None or at + len(stop) < best[1]):
-                best = stop, at + len(stop)
-        return best
-
-    def _begins(self, text: str) -> int:
-        """Length of the longest end of `text` that is a proper beginning of a stop string."""
-        if not text.endswith(self._heads):  # one call in C answers for nearly every token
-            return 0
-        return max(len(head) for head in self._heads if text.endswith(head))
+        tail, self._tail, self._state = self._tail, "", 0
+        return tail

@@ -11,7 +11,7 @@ import jinja2
 from rayneuron.chat_template import ChatTemplate, compiled
 from rayneuron.detokenizer import Bytes, Detokenizer, Window, speller
 from rayneuron.errors import RequestError
-from rayneuron.stops import Stops
+from rayneuron.stops import Stops, StopStrings
 from rayneuron.tokenizer import eos_ids, find, most_characters, open_tokenizer, read_json, read_templates, vocab_size
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
@@ -217,6 +217,9 @@ class Assembler:
     def __init__(self, request: Request, text: Text) -> None:
         self.request = request
         self._text = text
+        if text.wordless and request.params.stop:
+            raise RequestError("stop needs a tokenizer (model.skip_tokenizer_init); send stop_token_ids", param="stop")
+        self._stops = StopStrings(request.params.stop)
         self._choices: dict[int, _Choice] = {}
 
     def push(self, delta: TokenDelta) -> Delta | None:
@@ -234,14 +237,14 @@ class Assembler:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs[:taken]
         if delta.prompt_logprobs is not None:
             choice.prompt_logprobs = delta.prompt_logprobs
-        if not text and finish is None and choice.prompt_logprobs is None:
+        if not (text or self._text.wordless) and finish is None and choice.prompt_logprobs is None:
             return None
         return self._send(choice, delta, text, finish, stop)
 
     def _begin(self) -> _Choice:
         params = self.request.params
         words = self._text.detokenizer(self.request.prompt_ids, params.skip_special_tokens)
-        return _Choice(words, Stops(params.stop, params.include_stop_str_in_output) if params.stop else None)
+        return _Choice(words, Stops(self._stops, params.include_stop_str_in_output) if params.stop else None)
 
     def _read(self, choice: _Choice, delta: TokenDelta) -> tuple[str, int, str | None]:
         """Text to send, how many of the delta's tokens count, and the stop string that ended the choice."""

@@ -11,6 +11,7 @@ from rayneuron.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 MAX_LOGPROBS = 20  # alternatives a token, as OpenAI and vLLM cap them
 MIN_TEMPERATURE = 0.01  # below this fp32 logits overflow; vLLM raises small temperatures to it too
 
@@ -65,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
         if any(not s for s in self.stop):
             raise RequestError("stop must not hold an empty string", param="stop")
+        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise RequestError(f"stop may hold at most {MAX_STOP_CHARACTERS} characters in all, got {length}", param="stop")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids")
 

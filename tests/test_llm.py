@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rayneuron import LLM, SamplingParams
-from rayneuron.errors import ConfigError, RequestError
+from rayneuron.errors import CheckpointError, ConfigError, RequestError
 from rayneuron.hf import HuggingFaceGenerationAdapter
 
 WORDS = "The quick brown fox jumps over the lazy dog while seven wizards quietly boil a large copper kettle of tea . ".split()
@@ -102,6 +102,44 @@ def test_greedy_text_and_logprobs_equal_transformers_on_many_prompts(llm, refere
         assert choice.token_ids == ids, prompt
         worst = max([worst, *(abs(entry[t].logprob - p) for entry, t, p in zip(choice.logprobs, ids, logprobs, strict=True))])
     assert worst < 1e-3, worst
+
+
+def test_bad_words_are_those_of_the_server(llm):
+    """One rule for both: the spellings of a word are what a body's bad_words become."""
+    from rayneuron.api import openai
+    from rayneuron.api.call import Context
+
+    context = Context(models=("m",), text=llm.text, max_model_len=2048, vocab_size=llm.arch.vocab)
+    for phrases in (["zebra crossing"], [" the", "fox"], ["水"]):
+        served = openai.parse_completions({"prompt": "x", "bad_words": phrases}, context, request_id="r", created=1).requests[0].params
+        request, _ = llm._request("x", SamplingParams(bad_words=tuple(phrases)))
+        assert request.params.bad_words_ids == served.bad_words_ids
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(tiny, tmp_path):
+    """A directory of weights alone: the ids of the same model with its tokenizer, whole and streamed; what needs words is refused."""
+    for file in tiny.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    options = {"dtype": "fp32", "max_model_len": 128, "max_num_seqs": 2, "threads": 1}
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json.*skip_tokenizer_init"):
+        LLM(tmp_path, **options)
+    with LLM(tiny, **options) as worded:
+        expected = worded.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+        ends = worded.text.eos_ids
+    with LLM(tmp_path, skip_tokenizer_init=True, **options) as llm:
+        made = llm.generate([[5, 6, 7]], params)[0].outputs[0]
+        deltas = list(llm.stream([5, 6, 7], params))
+        assert (made.token_ids, made.text, llm.text.eos_ids) == (expected, "", ends)
+        assert [delta.token_ids for delta in deltas] == [[token] for token in expected], "one by one, not all at the end"
+        asks = (("text", {}, "prompt"), ([5], {"stop": "x"}, "stop"), ([5], {"bad_words": ["x"]}, "bad_words"))
+        for prompt, more, param in asks:
+            with pytest.raises(RequestError, match="skip_tokenizer_init") as caught:
+                llm.generate(prompt, params | more)
+            assert caught.value.param == param
+        with pytest.raises(RequestError, match="skip_tokenizer_init"):
+            llm.chat([{"role": "user", "content": "x"}])
 
 
 def test_a_long_prompt_in_chunks_equals_transformers(llm, reference):

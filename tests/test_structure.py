@@ -19,7 +19,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys"}
-WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops"}
+WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops", "wordless"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"errors", "detokenizer"},
     "chat_template": {"errors"},
     "text": {"errors", "types", "tokenizer", "chat_template", "detokenizer", "stops", "models.hub"},
+    "wordless": {"errors", "text", "tokenizer", "detokenizer"},
     "models": {"errors", "settings", "devices.base"},
     "devices": {"errors", "settings", "models"},
     "policies": {"errors", "types", "hashing"},

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def test_the_demo_model_equals_transformers(smollm2: Path) -> None:
     assert ours.vocab_size == json.loads((smollm2 / "config.json").read_text())["vocab_size"]
 
 
-CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast", None)
+CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None)
 
 
 @pytest.mark.parametrize("model_type", sorted(models.FAMILIES))
@@ -160,6 +162,55 @@ def test_continue_final_message(byte_level: Text) -> None:
     told = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "one, two"}]
     rendered = byte_level.decode(byte_level.chat(told, add_generation_prompt=False, continue_final_message=True), skip_special_tokens=False)
     assert rendered.endswith("assistant\none, two")
+
+
+class Counted:
+    """A backend that counts the characters it is given."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend, self.characters = backend, 0
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.characters += sum(map(len, texts))
+        return self.backend.encode_batch(texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+@pytest.mark.parametrize("kind", [spelling.byte_level, spelling.byte_fallback, spelling.word_pieces])
+def test_a_text_that_cannot_fit_is_hardly_tokenised(kind: Any, tmp_path: Path) -> None:
+    """Nothing of it where no token is that long, else a beginning that settles it; a text near the limit is counted to the end."""
+    text, limit = Text(kind(tmp_path)), 64
+    text._backend = counted = Counted(text._backend)  # type: ignore[assignment]
+    for told in ("a " * 10**6, "水" * 10**6, " " * 10**6 + "a b , " * 200):
+        counted.characters = 0
+        if told[0] == "a" or kind is spelling.byte_level:  # elsewhere they may be one unknown word, or nothing
+            with pytest.raises(RequestError, match="more than 64 tokens") as caught:
+                text.chat([{"role": "user", "content": told}], limit=limit)
+            assert caught.value.param == "input_tokens"
+            with pytest.raises(RequestError, match="more than 64 tokens"):
+                text.encode(told, limit=limit)
+            assert counted.characters <= (2 * 16 * limit if kind is spelling.word_pieces else 0)
+    near = "hello world . " * 30
+    assert text.encode(near, limit=limit) == text.encode(near)
+    told = "hello world , un " * 2000
+    for side, kept in (("left", slice(-limit, None)), ("right", slice(limit))):
+        assert text.encode(told, limit=limit, side=side)[kept] == text.encode(told)[kept]
+
+
+def test_other_threads_run_while_a_text_is_tokenised(smollm2: Path) -> None:
+    """The interpreter lock is given up: this thread never stands still for a good part of the time it takes."""
+    text, told = Text(smollm2), "The quick brown fox 你好 " * 20_000
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(text.encode, told)
+        longest, before = 0.0, time.perf_counter()
+        started = before
+        while not reading.done():
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        took = time.perf_counter() - started
+    assert len(reading.result()) > 20_000 and longest < took / 3, (longest, took)
 
 
 def test_lone_surrogates_are_refused(text: Text) -> None:

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayneuron.stops import Stops
+from rayneuron.errors import RequestError
+from rayneuron.stops import Stops, StopStrings
 from rayneuron.text import Assembler, Text
 from rayneuron.types import Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api import playing, spelling
@@ -135,7 +137,7 @@ LETTERS = st.text("ab\u6c34", max_size=14)
 )
 def test_stops_equal_the_naive_search(pieces: list[str], stops: list[str], include: bool) -> None:
     """Whatever the pieces: the same text and stop as on the whole, nothing sent that could begin a stop, nothing withheld beyond that."""
-    scanner, sent, seen, found = Stops(tuple(stops), include), "", "", None
+    scanner, sent, seen, found = Stops(StopStrings(stops), include), "", "", None
     for piece in pieces:
         out, found = scanner.push(piece)
         sent, seen = sent + out, seen + piece
@@ -162,13 +164,33 @@ def test_stops_equal_the_naive_search(pieces: list[str], stops: list[str], inclu
     ],
 )
 def test_stop_examples(pieces: list[str], stops: tuple[str, ...], expected: str, found: str | None) -> None:
-    scanner, sent, hit = Stops(stops), "", None
+    scanner, sent, hit = Stops(StopStrings(stops)), "", None
     for piece in pieces:
         out, hit = scanner.push(piece)
         sent += out
         if hit is not None:
             break
     assert (sent + ("" if hit else scanner.flush()), hit) == (expected, found)
+
+
+def test_stop_strings_cost_what_they_are_long() -> None:
+    """A state a character, however the stop string repeats itself; choices share them. (Every proper prefix kept: 1.8 GB for this one.)"""
+    tracemalloc.start()
+    stops = StopStrings(["ab" * 30_000, "ab" * 20_000 + "c"])
+    scanners = [Stops(stops) for _ in range(128)]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(stops.depths) == 60_000 + 1 + 1 and held < 64 * 2**20
+    for scanner in scanners[:2]:
+        assert scanner.push("ab" * 25_000) == ("", None)
+        assert scanner.push("c!") == ("ab" * 5_000, "ab" * 20_000 + "c")
+
+
+def test_stop_strings_have_a_limit() -> None:
+    assert SamplingParams(stop=("a" * 2048, "b" * 2048)).stop
+    with pytest.raises(RequestError, match="at most 4096 characters in all, got 4097") as caught:
+        SamplingParams(stop=("a" * 2048, "b" * 2049))
+    assert caught.value.param == "stop"
 
 
 def request_for(text: Text, prompt: str = "p", **words: object) -> Request:

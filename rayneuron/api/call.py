@@ -108,7 +108,7 @@ class Call:
     """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply.
 
     `logprobs`, `prompt_logprobs`: alternatives to show a token, None for no probabilities. `echo`: the prompts as text, where the reply
-    repeats them. `unknown`: field names nobody here knows.
+    repeats them, with `echo_offsets`: where each of their tokens begins, where that is asked for. `unknown`: field names nobody here knows.
     """
 
     id: str
@@ -120,6 +120,7 @@ class Call:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
+    echo_offsets: tuple[list[int], ...] = ()
     role: str = "assistant"
     unknown: tuple[str, ...] = ()
 

@@ -13,6 +13,7 @@ from rayneuron.api.logprobs import chat_logprobs, prompt_table
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
 from rayneuron.api.stream import Events, Progress, Shape
 from rayneuron.api.template import render
+from rayneuron.api.unserved import CHAT, refuse_unserved
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, TokenLogprobs
 
@@ -21,6 +22,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     """A chat body as a call; RequestError names the wrong field."""
     fields = Fields(body)
     head = read_head(fields, context)
+    refuse_unserved(fields, CHAT)
     refuse_formats(fields)
     fields.refuse("use_beam_search")
     fields.refuse("thinking_token_budget")
@@ -131,6 +133,8 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     }
     if call.head.return_token_ids and any("role" in choice["delta"] for choice in choices):
         chunk["prompt_token_ids"] = call.requests[0].prompt_ids
+    if call.head.include_usage:
+        chunk["usage"] = None  # the last chunk says it
     return chunk
 
 

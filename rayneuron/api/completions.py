@@ -12,6 +12,7 @@ from rayneuron.api.head import read_head, refuse_formats, reply_id
 from rayneuron.api.logprobs import Offsets, completion_logprobs, prompt_table
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
 from rayneuron.api.stream import Events, Progress, Shape
+from rayneuron.api.unserved import COMPLETIONS, refuse_unserved
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, TokenLogprobs
 
@@ -27,10 +28,10 @@ def parse(
     """A completion body as a call; RequestError names the wrong field. `max_tokens`: the endpoint's default where the model has none."""
     fields = Fields(body)
     head = read_head(fields, context)
+    refuse_unserved(fields, COMPLETIONS)
     for name in ("prompt_embeds", "use_beam_search"):
         fields.refuse(name)
-    for ignored in ("suffix", "user"):
-        fields.string(ignored)
+    fields.string("user")
     refuse_formats(fields)
     words = read_sampling(fields, context)
     echo, logprobs, shown = fields.flag("echo"), read_logprobs(fields, "logprobs"), words.get("prompt_logprobs")
@@ -55,6 +56,7 @@ def parse(
         )
         for place, (_, ids) in enumerate(prompts)
     ]
+    echoed, offsets = _echo(prompts, context, words["skip_special_tokens"], logprobs is not None) if echo else ((), ())
     return Call(
         id=reply_id("cmpl", head, client_id, request_id),
         created=created,
@@ -64,13 +66,14 @@ def parse(
         answer=ANSWER,
         logprobs=logprobs,
         prompt_logprobs=shown,
-        echo=_echo(prompts, context, words["skip_special_tokens"]) if echo else (),
+        echo=echoed,
+        echo_offsets=offsets,
         unknown=fields.unknown,
     )
 
 
 def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
-    """Every prompt as (its text, where it came as text; its ids)."""
+    """Every prompt as (its text, where it came as text and stays whole; its ids)."""
     given, special = fields.take("prompt"), fields.flag("add_special_tokens", True)
     keep, side = truncate(fields, context, output)
     items = _items(given)
@@ -86,7 +89,8 @@ def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
             text, ids = None, token_ids(name, item, context.vocab_size)
         if not item or not ids:  # a text without characters is refused even where the tokenizer would add BOS, as vLLM does
             raise RequestError(f"{name} is empty; send at least one token", param="prompt")
-        read.append((text, cut(ids, keep, side)))
+        kept = cut(ids, keep, side)
+        read.append((text if kept is ids else None, kept))
     return read
 
 
@@ -104,9 +108,35 @@ def _items(given: object) -> list[Any]:
     wrong("prompt", FORMS, given)
 
 
-def _echo(prompts: Prompts, context: Context, skip: bool) -> tuple[str, ...]:
-    """The prompts as text: as they came, or decoded where they came as ids (U+FFFD where one ends inside a character)."""
-    return tuple(context.text.decode(ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts)
+def _echo(prompts: Prompts, context: Context, skip: bool, offsets: bool) -> tuple[tuple[str, ...], tuple[list[int], ...]]:
+    """The prompts as text, and with `offsets` where each of their tokens begins in it.
+
+    A text stays as it came; ids, and what is left of a text that was cut, are spelled (U+FFFD where one ends inside a character). With
+    offsets so is a text the tokenizer does not give back as it was.
+    """
+    if not offsets:
+        return tuple(context.text.decode(ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts), ()
+    texts, places = zip(*(_spelled(text, ids, context, skip) for text, ids in prompts), strict=True)
+    return texts, places
+
+
+def _spelled(text: str | None, ids: list[int], context: Context, skip: bool) -> tuple[str, list[int]]:
+    spelled, offsets = _spell(ids, context, skip)
+    if text is not None and spelled != text:
+        plain = context.text.encode(text, add_special_tokens=False)  # special tokens the caller wrote himself are part of his text
+        whole, inside = _spell(plain, context, False)
+        for added in range(len(ids) - len(plain) + 1):
+            if whole == text and ids[added : added + len(plain)] == plain:
+                return text, [0] * added + inside + [len(text)] * (len(ids) - len(plain) - added)
+    return spelled, offsets
+
+
+def _spell(ids: list[int], context: Context, skip: bool) -> tuple[str, list[int]]:
+    words, text, offsets = context.text.detokenizer([], skip), "", []
+    for token_id in ids:
+        offsets.append(len(text))
+        text += words.push(token_id)
+    return text + words.flush(), offsets
 
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
@@ -133,7 +163,7 @@ def _finished(call: Call, gathered: Gathered, choice: Choice) -> Json:
     }
     if call.logprobs is not None:
         echoed = prompt if call.echo else None
-        written["logprobs"] = _logprobs(call, choice.prompt, echoed, choice.token_ids, choice.logprobs, Offsets(call), written["text"])
+        written["logprobs"] = _logprobs(call, choice.prompt, echoed, choice.token_ids, choice.logprobs, Offsets(call, choice.prompt))
     if call.prompt_logprobs is not None:
         written["prompt_logprobs"] = None if prompt is None else prompt_table(call, prompt)
     if call.head.return_token_ids:
@@ -143,17 +173,13 @@ def _finished(call: Call, gathered: Gathered, choice: Choice) -> Json:
 
 
 def _logprobs(
-    call: Call,
-    prompt: int,
-    echoed: list[TokenLogprobs | None] | None,
-    ids: list[int],
-    entries: list[TokenLogprobs],
-    offsets: Offsets,
-    text: str,
+    call: Call, prompt: int, echoed: list[TokenLogprobs | None] | None, ids: list[int], entries: list[TokenLogprobs], offsets: Offsets
 ) -> Json:
     """Probabilities of the output, after those of the echoed prompt where there is one."""
-    before = call.requests[prompt].prompt_ids if echoed is not None else []
-    return completion_logprobs(call, before + ids, [*(echoed or ()), *entries], offsets, text)
+    places = [offsets.of(token_id) for token_id in ids]
+    if echoed is None:
+        return completion_logprobs(call, ids, entries, places)
+    return completion_logprobs(call, call.requests[prompt].prompt_ids + ids, [*echoed, *entries], call.echo_offsets[prompt] + places)
 
 
 def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
@@ -166,7 +192,7 @@ def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogpr
         "stop_reason": delta.stop_reason,
     }
     if call.logprobs is not None:
-        written["logprobs"] = _logprobs(call, progress.prompt, echoed, delta.token_ids, delta.logprobs or [], progress.offsets, text)
+        written["logprobs"] = _logprobs(call, progress.prompt, echoed, delta.token_ids, delta.logprobs or [], progress.offsets)
     if call.head.return_token_ids:
         written["token_ids"] = delta.token_ids
         if not progress.begun:
@@ -175,7 +201,10 @@ def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogpr
 
 
 def _wrap(call: Call, choices: list[Json]) -> Json:
-    return {"id": call.id, "object": "text_completion", "created": call.created, "model": call.head.model, "choices": choices}
+    chunk: Json = {"id": call.id, "object": "text_completion", "created": call.created, "model": call.head.model, "choices": choices}
+    if call.head.include_usage:
+        chunk["usage"] = None  # the last chunk says it
+    return chunk
 
 
 def _open(call: Call) -> Events:

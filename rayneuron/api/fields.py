@@ -49,6 +49,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._body
 
+    def peek(self, name: str) -> Any:
+        """The value, left where it is."""
+        return self._body.get(name)
+
     @property
     def unknown(self) -> tuple[str, ...]:
         """Names nobody has taken so far."""

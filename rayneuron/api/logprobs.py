@@ -18,43 +18,38 @@ def finite(logprob: float) -> float:
 
 def shown(call: Call, token_id: int) -> str:
     """A token as text, or as `token_id:<n>` where the call asked for that."""
-    return f"token_id:{token_id}" if call.head.tokens_as_ids else call.text.token(token_id)
+    return f"token_id:{token_id}" if call.head.tokens_as_ids or call.text.wordless else call.text.token(token_id)
 
 
 class Offsets:
-    """Where each token begins in the text, in characters; a token inside a character has that character's place."""
+    """Where each token of the output begins in the text that is sent, in characters; a token inside a character has that one's place."""
 
-    __slots__ = ("_begun", "_call", "_place", "_skipped")
+    __slots__ = ("_place", "_words")
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._place = 0
-        self._begun = False
-        self._skipped = call.text.special_ids if call.requests[0].params.skip_special_tokens else frozenset()
+    def __init__(self, call: Call, prompt: int = 0) -> None:
+        request = call.requests[prompt]
+        self._words = call.text.detokenizer(request.prompt_ids, request.params.skip_special_tokens)
+        self._place = len(call.echo[prompt]) if call.echo else 0
 
-    def of(self, token_id: int, text: str) -> int:
-        """Offset of the next token. `text` is what the tokens spell, so that a leading space it does not have is not counted."""
-        piece = b"" if token_id in self._skipped else self._call.text.token_bytes(token_id)
-        if piece and not self._begun:
-            self._begun = True
-            piece = piece if text.startswith(" ") else piece.removeprefix(b" ")
-        place = self._place - (1 if piece and piece[0] & 0xC0 == 0x80 and self._place else 0)
-        self._place += sum(byte & 0xC0 != 0x80 for byte in piece)
+    def of(self, token_id: int) -> int:
+        """Offset of the next token."""
+        place = self._place
+        self._place += len(self._words.push(token_id))
         return place
 
 
 def completion_logprobs(
-    call: Call, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Offsets, text: str
+    call: Call, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """The `logprobs` object of a completion choice. A None entry (first prompt token) has no probability.
 
-    The chosen token is always among `top_logprobs`; two ids that show alike keep the likelier one. `text`: see `Offsets.of`.
+    The chosen token is always among `top_logprobs`; two ids that show alike keep the likelier one.
     """
     return {
         "tokens": [shown(call, token_id) for token_id in ids],
         "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
         "top_logprobs": [None if entry is None else _table(call, entry) for entry in entries],
-        "text_offset": [offsets.of(token_id, text) for token_id in ids],
+        "text_offset": list(offsets),
     }
 
 

@@ -35,7 +35,7 @@ class Progress:
         self.tokens = 0
         self.begun = False
         self.waiting: Delta | None = None
-        self.offsets = Offsets(call)
+        self.offsets = Offsets(call, self.prompt)
 
 
 class Shape(NamedTuple):

@@ -75,6 +75,8 @@ def detokenize(body: Mapping[str, Any], context: Context) -> Json:
     """/detokenize: the text of `tokens`, special tokens included."""
     fields = Fields(body)
     read_head(fields, context)
+    if context.text.wordless:
+        raise RequestError("this server has no tokenizer (model.skip_tokenizer_init)", param="tokens")
     tokens = fields.take("tokens")
     if tokens is None:
         raise RequestError("tokens is required: an array of token ids", param="tokens")

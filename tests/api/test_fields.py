@@ -44,7 +44,7 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("no_repeat_ngram_size", [-1, "x", 0.5]),
     ("n", [0, -1, 129, "2", 1.5, True]),
     ("seed", [2**63, -(2**63) - 1, "x", 0.5, HUGE]),
-    ("stop", [5, [5], ["a", ""], "", ["a"] * 5, {"a": 1}, [["a"]]]),
+    ("stop", [5, [5], ["a", ""], "", ["a"] * 5, {"a": 1}, [["a"]], "a" * 4097, ["a" * 2049, "b" * 2048]]),
     ("stop_token_ids", [5, ["5"], [True], [-1], [10**6], [1.5]]),
     ("allowed_token_ids", [[], [10**6], "x", [None]]),
     ("banned_token_ids", [[10**6], 3]),
@@ -131,6 +131,10 @@ def test_a_wrong_value_is_a_400_that_names_its_field(byte_level: Text, kind: str
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"messages": [{"role": "user", "content": "x"}] * 513}, "messages"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"tools": [FUNCTION], "tool_choice": "none"}, "tools"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -166,10 +170,53 @@ def test_null_equals_absent(byte_level: Text, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_unknown_fields_are_reported_and_change_nothing(byte_level: Text, kind: str) -> None:
-    extra = {"best_of": 3, "guided_json": {}, "zeta": [1], "metadata": {"a": "b"}}
+    extra = {"zeta": [1], "metadata": {"a": "b"}, "store": True}
     call = parse(kind, extra, byte_level)
     assert call.unknown == tuple(extra)
     assert call.requests == parse(kind, {}, byte_level).requests
+
+
+# Real calls of other servers' clients; every one was answered with free text once.
+FOREIGN: list[tuple[str, Any]] = [
+    *[("best_of", 4), ("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
+    *[("guided_json", {"type": "object"}), ("guided_json", {}), ("guided_regex", "a+"), ("guided_choice", ["a"]), ("guided_grammar", "x")],
+    *[("regex", "a"), ("json_schema", {}), ("json_schema", "{}"), ("ebnf", "root ::= x"), ("grammar", "root ::= x"), ("lora_path", "p")],
+    *[("adapter_id", "a"), ("lora_request", {"lora_name": "a"}), ("length_penalty", 2.0), ("early_stopping", True), ("num_beams", 4)],
+    *[("repeat_penalty", 1.3), ("n_predict", 64), ("typical_p", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)],
+    *[("do_sample", False), ("max_new_tokens", 9), ("stop_sequences", ["x"]), ("watermark", True), ("return_full_text", True)],
+    ("system", "x"),
+    *[("random_seed", 5), ("extra_body", {"top_k": 5}), ("sampling_params", {"top_k": 5}), ("no_stop_trim", True), ("top_a", 0.2)],
+]
+HARMLESS: list[tuple[str, Any]] = [
+    *[("best_of", 1), ("functions", []), ("function_call", "none"), ("guided_regex", ""), ("watermark", False), ("suffix", "")],
+    *[("length_penalty", 1.0), ("early_stopping", False), ("num_beams", 1), ("repeat_penalty", 1), ("typical_p", 1.0), ("mirostat", 0)],
+    *[("do_sample", True), ("stop_sequences", []), ("return_full_text", False), ("lora_path", ""), ("sampling_params", {})],
+    *[("top_n_sigma", -1), ("guided_json", None), ("json_schema", None), ("max_new_tokens", None)],
+]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_a_known_field_that_is_not_served_is_refused_by_name(byte_level: Text, kind: str) -> None:
+    """Nothing that would change the answer is passed over; what asks for nothing passes, and is not called unknown."""
+    for name, value in FOREIGN:
+        with pytest.raises(RequestError, match=f"^{name} is not supported by this server: ") as caught:
+            parse(kind, {name: value}, byte_level)
+        assert caught.value.param == name
+    plain = parse(kind, {}, byte_level)
+    assert [name for name, value in HARMLESS if parse(kind, {name: value}, byte_level) != plain] == []
+    assert parse(kind, {"n": 3, "best_of": 3}, byte_level).requests[0].params.n == 3
+    with pytest.raises(RequestError, match="best_of"):
+        parse(kind, {"n": 3, "best_of": True}, byte_level)
+
+
+def test_a_field_of_the_other_endpoint_is_refused(byte_level: Text) -> None:
+    for kind, field in (
+        *[("text", {"max_completion_tokens": 5}), ("text", {"messages": CHAT["messages"]}), ("text", {"tools": [FUNCTION]})],
+        *[("text", {"top_logprobs": 2}), ("text", {"suffix": "end"}), ("chat", {"prompt": "x"}), ("chat", {"echo": True})],
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse(kind, field, byte_level)
+        assert caught.value.param == next(iter(field))
 
 
 SETS: list[tuple[dict[str, Any], dict[str, Any]]] = [

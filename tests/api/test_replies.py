@@ -14,9 +14,11 @@ import pytest
 
 from rayneuron.api import errors, openai
 from rayneuron.api.call import Context
+from rayneuron.config import parse
 from rayneuron.errors import Busy, ConfigError, NotReady, RayNeuronError, RequestError, RequestTimeout, UnknownModel, WorkerLost
 from rayneuron.text import Text
 from rayneuron.types import TokenLogprobs
+from rayneuron.wordless import Wordless
 from tests.api import playing
 
 Respond = Callable[[httpx2.Request], httpx2.Response]
@@ -147,6 +149,34 @@ def test_text_offsets_point_into_the_text(text: Text, sample: str, echo: bool) -
     assert raw.decode() == whole
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"prompt": "q: <|im_start|>水 </s>x"}, "q: <|im_start|>水 </s>x"),
+        ({"prompt": "<s>水 x<tool>"}, "<s>水 x<tool>"),
+        ({"prompt": [3, 4, 70, 5, 71]}, None),
+        ({"prompt": "one two three four", "truncate_prompt_tokens": 3}, None),
+        ({"prompt": "one two three four", "truncate_prompt_tokens": 3, "truncation_side": "right"}, None),
+        ({"prompt": "q: </s>one 水", "skip_special_tokens": False, "truncate_prompt_tokens": 5}, None),
+        ({"prompt": "水" * 300, "truncate_prompt_tokens": 4}, None),
+    ],
+)
+def test_echo_is_what_was_fed_and_offsets_index_it(byte_level: Text, body: dict[str, Any], told: str | None) -> None:
+    """Whatever was cut off or written with special tokens: the echo is what the model read, and each token stands at its offset."""
+    skip = body.get("skip_special_tokens", True)
+    ids = byte_level.encode("ab </s>c", add_special_tokens=False)
+    choice = completion(byte_level, {"logprobs": 1, "echo": True, "max_tokens": 20, "return_token_ids": True} | body, ids)
+    fed, places = choice["prompt_token_ids"], choice["logprobs"]["text_offset"]
+    echo = told or byte_level.decode(fed, skip_special_tokens=skip)
+    assert choice["text"] == echo + byte_level.decode(ids, skip_special_tokens=skip)
+    assert places == sorted(places) and places[len(fed)] == len(echo)
+    for token_id, place in zip([*fed, *ids], places, strict=True):
+        piece = byte_level.token(token_id)
+        shown = token_id not in byte_level.special_ids or choice["text"].startswith(piece, place)
+        assert "\ufffd" in piece or not shown or choice["text"].startswith(piece, place), (piece, place)
+    assert completion(byte_level, {"echo": True} | body, [])["text"] == echo
+
+
 def test_completion_logprobs_by_hand(byte_level: Text) -> None:
     """Chosen token always listed, -inf as -9999.0, equal spellings keep the likelier, no more alternatives than asked for."""
     call = openai.parse_completions({"prompt": "x", "logprobs": 2}, playing.context(byte_level), request_id="c", created=1)
@@ -178,6 +208,32 @@ def test_prompt_logprobs(byte_level: Text) -> None:
     assert told[0] is None and choice["logprobs"] is None
     assert told[1]["6"] == {"logprob": pytest.approx(-0.406), "rank": 2, "decoded_token": byte_level.token(6)}
     assert told[1]["7"]["rank"] == 1 and len(told) == 3
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    """Replies and streams hold the ids unasked; whatever needs words is refused by name."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": [2, 3]}))
+    text = Wordless(tmp_path)
+    choice = completion(text, {"prompt": [5, 6], "logprobs": 1}, [8, 9])
+    assert (choice["text"], choice["token_ids"], choice["logprobs"]["tokens"]) == ("", [8, 9], ["token_id:8", "token_id:9"])
+    call = openai.parse_completions({"prompt": [5, 6], "stream": True}, playing.context(text), request_id="c", created=1)
+    played = playing.assemble(call.requests[0], text, playing.play(call.requests[0], [8, 9, 10], [1, 1, 1]))
+    assert [chunk["choices"][0]["token_ids"] for chunk in playing.events(call, played)] == [[8], [9], [10]]
+    context = playing.context(text)
+    for verb, body, param in (
+        (openai.parse_completions, {"prompt": "x"}, "prompt"),
+        (openai.parse_completions, {"prompt": [5], "bad_words": ["x"]}, "bad_words"),
+        (openai.parse_chat, {"messages": CHAT}, "messages"),
+    ):
+        with pytest.raises(RequestError, match="skip_tokenizer_init") as caught:
+            verb(body, context, request_id="c", created=1)
+        assert caught.value.param == param
+    for convert, told in ((openai.tokenize, {"prompt": "x"}), (openai.detokenize, {"tokens": [5]})):
+        with pytest.raises(RequestError, match="skip_tokenizer_init"):
+            convert(told, context)
+    assert text.eos_ids == {2, 3} and openai.tokenizer_info(context) == {}
+    with pytest.raises(ConfigError, match="skip_tokenizer_init goes without tokenizer"):
+        parse({"model": {"path": "x", "skip_tokenizer_init": True, "tokenizer": "y"}})
 
 
 def test_models() -> None:

@@ -69,7 +69,7 @@ def test_every_cut(text: Text, kind: str, ask: dict[str, Any], sample: str) -> N
             chunks = playing.events(call, deltas)
             replies += [unary(call, deltas), playing.join(chunks)]
             usages += [call.reply(deltas)["usage"], chunks[-1]["usage"]]
-            assert chunks[-1]["choices"] == [] and all("usage" not in chunk for chunk in chunks[:-1])
+            assert chunks[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in chunks[:-1])
             assert {(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks} == {head(call, kind)}
         assert all(reply == replies[0] for reply in replies)
         assert all(usage == usages[0] for usage in usages)
