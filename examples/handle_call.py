@@ -1,4 +1,4 @@
-"""Call a served model from another Ray application, without HTTP: `serve run deployments/handle_call.yaml`.
+"""Call a served model from another Ray application, without HTTP: `rayneuron serve deployments/handle_call.yaml`.
 
     curl localhost:8000/caller -d '{"prompt": "The sea is", "max_tokens": 16}' -H 'content-type: application/json'
 """
@@ -8,6 +8,8 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from starlette.requests import Request
+
+from rayneuron.serve.caller import Stream
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0.1})
@@ -22,7 +24,7 @@ class Caller:
         limit = {"max_tokens": asked.get("max_tokens", 16)}
         chat = await self._model.chat.remote({"messages": [{"role": "user", "content": asked["prompt"]}], **limit})
         pieces = []
-        async for piece in self._model.generate.options(stream=True).remote(asked["prompt"], {"temperature": 0, **limit}):
+        async for piece in Stream(self._model.generate, asked["prompt"], {"temperature": 0, **limit}):
             pieces.append(piece["text"])
         return {"chat": chat, "streamed": "".join(pieces), "pieces": len(pieces)}
 

@@ -67,8 +67,6 @@ class Model(Section):
     def _named(self) -> Model:
         if not all(name.strip() for name in (self.path, *self.served_names)):
             raise ValueError("model.path, model.name and model.aliases must not be empty or blank; write the name clients shall use")
-        if self.skip_tokenizer_init and (self.tokenizer or self.chat_template):
-            raise ValueError("model.skip_tokenizer_init leaves no use for model.tokenizer and model.chat_template; leave them out")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses and how, and what `serve` becomes."""
+"""The command line: what it prints, what it refuses and how. (`serve`: tests/serve/test_process.py.)"""
 
 from __future__ import annotations
 
@@ -89,38 +89,3 @@ def test_shard_and_quantize_write_what_loads_again(tiny: Path, tmp_path: Path) -
     assert cli.main(["shard", str(tmp_path / "int8"), "--tp", "2", "--out", str(tmp_path / "cut")]) == 0
     assert len(list((tmp_path / "cut").rglob("*.safetensors"))) == 2
     assert cli.main(["shard", str(tiny), "--tp", "2", "--scheme", "per_row", "--quantization", "int8", "--out", str(tmp_path / "x")]) == 2
-
-
-class Became(Exception):
-    """Raised in place of exec."""
-
-
-@pytest.fixture
-def execve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raise_became(program: str, words: list[str], environment: dict[str, str]) -> None:
-        raise Became(words, environment)
-
-    monkeypatch.setattr(os, "execve", raise_became)
-
-
-def test_serve_becomes_serve_run_of_the_file(execve: None) -> None:
-    with pytest.raises(Became) as became:
-        cli.main(["serve", SMOLLM2, "--profile", "fast"])
-    words, environment = became.value.args
-    assert words[0] == sys.executable and words[-2:] == ["run", SMOLLM2]
-    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1" and environment["PATH"] == os.environ["PATH"]
-
-
-def test_serve_with_overrides_hands_over_a_file_that_needs_no_cleaning(execve: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
-    with pytest.raises(Became) as became:
-        cli.main(["serve", SMOLLM2, "--set", "model.path=demo:random:tiny"])
-    words, environment = became.value.args
-    content = yaml.safe_load(Path(words[-1]).read_text())
-    assert content["applications"][0]["args"]["model"] == {"path": "demo:random:tiny", "name": "smollm2-135m-instruct"}
-    assert content["http_options"] == {"host": "127.0.0.1", "port": 8000}
-    assert environment["RAY_USAGE_STATS_ENABLED"] == "1", "what the user has set stays"
-    read = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())", words[-1]]
-    inherited = subprocess.run(read, close_fds=False, capture_output=True, text=True, check=True)
-    assert yaml.safe_load(inherited.stdout) == content, "the file is there in the program it becomes"
-    os.close(int(words[-1].rpartition("/")[2]))

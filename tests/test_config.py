@@ -137,7 +137,7 @@ def test_every_key_misspelled_is_named_with_the_right_one() -> None:
         ({"trust_remote_code": True}, "trust_remote_code is refused"),
         ({"model": {"path": "x", "trust_remote_code": False}}, "model.trust_remote_code is refused"),
         ({"model": {"path": "x", "aliases": [" "]}}, "must not be empty or blank"),
-        ({"model": {"path": "x", "skip_tokenizer_init": True, "chat_template": "{{ 1 }}"}}, "leaves no use for"),
+        ({"model": {"path": "x", "skip_tokenizer_init": True, "chat_template": "{{ 1 }}"}}, "goes without tokenizer and chat_template"),
         ({"device": None}, "device: must be text, got nothing"),
         ({"seed": 10**400}, "seed: is beyond any size"),
     ],

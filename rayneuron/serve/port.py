@@ -22,11 +22,10 @@ def check_free(http_options: Mapping[str, Any]) -> None:
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as wrong:
-        holders = ", ".join(holders_of(port))
-        who = f"; {holders} has it: end that, write another port, or update what runs there by `serve deploy`" if holders else ""
-        raise ConfigError(
-            f"port {port} of {host} cannot be had: {os.strerror(wrong.errno) if wrong.errno else wrong}{who}", param="http_options.port"
-        ) from None
+        why, holders = os.strerror(wrong.errno) if wrong.errno else str(wrong), ", ".join(holders_of(port))
+        advice = "end that, write another port, or update what runs there by `serve deploy`"
+        why += f"; {holders} has it: {advice}" if holders else ""
+        raise ConfigError(f"port {port} of {host} cannot be had: {why}", param="http_options.port") from None
 
 
 def holders_of(port: int) -> list[str]:

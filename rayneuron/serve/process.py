@@ -52,7 +52,8 @@ def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace
         output.ready = True
         for line in ready_lines(schema, deployments):
             print(line, flush=True)
-        signals.asked.wait()
+        while not signals.asked.wait(LOOK_PERIOD_S):  # a signal that another thread takes does not end a wait
+            pass
         output.ready = False
         _end(deployments, grace_s)
     finally:
@@ -81,7 +82,7 @@ class Signals:
 
     def _take(self, number: int, frame: object) -> None:
         if self.asked.is_set():
-            os._exit(128 + number)
+            _end_now(128 + number)
         self.asked.set()
         if self._starting:
             raise SystemExit(128 + number)
@@ -183,11 +184,21 @@ def _reachable(host: str) -> str:
 def _end(names: Iterable[str], grace_s: float) -> None:
     """Within the grace time, come what may: streams first, then the applications."""
     print(f"ending within {grace_s:g} s, streams first; a second signal ends at once", file=sys.stderr, flush=True)
-    watchdog = threading.Timer(grace_s, os._exit, [1])
+    watchdog = threading.Timer(grace_s, _end_now, [1])
     watchdog.daemon = True
     watchdog.start()
     _drain(names, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s)))
     serve.shutdown()
+    ray.shutdown()
+    sys.stderr.flush()
+    os._exit(0)  # what Ray has registered for the end of the interpreter takes seconds, and finds nothing left to do
+
+
+def _end_now(code: int) -> None:
+    node = ray._private.worker._global_node  # None where the cluster is not ours
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+    os._exit(code)
 
 
 def _drain(names: Iterable[str], within_s: float) -> None:

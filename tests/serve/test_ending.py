@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from rayneuron.serve.ending import middlewares
+from rayneuron.serve.ending import Ending
 from rayneuron.serve.profile import profile_env
 
 EVENTS = {"type": "http.response.start", "status": 200, "headers": [(b"Content-Type", b"text/event-stream; charset=utf-8")]}
@@ -18,19 +20,20 @@ def body(data: bytes, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def through(*messages: dict[str, Any], kind: str = "http") -> list[dict[str, Any]]:
+async def through(*messages: dict[str, Any], kind: str = "http", headers: Any = (), seen: Any = None) -> list[dict[str, Any]]:
     """What comes out where an application sends these messages and returns."""
     out: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        if seen is not None:
+            seen.extend(scope["headers"])
         for message in messages:
             await send(message)
 
     async def send(message: Any) -> None:
         out.append(message)
 
-    (only,) = middlewares()
-    await only.cls(app, *only.args, **only.kwargs)({"type": kind}, None, send)  # type: ignore[arg-type]
+    await Ending(app)({"type": kind, "headers": headers}, None, send)  # type: ignore[arg-type]
     return out
 
 
@@ -39,13 +42,13 @@ async def test_a_stream_that_is_cut_off_gets_an_error_event() -> None:
     *passed, last = await through(*first)
     assert passed == [*first] and not last.get("more_body")
     error, done, _ = last["body"].decode().split("\n\n")
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500 and done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503 and done == "data: [DONE]"
 
 
 async def test_an_answer_that_never_began_is_an_error_body() -> None:
     start, only = await through()
-    assert start["status"] == 500 and (b"retry-after", b"5") in start["headers"]
-    assert json.loads(only["body"])["error"]["type"] == "InternalServerError"
+    assert start["status"] == 503 and (b"retry-after", b"5") in start["headers"]
+    assert json.loads(only["body"])["error"]["type"] == "ServiceUnavailableError"
 
 
 @pytest.mark.parametrize(
@@ -69,4 +72,20 @@ def test_serve_finds_it_where_the_profile_says() -> None:
     from ray.serve._private.utils import call_function_from_import_path
 
     path = profile_env("plain")["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
-    assert [m.cls.__name__ for m in validate_http_proxy_callback_return(call_function_from_import_path(path))] == ["Ending"]
+    assert [m.cls.__name__ for m in validate_http_proxy_callback_return(call_function_from_import_path(path))] == ["Readiness", "Ending"]
+
+
+@pytest.mark.parametrize(("given", "passed"), [(b"mine-1", b"mine-1"), (b"x" * 1_000_000, b"x" * 256), (b"a\tb", b"a_b"), (b"", b"_")])
+async def test_a_request_id_is_cut_before_serve_logs_and_echoes_it(given: bytes, passed: bytes) -> None:
+    seen: list[Any] = []
+    other = (b"x-other", b"y" * 1000)
+    await through(JSON, body(b"{}", more=False), headers=[(b"x-request-id", given), other], seen=seen)
+    assert seen == [(b"x-request-id", passed), other]
+
+
+def test_deployment_files_say_what_the_profile_says() -> None:
+    """So that a bare `serve run` has it too."""
+    for path in sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml")):
+        said = yaml.safe_load(path.read_text())["controller_options"]["runtime_env"]["env_vars"]
+        assert said and said.items() <= profile_env("plain").items(), path
+        assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in said

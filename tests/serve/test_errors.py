@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from collections.abc import Iterator
@@ -46,7 +47,13 @@ def test_bad_json(client: httpx.Client, path: str, body: bytes) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_wrong_content_type(client: httpx.Client, path: str) -> None:
     reply = client.post(path, content=b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"})
-    assert "application/json" in error(reply, 400, "BadRequestError")["message"]
+    assert "application/json" in error(reply, 415, "UnsupportedMediaTypeError")["message"]
+    for encoding in ("gzip", "deflate", "br", "identity, gzip"):
+        reply = client.post(path, content=gzip.compress(b'{"prompt": "hi"}'), headers={"content-encoding": encoding})
+        wrong = error(reply, 415, "UnsupportedMediaTypeError")
+        assert wrong["param"] == "content-encoding" and encoding in wrong["message"]
+    reply = client.post("/v1/completions", json=GO, headers={"content-encoding": "identity"})
+    assert reply.status_code == 200
     reply = client.post("/v1/completions", content=json.dumps(GO), headers={"content-type": "application/json; charset=utf-8"})
     assert reply.status_code == 200
 
@@ -95,6 +102,50 @@ def test_the_body_limit(tiny: Path) -> None:
         assert wire.read_until(b"\r\n").startswith(b"HTTP/1.1 413 ")
         wire.close()
         running.settle()
+
+
+def test_a_body_that_does_not_come_is_a_408_and_the_connection_ends(tiny: Path) -> None:
+    with site(tiny, {"limits": {"body_timeout_s": 0.3}}) as running:
+        for path in PATHS:
+            wire = Wire(running)
+            wire.send(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode() + b'{"prompt": "h')
+            got = wire.read_until(b"}}")
+            assert got.startswith(b"HTTP/1.1 408 ") and b"connection: close" in got.lower() and b"RequestTimeoutError" in got
+            with pytest.raises(EOFError):
+                wire.read_until(b"never")
+        running.settle()
+
+
+async def test_a_body_whose_proxy_has_forgotten_it_is_a_client_that_has_gone(scripted_site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Behind Serve's proxy `receive` is a call to another process, which raises where the client left or the proxy died."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise KeyError("Request ID not found")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    head = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "", "headers": []}
+    with caplog.at_level(logging.INFO, "rayneuron"):
+        await application(scripted_site.server)(head, receive, send)
+    assert sent == [] and [r.levelname for r in caplog.records] == ["INFO"] and "the client has gone" in caplog.text
+    counted = [line for line in httpx.get(f"{scripted_site.url}/metrics").text.splitlines() if '"/v1/completions"' in line]
+    assert any('"499"' in line for line in counted), counted
+
+
+def test_pages_of_other_origins(tiny: Path, client: httpx.Client) -> None:
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert client.options("/v1/completions", headers=ask).status_code == 405, "nobody is let in by default"
+    assert "access-control-allow-origin" not in client.get("/version", headers=ask).headers
+    for origins, allowed in ((["*"], "*"), (["https://a.example"], "https://a.example")):
+        with site(tiny, {"serving": {"allowed_origins": origins, "api_key": "k"}}) as running:
+            reply = httpx.options(f"{running.url}/v1/completions", headers=ask)
+            assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == allowed
+            reply = httpx.post(f"{running.url}/v1/completions", json=GO, headers={"origin": "https://a.example"})
+            assert reply.status_code == 401 and reply.headers["access-control-allow-origin"] == allowed, "a page may read why"
+            if allowed != "*":
+                assert httpx.options(f"{running.url}/v1/completions", headers=ask | {"origin": "https://b.example"}).status_code == 400
 
 
 def test_too_long(client: httpx.Client) -> None:
@@ -225,6 +276,27 @@ def test_draining(tiny: Path) -> None:
         running.runner.free()
         assert b"[DONE]" in wire.read_until(b"[DONE]")
         wire.close()
+        running.settle()
+
+
+def test_draining_for_so_long(tiny: Path) -> None:
+    """What ends by itself does, what does not ends with an event, and who asks meanwhile gets 503."""
+    with site(tiny) as running:
+        running.runner.hold()
+        short, long = Wire(running), Wire(running)
+        short.post("/v1/completions", GO | {"stream": True, "max_tokens": 3})
+        long.post("/v1/completions", GO | {"stream": True, "max_tokens": 200, "ignore_eos": True})
+        eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S)
+        draining = asyncio.run_coroutine_threadsafe(running.server.drain(2.0), running._loop)
+        eventually(lambda: running.server.draining, PATIENCE_S)
+        assert error(httpx.get(f"{running.url}/health"), 503, "ServiceUnavailableError")
+        assert httpx.post(f"{running.url}/v1/completions", json=GO).headers["retry-after"] == "1"
+        running.runner.allow(6)
+        assert b"[DONE]" in short.read_until(b"[DONE]")
+        ended = long.read_until(b"[DONE]")
+        assert b'"code":503' in ended and b"shutting down" in ended
+        draining.result(PATIENCE_S)
+        running.runner.free()
         running.settle()
 
 
