@@ -17,6 +17,7 @@ from rayneuron import cli, preflight
 from rayneuron.config import parse
 from rayneuron.errors import RayNeuronError
 
+INDEX = "model.safetensors.index.json"
 HEAVY = ("torch", "transformers", "ray", "numpy")
 
 
@@ -56,18 +57,18 @@ WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str, str]] = {
     "no weights": (removed("model.safetensors"), {}, "holds neither model.safetensors nor", "path"),
     "weights cut short": (truncated, {}, "is not as long as its header says", "path"),
     "weights are text": (replaced("model.safetensors", "<html>not found</html>"), {}, "download it again", "path"),
-    "index without a map": (replaced("model.safetensors.index.json", "{}"), {}, "has no weight_map", "path"),
-    "index names what is absent": (replaced("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}'), {}, "does not exist", "path"),
+    "index without a map": (replaced(INDEX, "{}"), {}, "has no weight_map", "path"),
+    "index names what is absent": (replaced(INDEX, '{"weight_map": {"a": "b.safetensors"}}'), {}, "does not exist", "path"),
     "no tokenizer": (removed("tokenizer.json"), {}, "holds no tokenizer.json", "path"),
     "tokenizer is no tokenizer": (replaced("tokenizer.json", "{}"), {}, "no tokenizer could be read", "path"),
     "tokenizer elsewhere": (nothing, {"model": {"tokenizer": "/no/such"}}, "/no/such is not a directory", "tokenizer"),
     "template file": (nothing, {"model": {"chat_template": "/no/such.jinja"}}, "neither a template nor a readable file", "chat_template"),
     "template syntax": (nothing, {"model": {"chat_template": "{% if %}"}}, "is not a Jinja template", "chat_template"),
     "generation_config is a list": (replaced("generation_config.json", "[]"), {}, "generation_config.json holds no JSON object", "path"),
-    "generation_config value": (replaced("generation_config.json", '{"temperature": 9}'), {}, "generation_config.json: sampling defaults: temp", "path"),
+    "generation_config value": (replaced("generation_config.json", '{"temperature": 9}'), {}, "sampling defaults: temp", "path"),
     "temperature": (nothing, {"sampling_defaults": {"temperature": 9}}, "sampling_defaults.temperature", "temperature"),
     "type of a default": (nothing, {"sampling_defaults": {"max_tokens": "x"}}, "sampling_defaults", "max_tokens"),
-    "default outside the vocabulary": (nothing, {"sampling_defaults": {"stop_token_ids": [999999]}}, "out of the vocabulary", "stop_token_ids"),
+    "outside the vocabulary": (nothing, {"sampling_defaults": {"stop_token_ids": [999999]}}, "out of the vocabulary", "stop_token_ids"),
     "min_tokens beyond the length": (nothing, {"sampling_defaults": {"min_tokens": 10**6}}, "min_tokens", "min_tokens"),
     "too long": (nothing, {"max_model_len": 10**6}, "beyond the model's", "max_model_len"),
     "too many ranks": (nothing, {"tensor_parallel": 64}, "attention heads", "tensor_parallel"),
@@ -132,8 +133,10 @@ def test_a_directory_without_a_tokenizer_for_token_ids_alone(model: Path) -> Non
 
 def test_what_this_machine_cannot_judge_is_only_noted(tmp_path: Path) -> None:
     """A file for Neuron nodes is checked on a laptop: neither the SDK nor the model is there, all else is held to what it says."""
-    raw = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-           "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5}  # fmt: skip
+    raw = {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    }  # fmt: skip
     args = {"model": {"path": "/no/such", "config": raw}, "device": "neuron", "instance": "inf2.48xlarge", "tensor_parallel": 8}
     assert len(preflight.inspect(parse(args), able=False)) == 2
     with pytest.raises(RayNeuronError, match="/no/such"):
