@@ -215,6 +215,8 @@ def _add_shard(commands: Any) -> None:
     command.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (auto: the checkpoint's)")
     command.add_argument("--quantization", help="int8, f8e4m3 or f8e5m2 weights (none)")
     command.add_argument("--unfused", action="store_true", help="keep q, k and v apart, for deployments with fused_qkv: false")
+    command.add_argument("--group-query-attention", metavar="NAME", help="how heads are shared, as in the deployment file")
+    command.add_argument("--shard-over-sequence", action="store_true", help="for deployments with shard_over_sequence: true")
     command.set_defaults(run=_shard)
 
 
@@ -222,6 +224,7 @@ def _shard(args: argparse.Namespace) -> None:
     from rayneuron.models import presharded
 
     options = {"tp": args.tp, "dtype": args.dtype, "quantization": args.quantization, "fused_qkv": not args.unfused}
+    options |= {"group_query_attention": args.group_query_attention, "shard_over_sequence": args.shard_over_sequence}
     _convert(args, "layers", presharded.shard, **options)
 
 

@@ -16,7 +16,7 @@ from rayneuron.validation import validate
 IMPORT_PATH = "rayneuron.serve.app:build"
 DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
 ALL = "all"
-MOST_KEYS = 100_000
+MOST_KEYS, MOST_LETTERS = 100_000, 1000  # values of a file; letters of what is said of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class DeploymentFile:
         index = next(i for i, entry in enumerate(self.content["applications"]) if entry.get("name", "default") == name)
         param = tuple(error.param.split(".")) if error.param else ()
         where = _place(self.path, self.lines, self.assigned, ("applications", index, "args", *param), error.message)
-        return type(error)(f"{where}application {name}: {error.message}", param=error.param)
+        said = error.message if len(error.message) < MOST_LETTERS else f"{error.message[: MOST_LETTERS // 2]} ..."
+        return type(error)(f"{where}application {name}: {said}", param=error.param)
 
     def filled(self) -> dict[str, Any]:
         """The content with every default of our applications' args written out: a file that can be served."""

@@ -65,12 +65,13 @@ class HuggingFaceGenerationAdapter:
         **kwargs: Any,
     ) -> Tensor:
         """input_ids [B, L] (padded on either side, or not) -> [B*N, L'] int64: prompt and output, right-padded with pad_token_id.
+        Without `attention_mask`, a pad_token_id that is no EOS marks padding.
 
         Settings come from the model's generation_config, then `generation_config`, then keywords. `streamer` (put, end) needs one sequence.
         `stopping_criteria` are called after every token with ([1, tokens so far], None). Raises RequestError for what cannot be honoured.
         """
         settings = _merge(self.llm.generation, self.generation_config, generation_config, kwargs)
-        prompts = _unpadded(input_ids, attention_mask)
+        prompts = _unpadded(input_ids, _inferred(input_ids, settings) if attention_mask is None else attention_mask)
         requests = [self.llm.request(p, _params(settings, len(p), input_ids.shape[1], self.llm.max_model_len)) for p in prompts]
         for request in requests:
             self.llm.engine.validate(request)
@@ -160,6 +161,14 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     if attention_mask is None:
         return input_ids.tolist()
     return [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+
+
+def _inferred(input_ids: Tensor, settings: dict[str, Any]) -> Tensor | None:
+    """transformers' rule where no mask is given: `pad_token_id` marks padding, wherever it stands, unless EOS is the same token."""
+    pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
+    if pad is None or pad in (eos if isinstance(eos, (list, tuple)) else [eos]):
+        return None
+    return input_ids != pad
 
 
 def _stop(criteria: list[Callable[..., Any]], ids: list[int]) -> bool:

@@ -69,6 +69,7 @@ class Checked:
 def check(config: Deployment) -> Checked:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
     from rayneuron import devices, preflight
+    from rayneuron.models import presharded
     from rayneuron.models.config_json import read_config
 
     devices.check(config.device)
@@ -77,6 +78,9 @@ def check(config: Deployment) -> Checked:
     fitted = preflight.fit(config, raw, path)
     preflight.check_defaults(config, fitted, path)
     dtype = compute_dtype(config.dtype, raw)
+    if presharded.is_presharded(path):
+        ranks, stages, how = config.tensor_parallel, config.pipeline_parallel, config.quantization
+        presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=dtype, fused=config.fused_qkv, quantization=how, stages=stages)
     return Checked(config, path, raw, fitted.generation, fitted.arch, dtype, fitted.capacity, fitted.layout)
 
 
@@ -156,7 +160,8 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 
 
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
-    """Load weights and make every graph ready; first the processes of a group meet."""
+    """Load weights, make every graph ready and look at the first logits; first the processes of a group meet."""
+    from rayneuron.engine.probe import probe
     from rayneuron.engine.runner import Runner
 
     if isinstance(runner, Runner):
@@ -164,6 +169,7 @@ def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds
             runner.load(rank_weights(checked, checked.ahead, report))
         with _timed(seconds, "graphs"):
             runner.warm(lambda done, total, shape: report("graphs", done, total))
+            probe(runner, checked.arch.vocab)
         return
     with _timed(seconds, "group"):
         runner.meet()
@@ -171,6 +177,7 @@ def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds
         runner.load(lambda done, total: report("weights", done, total))
     with _timed(seconds, "graphs"):
         runner.warm(lambda done, total: report("graphs", done, total))
+        probe(runner, checked.arch.vocab)
 
 
 def resolve(path: str) -> Path:

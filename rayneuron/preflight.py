@@ -145,8 +145,8 @@ def _check_words(config: Deployment, path: Path) -> None:
         return
     try:
         text.check(path, said.tokenizer, said.chat_template)
-    except CheckpointError as wrong:
-        raise CheckpointError(wrong.message, param="model.tokenizer" if said.tokenizer else "model.path") from None
+    except (CheckpointError, OSError) as wrong:
+        raise CheckpointError(str(wrong), param="model.tokenizer" if said.tokenizer else "model.path") from None
     except ConfigError as wrong:
         raise ConfigError(wrong.message, param=f"model.{wrong.param}" if wrong.param == "chat_template" else wrong.param) from None
 

@@ -249,6 +249,20 @@ class TestAdapter:
         wanted = model.generate(**inputs, max_new_tokens=6, do_sample=False)
         assert torch.equal(got, wanted)
 
+    def test_padding_without_a_mask_is_inferred_as_transformers_does(self, llm, reference):
+        """A pad token that is no EOS marks padding wherever it stands; one that is, or none, marks nothing."""
+        model, _ = reference
+        eos = model.generation_config.eos_token_id
+        long, short = (llm.text.encode(text) for text in ("The capital of France is", "1, 2, 3,"))
+        pad, padded = next(i for i in range(100, 200) if i not in (*long, *short)), len(long) - len(short)
+        adapter = HuggingFaceGenerationAdapter(llm)
+        for token, more in ((pad, {}), (pad, {"eos_token_id": [eos, pad]}), (eos, {}), (pad, {"eos_token_id": pad})):
+            ids = torch.tensor([long, [token] * padded + short]) if padded > 0 else torch.tensor([[token] * -padded + long, short])
+            wanted = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=token, **more)
+            assert torch.equal(adapter.generate(ids, max_new_tokens=4, pad_token_id=token, **more), wanted), (token, more)
+        unset = torch.tensor([[pad, *short]])
+        assert torch.equal(adapter.generate(unset, max_new_tokens=4), model.generate(unset, max_new_tokens=4, do_sample=False))
+
     def test_streamer_and_stopping_criteria(self, llm):
         from transformers import StoppingCriteriaList
 

@@ -79,7 +79,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "zmq": ("serve/", "transfer/", "parallel/"),
     "msgspec": ("",),
     "numpy": ("models/", "devices/", "engine/", "transfer/", "parallel/", "hashing.py", "sim/"),
-    "xxhash": ("hashing.py", "transfer/"),
+    "xxhash": ("hashing.py", "models/", "transfer/"),
     "yaml": ("cli.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli.py", "loading.py", "llm.py", "serve/"),
     "prometheus_client": ("metrics.py", "serve/"),

@@ -49,7 +49,7 @@ def resolve(path: str) -> Path:
         kind, size = _named(path)
         return random(size) if kind == "random" else ensure(kind)
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # false for a name that no directory can have, too
         raise ConfigError(f"{path!r} is not a directory, and models are not fetched from a hub; name a model directory or demo:smollm2")
     return folder
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import shard, words
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import Config
+from rayneuron.models.config_json import complete
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 def family(config: dict[str, Any]) -> ModuleType:
     """The family's file. Raises CheckpointError with the nearest known `model_type`."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         near = difflib.get_close_matches(str(name), FAMILIES, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CheckpointError(f"model_type {name!r} is not supported; {hint}supported: {', '.join(sorted(FAMILIES))}")
@@ -49,8 +49,18 @@ def family(config: dict[str, Any]) -> ModuleType:
 
 
 def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Arch:
-    """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a missing key."""
-    return family(config).arch(Config(config), max_model_len)
+    """The Arch of a config.json. `max_model_len` matters to longrope alone. Raises CheckpointError naming a wrong key."""
+    of = family(config)
+    arch: Arch = of.arch(complete(config), max_model_len)
+    for count, most, say in (
+        (arch.heads % arch.kv_heads, 0, f"num_attention_heads {arch.heads} is no multiple of num_key_value_heads {arch.kv_heads}"),
+        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} is more than the number of experts {arch.experts}"),
+    ):
+        if count > most:
+            raise CheckpointError(f"config.json: {say}; a key that is not there has the default of {arch.model_type} models")
+    if config.get("head_dim") not in (None, arch.head_dim):
+        raise CheckpointError(f"config.json sets head_dim: {config['head_dim']!r:.60}, but a {arch.model_type} model has {arch.head_dim}")
+    return arch
 
 
 def kv_type(name: str | None) -> torch.dtype | None:
@@ -86,7 +96,8 @@ def check(
     """
     arch = architecture(config, max_model_len)
     if arch.act not in words.ACTIVATIONS:
-        raise CheckpointError(f"activation {arch.act!r} is not supported; supported: {', '.join(words.ACTIVATIONS)}")
+        known = ", ".join(words.ACTIVATIONS)
+        raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")
     limit = position_limit(arch)
     if limit is not None and max_model_len > limit:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import either, refuse
+from rayneuron.models.config_json import head_size, refuse
 from rayneuron.models.rules import Rules, both, interleaved
 
 BASE = "transformer."
@@ -13,16 +13,12 @@ PREFIX = "transformer.h.{}."
 
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
-    """The Arch of a config.json, old names (n_embed, num_attention_heads) included."""
+    """The Arch of a config.json."""
     refuse(c, apply_residual_connection_post_layernorm=True)
-    hidden, layers, heads = (
-        either(c, "hidden_size", "n_embed"),
-        either(c, "n_layer", "num_hidden_layers"),
-        either(c, "n_head", "num_attention_heads"),
-    )
+    hidden, heads = c["hidden_size"], c["n_head"]
     return Arch(
-        c["model_type"], c["vocab_size"], hidden, layers, heads, heads, hidden // heads, 4 * hidden, act="gelu_new", gated=False,
-        norm="layer", eps=c.get("layer_norm_epsilon", 1e-5), position="alibi", tied=c.get("tie_word_embeddings", True),
+        c["model_type"], c["vocab_size"], hidden, c["n_layer"], heads, heads, head_size(hidden, heads), 4 * hidden, act="gelu_new",
+        gated=False, norm="layer", eps=c["layer_norm_epsilon"], position="alibi", tied=c["tie_word_embeddings"],
     )  # fmt: skip
 
 

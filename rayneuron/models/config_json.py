@@ -3,18 +3,96 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from rayneuron.errors import CheckpointError
+from rayneuron.models.defaults import FIELDS, SECTIONS, SPELLINGS, Maybe
+
+log = logging.getLogger(__name__)
 
 
-class Config(dict[str, Any]):
-    """config.json; a missing key says so by name."""
 
-    def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"config.json of a {self.get('model_type', '?')} model lacks {key!r}")
+LARGEST = 2**31 - 1
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+WORDS = {int: "an integer", float: "a number with a point", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
+
+
+def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with every key of its model type, which must be a known one, in the spelling of that type.
+
+    Absent is the class default of transformers; null is "none" or "derived" where the type allows it, else refused, as transformers does.
+    Raises CheckpointError naming a key that is missing or of a wrong type.
+    """
+    kind = raw["model_type"]
+    if raw.get("per_layer_config") is not None:
+        raise CheckpointError("config.json sets per_layer_config, which is not supported; the layers of a model are alike here")
+    if not isinstance(raw.get("quantization_config") or {}, dict):
+        raise CheckpointError(f"config.json sets quantization_config: {_short(raw['quantization_config'])}, where an object is needed")
+    dtype_of(raw)
+    out, spelled = dict(raw), SPELLINGS.get(kind, {})
+    for other in spelled.keys() & raw.keys():
+        own, value = spelled[other], raw[other]
+        if (other == "n_embed" and value is None) or type(raw.get(own, 0)) is not int:
+            continue  # the other is no number, and refused below
+        if own in raw and raw[own] != value:
+            log.warning("config.json says %s: %r and %s: %r, two spellings of one thing; %s counts", own, raw[own], other, value, other)
+        out[own] = value
+    return _filled(out, FIELDS[kind], kind)
+
+
+def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object within config.json, completed alike."""
+    return _filled(dict(config[name]), SECTIONS[name], config["model_type"], name + ".")
+
+
+def _filled(out: dict[str, Any], fields: Mapping[str, Any], kind: str, prefix: str = "") -> dict[str, Any]:
+    for name, default in fields.items():
+        needed, maybe = isinstance(default, type), isinstance(default, Maybe)
+        if name not in out and needed:
+            raise CheckpointError(f"config.json of a {kind} model lacks {name!r}")
+        if name not in out:
+            out[name] = default.default if maybe else default
+        elif out[name] is not None or not maybe:
+            of_type(out[name], default if needed else default.kind if maybe else type(default), prefix + name, kind)
+    return out
+
+
+def of_type(value: Any, kind: type | tuple[type, ...], name: str, model_type: str) -> None:
+    """Raise CheckpointError unless `value` is exactly of one of `kind`, and if a number, one that a model can have."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds:
+        wanted = " or ".join(WORDS[k] for k in kinds)
+        raise CheckpointError(f"config.json sets {name}: {_short(value)}, but {name} of a {model_type} model is {wanted}")
+    if type(value) is int and not (0 if name == "max_window_layers" else 1) <= value <= LARGEST:
+        raise CheckpointError(f"config.json sets {name}: {_short(value)}, which no {model_type} model can have")
+    if type(value) is float and not 0 <= value < inf:
+        raise CheckpointError(f"config.json sets {name}: {value!r}, which no {model_type} model can have")
+
+
+def _short(value: Any) -> str:
+    """A value of config.json in an error: as JSON writes it, and not all of it."""
+    text = json.dumps(value) if not isinstance(value, int) or abs(value) <= LARGEST**2 else "a number of many digits"
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def dtype_of(config: Mapping[str, Any]) -> str:
+    """The dtype the weights are stored in, in either spelling; float32 where config.json says none. Raises CheckpointError."""
+    name = config.get("dtype") if config.get("dtype") is not None else config.get("torch_dtype")
+    found = "float32" if name is None else str(name).removeprefix("torch.")
+    if found not in DTYPES:
+        raise CheckpointError(f"config.json sets dtype: {_short(name)}, which is not supported; supported: {', '.join(DTYPES)}")
+    return found
+
+
+def head_size(hidden: int, heads: int) -> int:
+    """The size of a head where the heads share the hidden size. Raises CheckpointError where that does not divide."""
+    if hidden % heads:
+        raise CheckpointError(f"hidden_size (n_embd, d_model) {hidden} is no multiple of num_attention_heads (n_head, n_heads) {heads}")
+    return hidden // heads
 
 
 def refuse(config: Mapping[str, Any], **settings: Any) -> None:
@@ -24,18 +102,13 @@ def refuse(config: Mapping[str, Any], **settings: Any) -> None:
             raise CheckpointError(f"config.json sets {name}: {value!r}, which is not supported for {config.get('model_type')} models")
 
 
-def either(config: Mapping[str, Any], *names: str) -> Any:
-    """The value of the first of `names` that config.json has."""
-    return next((config[n] for n in names if config.get(n) is not None), None) or config[names[0]]
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError naming the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, RecursionError) as e:
         raise CheckpointError(f"{path} cannot be read as JSON: {e}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")

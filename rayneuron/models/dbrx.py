@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rayneuron.errors import CheckpointError
 from rayneuron.models import rope
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import Config
+from rayneuron.models.config_json import head_size, refuse, section
 from rayneuron.models.rules import Convert, Rules, stacked
 
 if TYPE_CHECKING:
@@ -18,14 +19,23 @@ PREFIX = "transformer.blocks.{}."
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json; attention and experts have a section each."""
-    attn, ffn = Config(c["attn_config"]), Config(c["ffn_config"])
-    head_dim, positions = c["d_model"] // c["n_heads"], c["max_seq_len"]
+    attn, ffn = section(c, "attn_config"), section(c, "ffn_config")
+    refuse(c, tie_word_embeddings=True)
+    norm, act, clip = ffn["moe_normalize_expert_weights"], (ffn["ffn_act_fn"] or {}).get("name", "silu"), attn["clip_qkv"]
+    if norm not in (None, 1.0) or not clip or not isinstance(act, str):
+        raise CheckpointError(
+            f"config.json sets moe_normalize_expert_weights: {norm!r}, clip_qkv: {clip!r}, ffn_act_fn: {act!r:.60}; possible are "
+            "null or 1.0, a number above 0, and an object with the name of an activation"
+        )
+    head_dim, positions = head_size(c["d_model"], c["n_heads"]), c["max_seq_len"]
+    trained = {"rope_theta": attn["rope_theta"]} if "rope_theta" in attn else {}  # the hub's file has it there, transformers 5 elsewhere
+    found = rope.read({**trained, **c}, head_dim, positions, max_model_len=max_model_len)
+    if trained and trained["rope_theta"] != found.theta:
+        raise CheckpointError(f"config.json contradicts itself: attn_config.rope_theta {trained['rope_theta']!r}, rope_theta {found.theta}")
     return Arch(
-        c["model_type"], c["vocab_size"], c["d_model"], c["n_layers"], c["n_heads"], attn.get("kv_n_heads", 1), head_dim,
-        ffn.get("ffn_hidden_size", 3584), positions, (ffn.get("ffn_act_fn") or {}).get("name", "silu"), norm="layer",
-        rope=rope.read({**c, **attn}, head_dim, positions, max_model_len=max_model_len), clip_qkv=attn.get("clip_qkv") or 0.0,
-        experts=ffn.get("moe_num_experts", 4), top_k=ffn.get("moe_top_k", 1),
-        renormalise=ffn.get("moe_normalize_expert_weights") is not None, tied=c.get("tie_word_embeddings", False),
+        c["model_type"], c["vocab_size"], c["d_model"], c["n_layers"], c["n_heads"], attn["kv_n_heads"], head_dim, ffn["ffn_hidden_size"],
+        positions, act, norm="layer", rope=found, clip_qkv=float(clip), experts=ffn["moe_num_experts"], top_k=ffn["moe_top_k"],
+        renormalise=norm is not None,
     )  # fmt: skip
 
 

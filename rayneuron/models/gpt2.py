@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import refuse
+from rayneuron.models.config_json import head_size, refuse
 from rayneuron.models.rules import Convert, Rules, both, stacked
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
     refuse(c, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False)
     return Arch(
-        c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], c["n_embd"] // c["n_head"],
-        c.get("n_inner") or 4 * c["n_embd"], c["n_positions"], c.get("activation_function", "gelu_new"), gated=False, norm="layer",
-        eps=c.get("layer_norm_epsilon", 1e-5), position="learned", tied=c.get("tie_word_embeddings", True),
+        c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], head_size(c["n_embd"], c["n_head"]),
+        c["n_inner"] or 4 * c["n_embd"], c["n_positions"], c["activation_function"], gated=False, norm="layer",
+        eps=c["layer_norm_epsilon"], position="learned", tied=c["tie_word_embeddings"],
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from rayneuron.models import gpt2
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import Config
 from rayneuron.models.gpt2 import BASE, IGNORE, PREFIX, top
 from rayneuron.models.rules import Rules, interleaved, same, stacked
 
@@ -16,9 +15,7 @@ __all__ = ["BASE", "IGNORE", "PREFIX", "arch", "layer", "top"]
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
-    return replace(
-        gpt2.arch(Config({"activation_function": "gelu_pytorch_tanh", **c})), kv_heads=1 if c.get("multi_query", True) else c["n_head"]
-    )
+    return replace(gpt2.arch(c), kv_heads=1 if c["multi_query"] else c["n_head"])
 
 
 def layer(a: Arch, i: int) -> Rules:

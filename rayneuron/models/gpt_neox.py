@@ -6,6 +6,7 @@ from typing import Any
 
 from rayneuron.models import bloom, rope
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import head_size
 from rayneuron.models.rules import Rules, both
 
 BASE = "gpt_neox."
@@ -16,12 +17,12 @@ IGNORE = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
     hidden, heads, positions = c["hidden_size"], c["num_attention_heads"], c["max_position_embeddings"]
-    named = {"partial_rotary_factor": c.get("rotary_pct", 0.25), "rope_theta": c.get("rotary_emb_base", 10000.0), **c}
+    head_dim = head_size(hidden, heads)
     return Arch(
-        c["model_type"], c["vocab_size"], hidden, c["num_hidden_layers"], heads, heads, hidden // heads, c["intermediate_size"], positions,
-        c.get("hidden_act", "gelu"), gated=False, norm="layer", eps=c.get("layer_norm_eps", 1e-5),
-        rope=rope.read(named, hidden // heads, positions, max_model_len=max_model_len), parallel=c.get("use_parallel_residual", True),
-        tied=c.get("tie_word_embeddings", False), biased=("qkv", "o") if c.get("attention_bias", True) else (),
+        c["model_type"], c["vocab_size"], hidden, c["num_hidden_layers"], heads, heads, head_dim, c["intermediate_size"], positions,
+        c["hidden_act"], gated=False, norm="layer", eps=c["layer_norm_eps"],
+        rope=rope.read(c, head_dim, positions, max_model_len=max_model_len), parallel=c["use_parallel_residual"],
+        tied=c["tie_word_embeddings"], biased=("qkv", "o") if c["attention_bias"] else (),
     )  # fmt: skip
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayneuron.errors import CheckpointError
 from rayneuron.models.arch import Arch, Rope
+from rayneuron.models.config_json import head_size
 from rayneuron.models.rules import Rules, both
 
 BASE = "transformer."
@@ -14,12 +16,14 @@ IGNORE = ("attn.bias", "attn.masked_bias")
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
-    head_dim = c["n_embd"] // c["n_head"]
-    inner, positions = c.get("n_inner") or 4 * c["n_embd"], c["n_positions"]
+    head_dim, rotated = head_size(c["n_embd"], c["n_head"]), c["rotary_dim"]
+    inner, positions = c["n_inner"] or 4 * c["n_embd"], c["n_positions"]
+    if rotated > head_dim or rotated % 2:
+        raise CheckpointError(f"rotary_dim {rotated} of config.json (64 where it is absent) is odd or more than the {head_dim} of a head")
     return Arch(
         c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], head_dim, inner, positions,
-        c.get("activation_function", "gelu_new"), gated=False, norm="layer", eps=c.get("layer_norm_epsilon", 1e-5),
-        rope=Rope(dim=c.get("rotary_dim") or head_dim, pairs=True), parallel=True, tied=c.get("tie_word_embeddings", False),
+        c["activation_function"], gated=False, norm="layer", eps=c["layer_norm_epsilon"], rope=Rope(dim=rotated, pairs=True),
+        parallel=True, tied=c["tie_word_embeddings"],
     )  # fmt: skip
 
 

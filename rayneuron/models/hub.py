@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models.config_json import generation_config as generation_config
 from rayneuron.models.config_json import read_config as read_config
 from rayneuron.models.config_json import read_json as read_json
+
+log = logging.getLogger(__name__)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -28,6 +32,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {d: n for n, d in DTYPES.items()}
+NOTED = "xxh3 of "  # before a tensor's name: its checksum in the metadata of a file
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -42,7 +47,8 @@ class Entry:
 
 
 class SafeFile:
-    """One safetensors file, mapped. Its header is checked whole before any tensor is given out."""
+    """One safetensors file, mapped, so that a rank reads its share only and gives pages back. Its header is checked whole before any
+    tensor is given out, by the format's own rules. `said`: its metadata; `digest`: of the header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,25 +59,43 @@ class SafeFile:
                 head = int.from_bytes(f.read(8), "little")
                 if size < 8 or head > min(size - 8, MAX_HEADER_BYTES):
                     raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes, a header of {head}")
-                header = json.loads(f.read(head))
+                text = f.read(head)
+            header = json.loads(text, object_pairs_hook=_once)
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist, but the index names it; download it again") from None
-        except ValueError as e:
+        except (ValueError, OSError, RecursionError) as e:
             raise CheckpointError(f"{path} has a damaged safetensors header: {e}") from None
-        header.pop("__metadata__", None)
-        self.start = 8 + head
+        if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+            raise CheckpointError(f"{path} has a damaged safetensors header: it holds no JSON object of tensors")
+        self.said: dict[str, Any] = header.pop("__metadata__", {})
+        self.digest, self.start = checksum(text), 8 + head
         self.entries = {name: self._entry(name, e, size - self.start) for name, e in header.items()}
+        self._covered(size - self.start)
 
-    def _entry(self, name: str, e: dict[str, Any], room: int) -> Entry:
+    def _entry(self, name: str, e: Any, room: int) -> Entry:
         try:
             dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
+            known = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{self.path}: tensor {name!r} has a header this reader does not know: {e}") from None
-        if stop - start != prod(shape) * dtype.itemsize or start < 0:
+            known = False
+        if not known:
+            raise CheckpointError(f"{self.path}: tensor {name!r} has a header this reader does not know: {e!r:.200}")
+        if stop - start != prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} does not fit its {stop - start} bytes")
         if stop > room:
             raise CheckpointError(f"{self.path} is truncated: tensor {name!r} ends at byte {stop} of {room}; download it again")
         return Entry(dtype, shape, start, stop)
+
+    def _covered(self, room: int) -> None:
+        """Every byte belongs to one tensor, as the format demands."""
+        at, before = 0, "the header"
+        for name, e in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if e.start != at:
+                how = "overlaps" if e.start < at else "leaves bytes uncovered behind"
+                raise CheckpointError(f"{self.path} is damaged: tensor {name!r} at byte {e.start} {how} {before}, which ends at {at}")
+            at, before = e.stop, f"tensor {name!r}"
+        if at != room:
+            raise CheckpointError(f"{self.path} is damaged: {room - at} bytes behind {before} belong to no tensor")
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped bytes; nothing is read until it is used."""
@@ -86,6 +110,11 @@ class SafeFile:
             flat = flat.clone()  # torch wants elements aligned; old files are not
         return flat.view(e.dtype).view(e.shape)
 
+    def verify(self, name: str) -> None:
+        """Hold a tensor against the checksum that `writer` noted. Reads all of it. Raises CheckpointError."""
+        if self.said.get(NOTED + name) != checksum(_bytes(self.tensor(name))):
+            raise CheckpointError(f"{self.path}: tensor {name!r} is not what was written (its checksum differs)")
+
     def release(self, name: str) -> None:
         """Drop the tensor's pages from memory; they are read again when used again."""
         e = self.entries[name]
@@ -97,38 +126,34 @@ class SafeFile:
 class Checkpoint(Mapping[str, Tensor]):
     """All tensors of a model directory by name, read lazily.
 
-    With an index exactly the files it names are used; without one, model.safetensors, or all *.safetensors. Pickles (`.bin`) are
-    refused unless `allow_pickle`, and then read with weights_only.
+    model.safetensors, or the files of an index, or all *.safetensors; with an index exactly what it assigns is used. Pickles (`.bin`)
+    are refused unless `allow_pickle`, and then read with weights_only.
     """
 
     def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
         self.path = Path(path)
         self._where: dict[str, SafeFile] = {}
         self._loaded: dict[str, Tensor] = {}
-        if (self.path / INDEX).exists():
-            self._indexed(read_json(self.path / INDEX))
+        if (self.path / SINGLE).exists():
+            self._take(SafeFile(self.path / SINGLE))
+            if (self.path / INDEX).exists():
+                log.warning("%s holds %s and %s; the former is used, as transformers does", self.path, SINGLE, INDEX)
+        elif (self.path / INDEX).exists():
+            self._indexed()
         else:
-            files = [self.path / SINGLE] if (self.path / SINGLE).exists() else sorted(self.path.glob("*.safetensors"))
+            files = sorted(self.path.glob("*.safetensors"))
             for file in files:
                 self._take(SafeFile(file))
             if not files:
                 self._pickled(allow_pickle)
 
-    def _indexed(self, index: dict[str, Any]) -> None:
-        names = index.get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+    def _indexed(self) -> None:
+        names = weight_map(self.path / INDEX)
         files = {f: SafeFile(self.path / f) for f in sorted(set(names.values()))}
         for name, file in names.items():
             if name not in files[file].entries:
                 raise CheckpointError(f"{self.path / INDEX} puts tensor {name!r} into {file}, which does not hold it: the index is stale")
             self._where[name] = files[file]
-        for file, held in files.items():
-            for name in held.entries:
-                if names.get(name) != file:
-                    raise CheckpointError(
-                        f"{self.path / file} holds tensor {name!r}, which the index does not put there: the index is stale"
-                    )
 
     def _take(self, file: SafeFile) -> None:
         for name in file.entries:
@@ -147,8 +172,7 @@ class Checkpoint(Mapping[str, Tensor]):
             )
         files = [self.path / PICKLE]
         if (self.path / PICKLE_INDEX).exists():
-            names = read_json(self.path / PICKLE_INDEX).get("weight_map") or {}
-            files = [self.path / f for f in sorted(set(names.values()))]
+            files = [self.path / f for f in sorted(set(weight_map(self.path / PICKLE_INDEX).values()))]
         for file in files:
             self._unpickle(file)
 
@@ -157,6 +181,8 @@ class Checkpoint(Mapping[str, Tensor]):
             part = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as e:  # torch raises many kinds; every one means this file is not to be trusted or not whole
             raise CheckpointError(f"{file} cannot be read as plain weights: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+        if not isinstance(part, dict) or not all(isinstance(t, Tensor) for t in part.values()):
+            raise CheckpointError(f"{file} holds no tensors by name")
         for name, t in part.items():
             if name in self._loaded:
                 raise CheckpointError(f"tensor {name!r} is in more than one .bin file")
@@ -183,6 +209,30 @@ class Checkpoint(Mapping[str, Tensor]):
         return {n: torch.empty(s, dtype=d, device="meta") for n, (s, d) in shapes.items()}
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor, by an index. Raises CheckpointError."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensors to files beside it")
+    return names
+
+
+def checksum(data: Any) -> str:
+    """Of bytes: as fast as memory is read. It finds damage, not forgery."""
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def _bytes(t: Tensor) -> memoryview:
+    return t.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice")
+    return found
+
+
 def new_directory(path: str | Path) -> Path:
     """A directory to write into; it may exist, but empty. Raises ConfigError otherwise."""
     target = Path(path)
@@ -205,16 +255,21 @@ def copy_side_files(source: str | Path, target: Path) -> None:
 
 
 @contextmanager
-def writer(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write one safetensors file tensor by tensor, in any order, holding none. The file appears under its name once it is whole."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def writer(
+    path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], said: Mapping[str, str] | None = None
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """Write one safetensors file tensor by tensor, in any order, holding none. The file appears under its name once it is whole.
+
+    With `said`, metadata of one's own, the header also notes every tensor's checksum.
+    """
+    noted = {} if said is None else {NOTED + name: "0" * 32 for name in entries}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(said or {}), **noted}}
     at = 0
     for name, (dtype, shape) in entries.items():
         stop = at + prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 64)
+    size = len(_head(header))
     left, partial = set(entries), path.with_name(path.name + ".partial")
 
     def write(name: str, t: Tensor) -> None:
@@ -222,12 +277,22 @@ def writer(path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]
         if t.dtype != dtype or tuple(t.shape) != shape:
             raise ValueError(f"{name} was announced as {dtype} {shape}, but is {t.dtype} {tuple(t.shape)}")
         left.remove(name)
-        file.seek(8 + len(head) + header[name]["data_offsets"][0])
-        file.write(t.contiguous().view(-1).view(torch.uint8).numpy().data)
+        data = _bytes(t)
+        if said is not None:
+            header["__metadata__"][NOTED + name] = checksum(data)
+        file.seek(size + header[name]["data_offsets"][0])
+        file.write(data)
 
     with partial.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
         yield write
         if left:
             raise ValueError(f"never written: {sorted(left)[:3]}")
+        file.seek(0)
+        file.write(_head(header))
     partial.replace(path)
+
+
+def _head(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    return len(text).to_bytes(8, "little") + text

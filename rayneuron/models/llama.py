@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayneuron.errors import CheckpointError
 from rayneuron.models import rope
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import head_size, of_type
+from rayneuron.models.defaults import FIELDS
 from rayneuron.models.rules import Rules, both
 
 PREFIX = "model.layers.{}."
@@ -14,33 +17,49 @@ IGNORE = ("rotary_emb.inv_freq",)
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
-    heads, positions = c["num_attention_heads"], c["max_position_embeddings"]
-    head_dim = c.get("head_dim") or c["hidden_size"] // heads
+    heads, positions, size = c["num_attention_heads"], c["max_position_embeddings"], head_dim(c)
     return Arch(
-        c["model_type"], c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads,
-        head_dim, c["intermediate_size"], positions, c.get("hidden_act", "silu"), eps=c.get("rms_norm_eps", 1e-6),
-        rope=rope.read(c, head_dim, positions, max_model_len=max_model_len), windows=windows(c),
-        qk_norm=c["model_type"].startswith("qwen3"), tied=c.get("tie_word_embeddings", False), biased=biased(c),
+        c["model_type"], c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c["num_key_value_heads"] or heads, size,
+        c["intermediate_size"], positions, c["hidden_act"], eps=c["rms_norm_eps"],
+        rope=rope.read(c, size, positions, max_model_len=max_model_len), windows=windows(c),
+        qk_norm=c["model_type"].startswith("qwen3"), tied=c["tie_word_embeddings"], biased=biased(c),
     )  # fmt: skip
 
 
+def head_dim(c: dict[str, Any]) -> int:
+    """The size of a head. Qwen2 and Qwen3 MoE have no such key among their own, but one in the file counts."""
+    found: Any = c.get("head_dim")
+    if found is None and ("head_dim" not in c or "head_dim" in FIELDS[c["model_type"]]):
+        return head_size(c["hidden_size"], c["num_attention_heads"])
+    of_type(found, int, "head_dim", c["model_type"])
+    return found
+
+
 def biased(c: dict[str, Any]) -> tuple[str, ...]:
-    """Which products have a bias: Qwen2's q, k, v always; others by `attention_bias` and `mlp_bias`."""
+    """Which products have a bias: Qwen2's q, k, v always; of other types that have these keys, `attention_bias` and `mlp_bias` say."""
     if c["model_type"] == "qwen2":
         return ("q", "k", "v")
-    return ("q", "k", "v", "o") * bool(c.get("attention_bias")) + ("gate", "up", "down") * bool(c.get("mlp_bias"))
+    known = FIELDS[c["model_type"]]
+    attention, mlp = (name in known and c[name] for name in ("attention_bias", "mlp_bias"))
+    return ("q", "k", "v", "o") * attention + ("gate", "up", "down") * mlp
 
 
 def windows(c: dict[str, Any]) -> tuple[int, ...]:
-    """A sliding window a layer. `use_sliding_window` false switches it off; `layer_types` or `max_window_layers` say which layers slide."""
-    size, layers = c.get("sliding_window") or 0, c["num_hidden_layers"]
-    qwen = c["model_type"].startswith("qwen")
-    if not size or not c.get("use_sliding_window", c["model_type"] in ("mistral", "mixtral")):
-        return ()
-    if c.get("layer_types"):
-        return tuple(size if kind == "sliding_attention" else 0 for kind in c["layer_types"])
-    first = c.get("max_window_layers", 28) if qwen else 0
-    return tuple(size if i >= first else 0 for i in range(layers))
+    """A sliding window a layer, where the type has one. Qwen's is off unless `use_sliding_window`; `layer_types`, or else
+    `max_window_layers`, say which layers of Qwen2 and Qwen3 slide."""
+    known, layers = FIELDS[c["model_type"]], c["num_hidden_layers"]
+    on = "sliding_window" in known and ("use_sliding_window" not in known or c["use_sliding_window"])
+    size, kinds = (c["sliding_window"] or 0) if on else 0, c["layer_types"] if "layer_types" in known else None
+    if kinds is None:
+        first = c["max_window_layers"] if "max_window_layers" in known else 0
+        return tuple(size if i >= first else 0 for i in range(layers)) if size else ()
+    possible = {"full_attention": 0, "sliding_attention": size} if size else {"full_attention": 0}
+    if len(kinds) != layers or any(not isinstance(kind, str) or kind not in possible for kind in kinds):
+        raise CheckpointError(
+            f"config.json sets layer_types: {kinds!r:.60}; with use_sliding_window: {c['use_sliding_window']} and sliding_window: "
+            f"{c['sliding_window']} it needs {' or '.join(possible)} for each of num_hidden_layers: {layers}"
+        )
+    return tuple(possible[kind] for kind in kinds) if size else ()
 
 
 def top(a: Arch) -> Rules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import head_size
 from rayneuron.models.rules import Rules, both
 
 BASE = "model."
@@ -13,14 +14,13 @@ PREFIX = "model.decoder.layers.{}."
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
-    heads = c["num_attention_heads"]
-    biased = ("q", "k", "v", "o", "up", "down") if c.get("enable_bias", True) else ()
+    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    biased = ("q", "k", "v", "o", "up", "down") if c["enable_bias"] else ()
     return Arch(
-        c["model_type"], c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, heads, c["hidden_size"] // heads,
-        c["ffn_dim"], c["max_position_embeddings"], c.get("activation_function", "relu"), gated=False, norm="layer",
-        post_norm=not c.get("do_layer_norm_before", True), position="learned", position_offset=2,
-        embed=c.get("word_embed_proj_dim") or c["hidden_size"], tied=c.get("tie_word_embeddings", True),
-        norm_weights=c.get("layer_norm_elementwise_affine", True), final_norm=not c.get("_remove_final_layer_norm", False), biased=biased,
+        c["model_type"], c["vocab_size"], hidden, c["num_hidden_layers"], heads, heads, head_size(hidden, heads), c["ffn_dim"],
+        c["max_position_embeddings"], c["activation_function"], gated=False, norm="layer", post_norm=not c["do_layer_norm_before"],
+        position="learned", position_offset=2, embed=c["word_embed_proj_dim"] or hidden, tied=c["tie_word_embeddings"],
+        norm_weights=c["layer_norm_elementwise_affine"], final_norm=not c["_remove_final_layer_norm"], biased=biased,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,17 +20,24 @@ from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub, weights
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import dtype_of
 from rayneuron.models.quantization import dtype_name, parse, stored
 
 log = logging.getLogger(__name__)
 
-MANIFEST, FOLDER, FORMAT = "rayneuron_shards.json", "weights", 1
+MANIFEST, FOLDER, FORMAT = "rayneuron_shards.json", "weights", 2
+# What of an Arch decides which tensors a rank holds and of what shape; the rest is read from config.json at every start.
+SHAPES = (
+    "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "gated", "norm", "parallel", "position", "qk_norm", "embed",
+    "norm_weights", "final_norm", "post_norm", "experts", "dense_layers", "dense_ffn", "tied", "biased",
+)  # fmt: skip
 WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the files of a presharded directory are. `convert_s`: seconds that cutting the slowest rank took."""
+    """What the files of a presharded directory are. `convert_s`: seconds that cutting the slowest rank took; `shapes`: of SHAPES;
+    `headers`: the checksum of every file's header, which in turn holds the rank and a checksum of every tensor."""
 
     format: int
     model_type: str
@@ -38,8 +46,11 @@ class Manifest:
     quantization: str | None
     scheme: str | None
     fused_qkv: bool
-    layers: int
+    group_query_attention: str
+    sequence_shards: int
+    shapes: dict[str, Any]
     file_bytes: list[int]
+    headers: list[str]
     convert_s: float
 
 
@@ -57,16 +68,19 @@ def shard(
     quantization: str | None = None,
     scheme: str = "per_channel",
     fused_qkv: bool = True,
+    group_query_attention: str | None = None,
+    shard_over_sequence: bool = False,
     allow_pickle: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
     """Cut a model directory for `tp` ranks into `out`, one rank in memory at a time. progress(layers done, layers of all ranks)."""
     config = hub.read_config(path)
     how = None if quantization is None else parse(quantization, scheme)
-    arch = models.check(config, tp=tp, max_model_len=1, dtype=dtype, quantization=quantization)
+    heads = {"group_query_attention": group_query_attention, "shard_over_sequence": shard_over_sequence}
+    arch = models.check(config, tp=tp, max_model_len=1, dtype=dtype, quantization=quantization, **heads)  # type: ignore[arg-type]
     kind, source, target = stored_dtype(dtype, config), hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
     (target / FOLDER).mkdir()
-    sizes, slowest = [], 0.0
+    files, slowest = [], 0.0
     for rank in range(tp):
         started = time.perf_counter()
 
@@ -78,7 +92,7 @@ def shard(
             arch, models.family(config), source, dtype=kind, rank=rank, ranks=tp, fused=fused_qkv, progress=report, quantization=how
         )
         slowest = max(slowest, time.perf_counter() - started)
-        sizes.append(write(arch, held, file_of(target, rank)))
+        files.append(write(weights.cut_for(arch, rank, tp), held, file_of(target, rank)))
     hub.copy_side_files(path, target)
     kept = how or stored(config)
     manifest = Manifest(
@@ -89,22 +103,33 @@ def shard(
         quantization=dtype_name(kept.dtype) if kept else None,
         scheme=kept.scheme if kept else None,
         fused_qkv=fused_qkv,
-        layers=arch.layers,
-        file_bytes=sizes,
+        group_query_attention=weights.cut_for(arch, 0, tp).plan.strategy,
+        sequence_shards=arch.sequence_shards,
+        shapes=shapes(arch),
+        file_bytes=[file.path.stat().st_size for file in files],
+        headers=[file.digest for file in files],
         convert_s=round(slowest, 3),
     )
     hub.write_json(target / MANIFEST, asdict(manifest))  # last: a directory without it is not whole
     return manifest
 
 
-def write(arch: Arch, held: Mapping[str, Any], file: Path) -> int:
-    """One rank's weights into one file; returns its bytes. A tied head is the embedding, and not stored twice."""
-    flat = {f"top.{n}": t for n, t in held["top"].items() if not (arch.tied and n == "head.w")}
+def write(cut: weights.Cut, held: Mapping[str, Any], path: Path) -> hub.SafeFile:
+    """One rank's weights into one file. A tied head is the embedding, and not stored twice; constants follow from config.json."""
+    left_out = {*weights.constants(cut, held["top"]), *(["head.w"] if cut.arch.tied else [])}
+    flat = {f"top.{n}": t for n, t in held["top"].items() if n not in left_out}
     flat |= {f"layers.{i}.{n}": t for i, w in enumerate(held["layers"]) for n, t in w.items()}
-    with hub.writer(file, {n: (t.dtype, tuple(t.shape)) for n, t in flat.items()}) as put:
+    said = {"rank": str(cut.rank), "ranks": str(cut.ranks)}
+    with hub.writer(path, {n: (t.dtype, tuple(t.shape)) for n, t in flat.items()}, said) as put:
         for name, t in flat.items():
             put(name, t)
-    return file.stat().st_size
+    return hub.SafeFile(path)
+
+
+def shapes(arch: Arch) -> dict[str, Any]:
+    """What of an Arch the files depend on, as JSON has it."""
+    found = {name: getattr(arch, name) for name in SHAPES}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def is_presharded(path: str | Path) -> bool:
@@ -115,14 +140,16 @@ def is_presharded(path: str | Path) -> bool:
 def read_manifest(path: str | Path) -> Manifest:
     """The manifest of a presharded directory, checked against its files. Raises CheckpointError."""
     found = hub.read_json(Path(path) / MANIFEST)
-    try:
-        manifest = Manifest(**found)
-    except TypeError as e:
-        raise CheckpointError(f"{Path(path) / MANIFEST} was written by another version ({e}); run `rayneuron shard` again") from None
-    if manifest.format != FORMAT:
+    if found.get("format") != FORMAT:
         raise CheckpointError(
-            f"{Path(path) / MANIFEST} has format {manifest.format}, this version reads {FORMAT}; run `rayneuron shard` again"
+            f"{Path(path) / MANIFEST} has format {found.get('format')!r}, this version reads {FORMAT}; run `rayneuron shard` again"
         )
+    try:
+        manifest = msgspec.convert(found, Manifest)
+    except msgspec.ValidationError as e:
+        raise CheckpointError(f"{Path(path) / MANIFEST} is damaged ({e}); run `rayneuron shard` again") from None
+    if not len(manifest.file_bytes) == len(manifest.headers) == manifest.tp or manifest.dtype not in WORDS:
+        raise CheckpointError(f"{Path(path) / MANIFEST} is damaged: its tp, dtype, file_bytes and headers do not fit")
     for rank, size in enumerate(manifest.file_bytes):
         file = file_of(path, rank)
         if not file.exists() or file.stat().st_size != size:
@@ -131,8 +158,8 @@ def read_manifest(path: str | Path) -> Manifest:
     return manifest
 
 
-def check(manifest: Manifest, *, ranks: int, dtype: torch.dtype, fused: bool, quantization: str | None) -> None:
-    """Refuse files cut for another deployment. Raises ConfigError saying which key to change."""
+def check(manifest: Manifest, arch: Arch, *, ranks: int, dtype: torch.dtype, fused: bool, quantization: str | None) -> None:
+    """Refuse files cut for another deployment or config.json. Raises ConfigError saying which key to change, or CheckpointError."""
     if manifest.tp != ranks:
         raise ConfigError(f"the weights are cut for {manifest.tp} ranks, not {ranks}; write tensor_parallel: {manifest.tp}, or shard again")
     if WORDS[manifest.dtype] != dtype:
@@ -141,23 +168,54 @@ def check(manifest: Manifest, *, ranks: int, dtype: torch.dtype, fused: bool, qu
         raise ConfigError(f"the weights were cut with fused_qkv: {str(manifest.fused_qkv).lower()}; write the same, or shard again")
     if quantization is not None and dtype_name(parse(quantization).dtype) != manifest.quantization:
         raise ConfigError(f"the weights are stored with quantization {manifest.quantization}; leave quantization out, or shard again")
+    cut, wanted = (manifest.group_query_attention, manifest.sequence_shards), weights.cut_for(arch, 0, ranks).plan.strategy
+    if cut != (wanted, arch.sequence_shards):
+        raise ConfigError(
+            f"the weights are cut with group_query_attention {cut[0]} and KV over {cut[1]} ranks, the deployment asks for {wanted} over "
+            f"{arch.sequence_shards}; change group_query_attention and shard_over_sequence, or shard again with them"
+        )
+    ours = shapes(arch)
+    changed = [name for name in ours if manifest.shapes.get(name) != ours[name]]
+    if manifest.model_type != arch.model_type or changed:
+        said = ", ".join(f"{name} {ours[name]!r} (cut with {manifest.shapes.get(name)!r})" for name in changed)
+        raise CheckpointError(f"config.json is not the one the {manifest.model_type} weights were cut with: {said}; shard again")
 
 
-def load(path: str | Path, arch: Arch, rank: int) -> dict[str, Any]:
-    """One rank's weights as `weights.load` gives them, mapped from its file."""
+def load(path: str | Path, manifest: Manifest, arch: Arch, rank: int, progress: weights.Progress | None = None) -> dict[str, Any]:
+    """One rank's weights as `weights.load` gives them, mapped from its file, every tensor held against its checksum."""
     file = hub.SafeFile(file_of(path, rank))
+    is_of = tuple(file.said.get(name) for name in ("rank", "ranks"))
+    if is_of != (str(rank), str(manifest.tp)):
+        raise CheckpointError(f"{file.path} says it holds rank {is_of[0]} of {is_of[1]}, not {rank} of {manifest.tp}; were files swapped?")
+    if file.digest != manifest.headers[rank]:
+        raise CheckpointError(f"{file.path} is not the file of {MANIFEST}: its header differs; run `rayneuron shard` again")
     top: dict[str, Tensor] = {}
     layers: list[dict[str, Tensor]] = [{} for _ in range(arch.layers)]
     for name in file.entries:
+        file.verify(name)
         part, _, rest = name.partition(".")
         if part == "top":
             top[rest] = file.tensor(name)
             continue
         index, _, ours = rest.partition(".")
+        if not layers[int(index)] and progress is not None:
+            progress(int(index), arch.layers)
         layers[int(index)][ours] = file.tensor(name)
     if arch.tied:
         top["head.w"] = top["embed.w"]
-    return {"top": top, "layers": layers, "first": 0}
+    progress and progress(arch.layers, arch.layers)
+    return {"top": top | weights.constants(weights.cut_for(arch, rank, manifest.tp), top), "layers": layers, "first": 0}
+
+
+def check_directory(
+    path: str | Path, arch: Arch, *, ranks: int, dtype: torch.dtype, fused: bool, quantization: str | None, stages: int
+) -> Manifest:
+    """The manifest of a presharded directory that this deployment can run, known without reading a weight."""
+    if stages > 1:
+        raise ConfigError("presharded weights hold whole models; leave pipeline_parallel out, or give the original checkpoint")
+    manifest = read_manifest(path)
+    check(manifest, arch, ranks=ranks, dtype=dtype, fused=fused, quantization=quantization)
+    return manifest
 
 
 def open_weights(
@@ -178,12 +236,10 @@ def open_weights(
     """One rank's weights from a model directory of either kind: presharded files are mapped, a checkpoint is read and cut."""
     started = time.perf_counter()
     if is_presharded(path):
-        if stages > 1:
-            raise ConfigError("presharded weights hold whole models; leave pipeline_parallel out, or give the original checkpoint")
-        manifest = read_manifest(path)
-        check(manifest, ranks=ranks, dtype=dtype, fused=fused, quantization=quantization)
-        held = load(path, arch, rank)
-        log.info("presharded weights mapped in %.2f s; cutting them took %.2f s", time.perf_counter() - started, manifest.convert_s)
+        manifest = check_directory(path, arch, ranks=ranks, dtype=dtype, fused=fused, quantization=quantization, stages=stages)
+        held = load(path, manifest, arch, rank, progress)
+        took = time.perf_counter() - started
+        log.info("presharded weights mapped in %.2f s, checksums included; cutting them took %.2f s", took, manifest.convert_s)
         return held
     held = weights.load(
         arch, models.family(config), hub.Checkpoint(path, allow_pickle), dtype=dtype, rank=rank, ranks=ranks, fused=fused,
@@ -195,7 +251,7 @@ def open_weights(
 
 def stored_dtype(word: str, config: Mapping[str, Any]) -> torch.dtype:
     """The dtype weights are stored in: the word's, or the checkpoint's own for auto."""
-    own = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    own = dtype_of(config)
     return WORDS[word] if word != "auto" else getattr(torch, own) if own in ("bfloat16", "float16") else torch.float32
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rayneuron.models import llama
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import either
+from rayneuron.models.config_json import of_type
 from rayneuron.models.llama import IGNORE, PREFIX, top
 from rayneuron.models.rules import Rules
 
@@ -16,13 +16,13 @@ __all__ = ["IGNORE", "PREFIX", "arch", "layer", "top"]
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json. Its window, unlike Qwen3's, is that of every layer."""
-    base, step, only = llama.arch(c, max_model_len), c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
+    base, step, only = llama.arch(c, max_model_len), c["decoder_sparse_step"], c["mlp_only_layers"] or ()
+    for i in only:
+        of_type(i, int, "mlp_only_layers[]", c["model_type"])
     dense = tuple(i for i in range(base.layers) if i in only or (i + 1) % step)
-    window = c.get("sliding_window") if c.get("use_sliding_window") else None
-    experts, chosen = either(c, "num_experts", "num_local_experts"), c["num_experts_per_tok"]
     return replace(
-        base, ffn=c["moe_intermediate_size"], dense_ffn=c["intermediate_size"], dense_layers=dense, experts=experts, top_k=chosen,
-        renormalise=c.get("norm_topk_prob", False), windows=(window,) * base.layers if window else (),
+        base, ffn=c["moe_intermediate_size"], dense_ffn=c["intermediate_size"], dense_layers=dense, experts=c["num_experts"],
+        top_k=c["num_experts_per_tok"], renormalise=c["norm_topk_prob"],
     )  # fmt: skip
 
 

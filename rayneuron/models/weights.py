@@ -55,6 +55,11 @@ class Cut:
         return t
 
 
+def cut_for(arch: Arch, rank: int, ranks: int) -> Cut:
+    """How the rank-th of `ranks` cuts. Raises ConfigError where they cannot share the heads."""
+    return Cut(arch, shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards), rank, ranks)
+
+
 def load(
     arch: Arch,
     family: ModuleType,
@@ -74,7 +79,7 @@ def load(
     Strict both ways: a tensor that is missing, of another shape, or read by nothing raises CheckpointError. Weights that come quantised
     stay so; `quantization` quantises the others while loading. `stage` of `stages` keeps its layers only.
     """
-    cut = Cut(arch, shard.head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards), rank, ranks)
+    cut = cut_for(arch, rank, ranks)
     reader = Reader(checkpoint, getattr(family, "BASE", ""))
     mine = shard.stage_layers(arch.layers, stage, stages)
     build = Build(reader, cut, dtype, parse(quantization) if isinstance(quantization, str) else quantization)
@@ -95,7 +100,7 @@ def load(
 
 
 def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> dict[str, Tensor]:
-    """The tensors outside the layers, with the constants a rank needs: embed.first, rope.freq, slopes."""
+    """The tensors outside the layers, with the constants a rank needs."""
     arch, cut = build.cut.arch, build.cut
     rules = dict(family.top(arch))
     head = rules.pop("head.w", None)
@@ -113,16 +118,22 @@ def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> d
         check_tied(build.reader, str(rules["embed.w"]), head)
     elif head is not None:
         top |= build.collect({"head.w": head}, "") if last else build.skip({"head.w": head}, "")
-    if first:
-        top["embed.first"] = torch.tensor([cut.rank * top["embed.w"].shape[0]], dtype=torch.int32)
+    return top | constants(cut, top)
+
+
+def constants(cut: Cut, top: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a rank's steps read beside weights: embed.first where it holds the embedding, rope.freq, slopes, and flash decoding's."""
+    arch, found = cut.arch, {}
+    if "embed.w" in top:
+        found["embed.first"] = torch.tensor([cut.rank * top["embed.w"].shape[0]], dtype=torch.int32)
     if arch.position == "rope":
-        top["rope.freq"] = frequencies(arch.rope)
+        found["rope.freq"] = frequencies(arch.rope)
     if arch.sequence_shards > 1:
-        top |= flash_decoding.constants(arch, cut.rank, cut.ranks)
+        found |= flash_decoding.constants(arch, cut.rank, cut.ranks)
     if arch.position == "alibi":
         slopes = alibi_slopes(arch.heads)
-        top["slopes"] = torch.tensor([slopes[i] if i >= 0 else 0.0 for i in cut.plan.q_of(cut.rank)])
-    return top
+        found["slopes"] = torch.tensor([slopes[i] if i >= 0 else 0.0 for i in cut.plan.q_of(cut.rank)])
+    return found
 
 
 def check_tied(reader: Reader, embed: str, head: str | tuple[str, Convert] | None) -> None:
@@ -170,9 +181,9 @@ class Build:
 
     def pieces(self, names: list[str], theirs: str, convert: Convert) -> dict[str, Tensor]:
         """One tensor of the checkpoint, as this rank's share of one or several of ours, with their scales."""
-        made = _tuple(convert(self.reader.take(theirs)))
+        made = self.converted(theirs, convert, self.reader.take(theirs), len(names))
         out: dict[str, Tensor] = {}
-        scales = self.scales(theirs, convert, len(names))
+        scales = self.scales(theirs, convert, made)
         for name, whole, scale in zip(names, made, scales, strict=True):
             self.check(name, whole, theirs)
             if scale is None and is_quantised(whole.dtype):
@@ -190,13 +201,29 @@ class Build:
             out[name] = _own(part, part.dtype) if how is None else quantise(part, out[key], how)
         return out
 
-    def scales(self, theirs: str, convert: Convert, count: int) -> tuple[Tensor | None, ...]:
-        """The scales stored beside a quantised tensor, one for each piece it becomes."""
+    def converted(self, theirs: str, convert: Convert, t: Tensor, count: int) -> tuple[Tensor, ...]:
+        """The pieces of a tensor as its family cuts it. Raises CheckpointError where its shape does not let it."""
+        try:
+            made = convert(t)
+        except (RuntimeError, IndexError):  # of unflatten and split
+            made = ()
+        pieces: tuple[Tensor, ...] = made if isinstance(made, tuple) else (made,)
+        if len(pieces) != count:
+            raise CheckpointError(f"tensor {theirs!r} of shape {tuple(t.shape)} has not the form that config.json promises")
+        return pieces
+
+    def scales(self, theirs: str, convert: Convert, made: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """The scales stored beside a quantised tensor, one for each piece it becomes: of one number, or one an output channel."""
         found = next((n for n in _scale_names(theirs) if n in self.reader), None)
         if found is None:
-            return (None,) * count
+            return (None,) * len(made)
         t = self.reader.take(found)
-        return (t.reshape(1),) * count if t.numel() == 1 else _tuple(convert(t if t.dim() > 1 else t[:, None]))
+        if t.numel() == 1:
+            return (t.reshape(1),) * len(made)
+        scales = self.converted(found, convert, t if t.dim() > 1 else t[:, None], len(made))
+        if any(tuple(s.shape) != (*w.shape[:-1], 1) for s, w in zip(scales, made, strict=True)):
+            raise CheckpointError(f"tensor {found!r} has shape {tuple(t.shape)}; one scale, or one an output channel, is needed")
+        return scales
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """The rank's share in memory of its own, in the dtype it is computed in."""
@@ -266,7 +293,3 @@ def _scale_names(theirs: str) -> list[str]:
 
 def _own(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _tuple(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)

@@ -11,6 +11,7 @@ ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu
 SMALL = ("int8", "f8e4m3", "f8e5m2")
 SCHEMES = ("per_tensor", "per_channel")
 METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
+_SAYS = ("quant_method", "dtype", "scheme")
 _SPELLINGS = {"s8": "int8", "f8e4m3fn": "f8e4m3", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}  # NxD's
 
 
@@ -35,7 +36,11 @@ def kv(name: str) -> str:
 def stored(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
     found = config.get("quantization_config") or {}
-    return quantised(str(found.get("dtype")), str(found.get("scheme"))) if found.get("quant_method") == METHOD else None
+    if found.get("quant_method") != METHOD:
+        return None
+    if not all(isinstance(found.get(key), str) for key in _SAYS):
+        raise CheckpointError(f"config.json sets quantization_config: {found!r:.80}, where an object with {', '.join(_SAYS)} is needed")
+    return quantised(found["dtype"], found["scheme"])
 
 
 def check_stored(config: Mapping[str, Any], wanted: str | None = None) -> None:

@@ -15,6 +15,7 @@ from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity, prefill_sizes
 from rayneuron.models import shard
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import dtype_of
 from rayneuron.models.memory import kv_shapes, parameters, share
 
 MIB = 2**20
@@ -75,5 +76,4 @@ def dtype(name: str, raw: Mapping[str, Any]) -> str:
     """The compute dtype of `dtype`. auto: the checkpoint's, except that fp16 becomes bf16, which CPUs compute hundreds of times faster."""
     if name != "auto":
         return name
-    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return "fp32" if stored == "float32" else "bf16"
+    return "bf16" if dtype_of(raw) in ("bfloat16", "float16") else "fp32"

@@ -106,7 +106,8 @@ def test_header_that_lies_about_sizes(folder: Path) -> None:
         load(folder)
 
 
-def test_stale_index_both_ways(folder: Path) -> None:
+def test_the_index_decides(folder: Path, saved: Saved) -> None:
+    """A tensor it puts where it is not is an error, one it leaves out is as not there, and what else a file holds is nobody's."""
     where = into_shards(folder)
     moved = dict(where)
     moved["model.norm.weight"] = next(f for f in where.values() if f != where["model.norm.weight"])
@@ -115,7 +116,31 @@ def test_stale_index_both_ways(folder: Path) -> None:
         load(folder)
     del moved["model.norm.weight"]
     (folder / hub.INDEX).write_text(json.dumps({"weight_map": moved}))
-    with pytest.raises(CheckpointError, match="'model.norm.weight'.*the index is stale"):
+    with pytest.raises(CheckpointError, match="tensor 'model.norm.weight' is missing from the checkpoint"):
+        load(folder)
+    (folder / hub.INDEX).write_text(json.dumps({"weight_map": where}))
+    for file in set(where.values()):
+        more = {n: torch.ones(3) for n in ("extra", *(n for n, f in where.items() if f != file))}
+        save_file({**load_file(folder / file), **more}, folder / file)
+    assert logits_equal(folder, saved)
+
+
+def test_one_file_counts_before_an_index(folder: Path, saved: Saved, caplog: pytest.LogCaptureFixture) -> None:
+    """As in transformers: what was saved again as one file is not replaced by the shards it was made of."""
+    shutil.copy(folder / "model.safetensors", folder / "kept")
+    into_shards(folder)
+    for file in folder.glob("model-*"):
+        save_file({n: t + 1 for n, t in load_file(file).items()}, file)
+    (folder / "kept").rename(folder / "model.safetensors")
+    assert logits_equal(folder, saved) and cases.reference(folder, 8).logits.equal(saved.logits)
+    assert "the former is used" in caplog.text
+
+
+@pytest.mark.parametrize("names", [None, [], {"a": 1}, {"a": "../x.safetensors"}, {"a": "/etc/passwd"}])
+def test_index_that_names_no_files_beside_it(folder: Path, names: Any) -> None:
+    into_shards(folder)
+    (folder / hub.INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match="has no weight_map of tensors to files beside it"):
         load(folder)
 
 

@@ -1,0 +1,89 @@
+"""The keys of each model type's config.json, and what absent ones are: the class defaults of transformers 5, as data; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """A key that may be null, which means "none", or "as the others say"; and what it is where it is absent."""
+
+    kind: type | tuple[type, ...]
+    default: Any = None
+
+
+_NUMBER = (int, float)
+# A type: the key must be there, since no two models share the value. Else the default, of which type a value must be.
+_LLAMA = {
+    "vocab_size": int, "hidden_size": int, "intermediate_size": int, "num_hidden_layers": int, "num_attention_heads": int,
+    "num_key_value_heads": Maybe(int), "head_dim": Maybe(int), "hidden_act": "silu", "max_position_embeddings": int,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_MISTRAL = _LLAMA | {"num_key_value_heads": 8, "sliding_window": Maybe(int, 4096)}
+_QWEN = {name: default for name, default in _LLAMA.items() if name != "head_dim"} | {
+    "num_key_value_heads": Maybe(int, 32), "use_sliding_window": False, "sliding_window": Maybe(int, 4096),
+}  # fmt: skip
+_QWEN2 = _QWEN | {"max_window_layers": 28, "layer_types": Maybe(list)}
+_GPT = {
+    "vocab_size": int, "n_positions": int, "n_embd": int, "n_layer": int, "n_head": int, "n_inner": Maybe(int),
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+_GPT2 = _GPT | {"scale_attn_weights": True, "tie_word_embeddings": True}
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "bloom": {
+        "vocab_size": int, "hidden_size": int, "n_layer": int, "n_head": int, "layer_norm_epsilon": 1e-5,
+        "apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True,
+    },
+    "dbrx": {
+        "d_model": int, "n_heads": int, "n_layers": int, "max_seq_len": int, "vocab_size": int, "attn_config": dict, "ffn_config": dict,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": _GPT2 | {"scale_attn_by_inverse_layer_idx": False},
+    "gpt_bigcode": _GPT2 | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
+    "gpt_neox": {
+        "vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "intermediate_size": int,
+        "hidden_act": "gelu", "max_position_embeddings": int, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "use_parallel_residual": True, "attention_bias": True,
+    },
+    "gptj": _GPT | {"rotary_dim": 64, "tie_word_embeddings": False},
+    "llama": _LLAMA | {"attention_bias": False, "mlp_bias": False},
+    "mistral": _MISTRAL,
+    "mixtral": _MISTRAL | {"rms_norm_eps": 1e-5, "sliding_window": Maybe(int), "num_experts_per_tok": 2, "num_local_experts": 8},
+    "opt": {
+        "vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "ffn_dim": int, "max_position_embeddings": int,
+        "do_layer_norm_before": True, "_remove_final_layer_norm": False, "word_embed_proj_dim": Maybe(int), "num_attention_heads": int,
+        "activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+    },
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
+    "qwen3_moe": _QWEN | {
+        "num_key_value_heads": 4, "attention_bias": False, "decoder_sparse_step": 1, "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False, "mlp_only_layers": Maybe(list),
+    },
+}  # fmt: skip
+SECTIONS: dict[str, dict[str, Any]] = {  # of a dbrx config.json
+    "attn_config": {"clip_qkv": Maybe(_NUMBER), "kv_n_heads": 1},
+    "ffn_config": {
+        "ffn_act_fn": Maybe(dict), "ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1,
+        "moe_normalize_expert_weights": Maybe(float, 1.0),
+    },
+}  # fmt: skip
+_GPT_NAMES = {
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+}  # fmt: skip
+# Another spelling of a key, which wins where a file has both, as in transformers.
+SPELLINGS = {
+    "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
+    "dbrx": {"num_attention_heads": "n_heads", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
+             "max_position_embeddings": "max_seq_len"},
+    "gpt2": _GPT_NAMES,
+    "gpt_bigcode": _GPT_NAMES,
+    "gptj": _GPT_NAMES,
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+}  # fmt: skip
+ROPE_THETA = {"mixtral": 1e6}  # of the others:
+ANY_ROPE_THETA = 1e4
