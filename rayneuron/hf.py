@@ -168,7 +168,8 @@ def _inferred(input_ids: Tensor, settings: dict[str, Any]) -> Tensor | None:
     pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
     if pad is None or pad in (eos if isinstance(eos, (list, tuple)) else [eos]):
         return None
-    return input_ids != pad
+    mask: Tensor = input_ids != pad
+    return mask
 
 
 def _stop(criteria: list[Callable[..., Any]], ids: list[int]) -> bool:

@@ -54,7 +54,7 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
     arch: Arch = of.arch(complete(config), max_model_len)
     for count, most, say in (
         (arch.heads % arch.kv_heads, 0, f"num_attention_heads {arch.heads} is no multiple of num_key_value_heads {arch.kv_heads}"),
-        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} is more than the number of experts {arch.experts}"),
+        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} of num_experts (moe_num_experts) {arch.experts}"),
     ):
         if count > most:
             raise CheckpointError(f"config.json: {say}; a key that is not there has the default of {arch.model_type} models")
@@ -95,6 +95,10 @@ def check(
     Raises CheckpointError (config.json) or ConfigError (the deployment), each with what to write instead.
     """
     arch = architecture(config, max_model_len)
+    if arch.head_dim == arch.hidden // arch.heads and arch.hidden % arch.heads:
+        raise CheckpointError(f"hidden_size (n_embd, d_model) {arch.hidden} is no multiple of num_attention_heads (n_head) {arch.heads}")
+    if arch.rope.dim % 2:
+        raise CheckpointError(f"config.json asks for rope over {arch.rope.dim} channels of head_dim {arch.head_dim}, which is odd")
     if arch.act not in words.ACTIVATIONS:
         known = ", ".join(words.ACTIVATIONS)
         raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")

@@ -89,9 +89,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
 
 
 def head_size(hidden: int, heads: int) -> int:
-    """The size of a head where the heads share the hidden size. Raises CheckpointError where that does not divide."""
-    if hidden % heads:
-        raise CheckpointError(f"hidden_size (n_embd, d_model) {hidden} is no multiple of num_attention_heads (n_head, n_heads) {heads}")
+    """The size of a head where the heads share the hidden size; `models.check` refuses what does not divide."""
     return hidden // heads
 
 

@@ -24,8 +24,8 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     norm, act, clip = ffn["moe_normalize_expert_weights"], (ffn["ffn_act_fn"] or {}).get("name", "silu"), attn["clip_qkv"]
     if norm not in (None, 1.0) or not clip or not isinstance(act, str):
         raise CheckpointError(
-            f"config.json sets moe_normalize_expert_weights: {norm!r}, clip_qkv: {clip!r}, ffn_act_fn: {act!r:.60}; possible are "
-            "null or 1.0, a number above 0, and an object with the name of an activation"
+            f"config.json sets ffn_config.moe_normalize_expert_weights: {norm!r}, attn_config.clip_qkv: {clip!r}, ffn_config.ffn_act_fn: "
+            f"{act!r:.60}; possible are null or 1.0, a number above 0, and an object with the name of an activation"
         )
     head_dim, positions = head_size(c["d_model"], c["n_heads"]), c["max_seq_len"]
     trained = {"rope_theta": attn["rope_theta"]} if "rope_theta" in attn else {}  # the hub's file has it there, transformers 5 elsewhere

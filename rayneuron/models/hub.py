@@ -65,9 +65,11 @@ class SafeFile:
             raise CheckpointError(f"{path} does not exist, but the index names it; download it again") from None
         except (ValueError, OSError, RecursionError) as e:
             raise CheckpointError(f"{path} has a damaged safetensors header: {e}") from None
-        if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
-            raise CheckpointError(f"{path} has a damaged safetensors header: it holds no JSON object of tensors")
-        self.said: dict[str, Any] = header.pop("__metadata__", {})
+        said = header.pop("__metadata__", None) if isinstance(header, dict) else 0
+        said = {} if said is None else said
+        if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+            raise CheckpointError(f"{path} has a damaged safetensors header: it is no JSON object of tensors, or its metadata are no words")
+        self.said: dict[str, str] = said
         self.digest, self.start = checksum(text), 8 + head
         self.entries = {name: self._entry(name, e, size - self.start) for name, e in header.items()}
         self._covered(size - self.start)
@@ -75,7 +77,7 @@ class SafeFile:
     def _entry(self, name: str, e: Any, room: int) -> Entry:
         try:
             dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
-            known = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            known = isinstance(e["shape"], list) and all(type(n) is int and 0 <= n < 2**48 for n in (*shape, start, stop))
         except (KeyError, TypeError, ValueError):
             known = False
         if not known:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rayneuron.errors import CheckpointError
 from rayneuron.models import llama
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import of_type
 from rayneuron.models.llama import IGNORE, PREFIX, top
 from rayneuron.models.rules import Rules
 
@@ -17,8 +17,8 @@ __all__ = ["IGNORE", "PREFIX", "arch", "layer", "top"]
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json. Its window, unlike Qwen3's, is that of every layer."""
     base, step, only = llama.arch(c, max_model_len), c["decoder_sparse_step"], c["mlp_only_layers"] or ()
-    for i in only:
-        of_type(i, int, "mlp_only_layers[]", c["model_type"])
+    if not all(type(i) is int for i in only):
+        raise CheckpointError(f"config.json sets mlp_only_layers: {only!r:.60}, where numbers of layers are needed")
     dense = tuple(i for i in range(base.layers) if i in only or (i + 1) % step)
     return replace(
         base, ffn=c["moe_intermediate_size"], dense_ffn=c["intermediate_size"], dense_layers=dense, experts=c["num_experts"],

@@ -76,7 +76,7 @@ def read(config: Mapping[str, Any], head_dim: int, max_positions: int, *, max_mo
     if part > 1 or (part < 1 and config.get("model_type") != "gpt_neox"):
         raise CheckpointError(f"partial_rotary_factor {part} of config.json is not supported for {config.get('model_type')} models")
     base = {"kind": kind, "dim": dim, "theta": _number(found, "rope_theta")}
-    if dim < 2 or dim % 2 or base["theta"] <= 1:
+    if dim < 2 or base["theta"] <= 1:
         raise CheckpointError(f"config.json asks for rope over {dim} channels of head_dim {head_dim}, with rope_theta {base['theta']}")
     if kind == "default":
         return Rope(**base)
