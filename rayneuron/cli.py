@@ -11,29 +11,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rayneuron import __version__
 from rayneuron.errors import RayNeuronError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, or 2 with one line on standard error that says what is wrong."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         args.run(args)
-    except RayNeuronError as error:
-        print(f"rayneuron {args.command}: {error.message}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever reads has seen enough; the interpreter would complain about it once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (RayNeuronError, OSError) as error:  # the latter: a full disk, a directory nobody may write into
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"rayneuron {args.command}: {said}", file=sys.stderr)
+        return 2
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"rayneuron {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for add in (
         *(_add_demo_model, _add_config, _add_plan, _add_compile, _add_serve, _add_generate, _add_shard, _add_quantize),
         *(_add_doctor, _add_version),
@@ -69,7 +76,7 @@ def _add_deployment(command: argparse.ArgumentParser) -> None:
 
 
 def _add_config(commands: Any) -> None:
-    command = commands.add_parser("config", help="check a deployment file and print it with every default filled in")
+    command = commands.add_parser("config", help="check a deployment file, and print one with every default filled in")
     _add_deployment(command)
     command.set_defaults(run=_config)
 
@@ -77,10 +84,17 @@ def _add_config(commands: Any) -> None:
 def _config(args: argparse.Namespace) -> None:
     import yaml
 
-    from rayneuron import deployment_file
+    print(yaml.safe_dump(_checked(args).filled(), sort_keys=False), end="")
+
+
+def _checked(args: argparse.Namespace) -> Any:
+    """The deployment file of a command, refused here if a replica would refuse it."""
+    from rayneuron import deployment_file, preflight
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
-    print(yaml.safe_dump({name: deployment.model_dump() for name, deployment in file.deployments.items()}, sort_keys=False), end="")
+    for note in preflight.inspect_file(file):
+        print(f"note: {note}", file=sys.stderr)
+    return file
 
 
 def _add_plan(commands: Any) -> None:
@@ -96,17 +110,10 @@ def _plan(args: argparse.Namespace) -> None:
     from rayneuron.parallel.listing import describe
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
-    print(
-        describe(
-            file.deployments,
-            named=args.instance,
-            nodes=args.nodes,
-            vcpus=os.cpu_count() or 1,
-            ranks_per_process=devices.ranks_per_process,
-            resolve=demo.resolve,
-            visible=settings.given("NEURON_RT_VISIBLE_CORES"),
-        )
-    )
+    where = {"named": args.instance, "nodes": args.nodes, "vcpus": os.cpu_count() or 1}
+    visible = settings.given("NEURON_RT_VISIBLE_CORES")
+    found = describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=demo.resolve, visible=visible)
+    print(found)
 
 
 def _add_serve(commands: Any) -> None:
@@ -118,11 +125,11 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from rayneuron import deployment_file, settings
+    from rayneuron import settings
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment
 
-    file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
+    file = _checked(args)
     environment = ray_environment(file.content, list(file.deployments.values()), args.profile)
     port.check_free(file.content.get("http_options") or {})
     settings.export(environment)  # before Ray is imported, which reads them once
@@ -195,9 +202,10 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace, unit: str, write: Callable[..., object], **options: Any) -> None:
     """write(model, out=..., **options) with a progress bar over so many `unit`; then the new directory is printed."""
     from rayneuron import demo
+    from rayneuron.aside import aside
 
-    with _bar(unit) as progress:
-        write(demo.resolve(args.model), scheme=args.scheme, out=args.out, progress=progress, **options)
+    with _bar(unit) as progress, aside(args.out) as partial:
+        write(demo.resolve(args.model), scheme=args.scheme, out=partial, progress=progress, **options)
     print(args.out)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rayneuron.aside import aside
 from rayneuron.config import Deployment
-from rayneuron.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayneuron.loading import Checked
@@ -23,11 +24,15 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
 
     `tell` is given the list of graphs before anything is compiled. Raises ConfigError, CheckpointError, CompileError.
     """
+    with aside(out) if out is not None else nullcontext() as partial:
+        found = _compile(config, partial, tell, progress)
+    return out or found
+
+
+def _compile(config: Deployment, out: Path | None, tell: Tell, progress: Count) -> Path:
     from rayneuron import loading
     from rayneuron.parallel.ahead import stage_folder
 
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name a new folder")
     checked, stages = loading.check(config), config.pipeline_parallel
     for stage in range(stages):
         if stages > 1:
@@ -35,7 +40,7 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
         found = _compile_stage(checked, stage, tell, progress)
         if out is not None:
             shutil.copytree(found, stage_folder(out, stage, stages), dirs_exist_ok=True)
-    return out or (found if stages == 1 else found.parent)
+    return found if stages == 1 else found.parent
 
 
 def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) -> Path:

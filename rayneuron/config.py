@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rayneuron.errors import ConfigError
+from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
+from rayneuron.validation import Place, Section, nearest, validate
 
-Section = TypeVar("Section", bound=BaseModel)
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 # LMI calls dtypes by its `amp` names, transformers and vLLM by torch's: one table, one meaning.
@@ -21,16 +21,27 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
 
 
-class Model(_Section):
+def _known_parameters(value: dict[str, Any]) -> dict[str, Any]:
+    for key in value:
+        if key not in SamplingParams.__struct_fields__:
+            raise ValueError(f"sampling_defaults.{key} is no sampling parameter{nearest(str(key), SamplingParams.__struct_fields__)}")
+    return value
+
+
+Defaults = Annotated[dict[str, Any], AfterValidator(_known_parameters)]
+
+
+class Model(Section):
     """Which checkpoint, under which name."""
 
-    path: str = Field(description="A model directory, or demo:NAME (demo:smollm2, demo:random:llama-1b).")
-    name: str | None = Field(None, description="The name clients use; default: the last part of the path.")
-    tokenizer: str | None = Field(None, description="Another directory to take the tokenizer from.")
+    path: str = Field(min_length=1, description="A model directory, or demo:NAME (demo:smollm2, demo:random:llama-1b).")
+    name: str | None = Field(None, min_length=1, description="The name clients use; default: the last part of the path.")
+    aliases: list[str] = Field([], description="More names it answers to.")
+    any_name: bool = Field(False, description="Answer whatever model a client names.")
+    tokenizer: str | None = Field(None, min_length=1, description="Another directory to take the tokenizer from.")
     chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
     skip_tokenizer_init: bool = Field(False, description="No tokenizer is read: prompts and replies are token ids.")
     allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
@@ -47,8 +58,19 @@ class Model(_Section):
         """The name clients use."""
         return self.name or self.path.rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """That name and the aliases."""
+        return tuple(dict.fromkeys((self.served_name, *self.aliases)))
 
-class Buckets(_Section):
+    @model_validator(mode="after")
+    def _named(self) -> Model:
+        if not all(name.strip() for name in (self.path, *self.served_names)):
+            raise ValueError("model.path, model.name and model.aliases must not be empty or blank; write the name clients shall use")
+        return self
+
+
+class Buckets(Section):
     """The static shapes. Each list: None for powers of two up to its maximum, which is always in it."""
 
     context_encoding: list[int] | None = Field(None, description="New tokens of a prefill step (T).")
@@ -71,7 +93,7 @@ class Buckets(_Section):
         return sorted(set(value))
 
 
-class Limits(_Section):
+class Limits(Section):
     """What one application admits. Hot: may change through user_config."""
 
     max_waiting: int = Field(256, ge=0, description="Requests that may wait for a slot; one more is answered 429.")
@@ -82,11 +104,11 @@ class Limits(_Section):
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
 
 
-class Serving(_Section):
+class Serving(Section):
     """How Ray Serve runs it."""
 
-    num_replicas: int = Field(1, ge=0)
-    autoscaling: dict[str, Any] | None = Field(None, description="Ray Serve's autoscaling_config, instead of num_replicas.")
+    num_replicas: int | None = Field(None, ge=1, description="Default: 1.")
+    autoscaling: Autoscaling | None = Field(None, description="Ray Serve's autoscaling_config, instead of num_replicas.")
     num_cpus: float | None = Field(None, gt=0, description="CPUs a replica reserves in Ray; default 1.")
     drain_timeout_s: float = Field(600.0, gt=0, description="How long a stopping replica may finish its streams.")
     wait_for_nodes: bool = Field(False, description="Wait for nodes an autoscaler adds; else a group the cluster cannot hold is refused.")
@@ -94,7 +116,12 @@ class Serving(_Section):
     stream_events_per_s: float | None = Field(
         None, gt=0, description="Most stream events a replica writes; beyond, tokens travel together. Default: 250, behind HAProxy 500."
     )
-    api_key: str | None = Field(None, description="If set, /v1 paths need `Authorization: Bearer <key>`.")
+    api_keys: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Where the keys are of which clients send one as `Authorization: Bearer <key>`: env:NAME, file:PATH (one a line) or "
+        "sha256:HEX. Default: none is asked for.",
+    )
     allowed_origins: list[str] = Field(
         default_factory=list, description='Origins whose pages may call this model (CORS): ["https://a.example"], or ["*"]; default: none.'
     )
@@ -103,8 +130,26 @@ class Serving(_Section):
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
 
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas it may ever have."""
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.num_replicas or 1
 
-class GroupLimits(_Section):
+    @field_validator("api_keys")
+    @classmethod
+    def _no_key_itself(cls, value: list[str] | None) -> list[str] | None:
+        if not all(KEY.fullmatch(source) for source in value or ()):
+            raise ValueError("an entry says where a key is, never the key: write env:NAME, file:PATH or sha256: and 64 hex digits")
+        return value
+
+    @model_validator(mode="after")
+    def _one_count(self) -> Serving:
+        if self.autoscaling is not None and self.num_replicas is not None:
+            raise ValueError("serving.num_replicas does not go with serving.autoscaling; leave one of them out")
+        return self
+
+
+class GroupLimits(Section):
     """How long the processes of a group wait for each other before they name who is missing and end."""
 
     start_s: float = Field(120.0, gt=0, description="For every worker to come, take its cores and connect.")
@@ -114,7 +159,7 @@ class GroupLimits(_Section):
     silence_s: float = Field(1.2, gt=0, description="A node whose kernel acknowledges nothing for so long is lost.")
 
 
-class Compile(_Section):
+class Compile(Section):
     """Graphs compiled ahead: where they are kept, what the compiler is told."""
 
     cache: str | None = Field(
@@ -133,7 +178,7 @@ class Compile(_Section):
     )
 
 
-class OnDeviceSampling(_Section):
+class OnDeviceSampling(Section):
     """How the device draws: as transformers does, or as NxD Inference does with its documented edges."""
 
     neuron_compat: bool = Field(False, description="Drop the token that crosses top_p; top_k 0 draws evenly of the candidates; no min_p.")
@@ -142,11 +187,11 @@ class OnDeviceSampling(_Section):
     top_p_min_tokens: int = Field(1, ge=1, description="With neuron_compat: tokens top_p always keeps.")
 
 
-class Deployment(_Section):
+class Deployment(Section):
     """The `args` of one Serve application: one model."""
 
     model: Model
-    device: str = Field("cpu", description="cpu, neuron or null.")
+    device: str = Field("cpu", description="cpu or neuron.")
     instance: str | None = Field(None, description="Declare an instance type (inf2.48xlarge, ...) instead of detecting one.")
     nodes: int = Field(1, ge=1)
     dtype: Dtype = "auto"
@@ -160,7 +205,7 @@ class Deployment(_Section):
     max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once: KV slots.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of one rank; default: this rank's share of the cores.")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     fused_qkv: bool = True
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
@@ -169,7 +214,7 @@ class Deployment(_Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    sampling_defaults: dict[str, Any] = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
+    sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
     serving: Serving = Serving.model_construct()
@@ -183,14 +228,6 @@ class Deployment(_Section):
     @classmethod
     def _alias(cls, value: object) -> object:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
-
-    @field_validator("sampling_defaults")
-    @classmethod
-    def _known_parameters(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            if key not in SamplingParams.__struct_fields__:
-                raise ValueError(f"{key!r} is no sampling parameter{_nearest(key, SamplingParams.__struct_fields__)}")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
@@ -206,59 +243,33 @@ class Deployment(_Section):
         return self
 
 
-class HotSettings(_Section):
+class HotSettings(Section):
     """What `user_config` may change without a restart."""
 
-    sampling_defaults: dict[str, Any] | None = None
+    sampling_defaults: Defaults | None = None
     limits: Limits | None = None
 
 
-def parse(args: Mapping[str, Any] | Deployment) -> Deployment:
+def parse(args: Mapping[str, Any] | Deployment, place: Place = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
-    if isinstance(args, Deployment):
-        return args
-    return _validate(Deployment, args)
+    return args if isinstance(args, Deployment) else validate(Deployment, args, place)
 
 
-def parse_hot(user_config: Mapping[str, Any] | None) -> HotSettings:
+def parse_hot(user_config: Mapping[str, Any] | None, place: Place = lambda path, text: "") -> HotSettings:
     """Check a `user_config`. Raises ConfigError."""
-    return _validate(HotSettings, user_config or {})
+    return validate(HotSettings, {} if user_config is None else user_config, place)
 
 
 def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}."""
+    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
     out = dict(args)
     for dotted, value in assignments.items():
         head, _, rest = dotted.partition(".")
-        out[head] = override(out.get(head) or {}, {rest: value}) if rest else value
+        if not rest:
+            out[head] = value
+            continue
+        inside = out.get(head)
+        if not isinstance(inside, Mapping | None):
+            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
+        out[head] = override(inside or {}, {rest: value})
     return out
-
-
-def _validate(kind: type[Section], args: Mapping[str, Any]) -> Section:
-    try:
-        return kind.model_validate(args)
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_say(kind, problem) for problem in error.errors())) from None
-
-
-def _say(kind: type[BaseModel], problem: Any) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        parent = _section(kind, problem["loc"][:-1])
-        return f"unknown key {path}{_nearest(str(problem['loc'][-1]), list(parent.model_fields))}"
-    if problem["type"] == "missing":
-        return f"{path} is missing"
-    reason = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{path}: {reason}" if path else reason
-
-
-def _section(kind: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:
-    for part in path:
-        annotation = kind.model_fields[part].annotation
-        kind = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel))
-    return kind
-
-
-def _nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}"

@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayneuron import config
-from rayneuron.errors import ConfigError
+from rayneuron import config, serve_config
+from rayneuron.errors import ConfigError, RayNeuronError
+from rayneuron.validation import Path as Keys
+from rayneuron.validation import validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
+DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
 ALL = "all"
+MOST_KEYS, MOST_LETTERS = 100_000, 1000  # values of a file; letters of what is said of one
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentFile:
-    """The whole Serve config as plain data, and our applications in it: name -> checked deployment."""
+    """The whole Serve config as plain data, and our applications in it: name -> checked deployment. `lines`: where each key stands."""
 
+    path: Path
     content: Mapping[str, Any]
     deployments: Mapping[str, config.Deployment]
+    lines: Mapping[Keys, int] = field(default_factory=dict)
+    assigned: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
+        """What is wrong with an application, said with its name and the line of the key that it is about."""
+        index = next(i for i, entry in enumerate(self.content["applications"]) if entry.get("name", "default") == name)
+        param = tuple(error.param.split(".")) if error.param else ()
+        where = _place(self.path, self.lines, self.assigned, ("applications", index, "args", *param), error.message)
+        said = error.message if len(error.message) < MOST_LETTERS else f"{error.message[: MOST_LETTERS // 2]} ..."
+        return type(error)(f"{where}application {name}: {said}", param=error.param)
+
+    def filled(self) -> dict[str, Any]:
+        """The content with every default of our applications' args written out: a file that can be served."""
+        ours = {name: deployment.model_dump() for name, deployment in self.deployments.items()}
+        entries = [{**e, "args": ours[e.get("name", "default")]} if _is_ours(e) else e for e in self.content["applications"]]
+        return {**self.content, "applications": entries}
 
 
 def read(path: Path, assignments: Mapping[str, Any] | None = None, application: str | None = None) -> DeploymentFile:
     """Read and check a file, with dotted keys of one application's args set to other values first.
 
-    `application` names it where the file has several, ALL means each of them. Raises ConfigError for a file or key that is wrong.
+    `application` names it where the file has several, ALL means each of them. Raises ConfigError for a file or key that is wrong, with its
+    line.
     """
-    content = _content(path)
-    ours = [entry for entry in content["applications"] if entry.get("import_path") == IMPORT_PATH]
+    content, lines = _content(path)
+    assigned: dict[int, tuple[str, ...]] = {}
+    entries = content.get("applications")
+    listed = entries if isinstance(entries, list) else []
+    ours = [i for i, entry in enumerate(listed) if isinstance(entry, dict) and _is_ours(entry)]
+    if assignments and ours:
+        for i in ours if application == ALL else [_only(listed, ours, application, path)]:
+            if isinstance(listed[i].get("args"), dict | None):
+                listed[i]["args"] = _overridden(listed[i].get("args") or {}, assignments)
+                assigned[i] = tuple(assignments)
+
+    def place(keys: Keys, text: str) -> str:
+        return _place(path, lines, assigned, keys, text)
+
+    validate(serve_config.File, content, place)
     if not ours:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}")
-    if assignments:
-        for target in ours if application == ALL else [_only(ours, application, path)]:
-            target["args"] = config.override(target.get("args") or {}, assignments)
-    return DeploymentFile(content, {_name(entry): _parsed(entry, path) for entry in ours})
+    file = DeploymentFile(path, content, {}, lines, assigned)
+    return DeploymentFile(path, content, {listed[i].get("name", "default"): _parsed(file, i) for i in ours}, lines, assigned)
 
 
 def parse_assignments(words: list[str]) -> dict[str, Any]:
@@ -44,44 +78,123 @@ def parse_assignments(words: list[str]) -> dict[str, Any]:
     out = {}
     for word in words:
         key, sign, value = word.partition("=")
-        if not sign or not key.strip("."):
+        if not sign or not all(key.split(".")):
             raise ConfigError(f"--set {word!r} is not KEY=VALUE; write for example --set model.path=demo:random:tiny")
         try:
             out[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise ConfigError(f"--set {word!r}: the value is not valid YAML; put it in quotes") from None
     return out
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _overridden(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in assignments.items():
+        try:
+            args = config.override(args, {key: value})
+        except ConfigError as wrong:
+            raise ConfigError(f"--set {key}: {wrong.message}") from None
+    return dict(args)
+
+
+def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
+    """The args of one application, and what overrides its deployment, checked."""
+    entry = file.content["applications"][index]
+    base: Keys = ("applications", index)
+    said = f"application {entry.get('name', 'default')}: "
+
+    def place(inside: Keys) -> Any:
+        return lambda keys, text: _place(file.path, file.lines, file.assigned, (*base, *inside, *keys), text) + said
+
+    made = config.parse(entry.get("args") or {}, place(("args",)))
+    for i, changed in enumerate(entry.get("deployments") or ()):
+        if changed["name"] != DEPLOYMENT:
+            raise ConfigError(f"{place(('deployments', i, 'name'))((), '')}has no deployment {changed['name']!r}; write name: {DEPLOYMENT}")
+        config.parse_hot(changed.get("user_config"), place(("deployments", i, "user_config")))
+    return made
+
+
+def _place(path: Path, lines: Mapping[Keys, int], assigned: Mapping[int, tuple[str, ...]], keys: Keys, text: str) -> str:
+    """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
+    options = assigned.get(int(keys[1]), ()) if keys[2:3] == ("args",) else ()
+    below = [full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys]
+    inside = {".".join(map(str, full[start:])): full for start in (3, len(keys)) for full in below if isinstance(full[-1], str)}
+    if inside or keys not in lines:
+        known = {**inside, **{option: (*keys[:3], *option.split(".")) for option in options}}
+        keys = next((known[word] for word in re.findall(r"\w+(?:\.\w+)*", text) if word in known), keys)
+    named = ".".join(map(str, keys[3:]))
+    for option in options:
+        if named == option or named.startswith(f"{option}."):
+            return f"--set {option}: "
+    while keys and keys not in lines:
+        keys = keys[:-1]
+    return f"{path}:{lines[keys]}: " if keys in lines else f"{path}: "
+
+
+def _content(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     import yaml
 
+    lines: dict[Keys, int] = {}
     try:
-        content = yaml.safe_load(path.read_text())
+        text = path.read_text("utf-8")
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is not None:
+                _number(node, (), lines, path)
+            content = loader.construct_document(node) if node is not None else None
+        finally:
+            loader.dispose()
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
-    entries = content.get("applications") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{path} is not a Ray Serve config: it needs `applications:`, a list of entries with name, import_path and args")
-    return {**content, "applications": entries}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: cannot be read as YAML: {error.problem}") from None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict) or "applications" not in content:
+        known = list(serve_config.File.model_fields)
+        near = [key for key in content if str(key).lower().startswith("appl")] if isinstance(content, dict) else []
+        hint = f"; did you mean applications where it says {near[0]}?" if near and known else ""
+        raise ConfigError(
+            f"{path} is not a Ray Serve config: it needs `applications:`, a list of entries with name, import_path and args{hint}"
+        )
+    return content, lines
 
 
-def _only(entries: list[dict[str, Any]], name: str | None, path: Path) -> dict[str, Any]:
-    chosen = [entry for entry in entries if name is None or _name(entry) == name]
+def _number(node: Any, keys: Keys, lines: dict[Keys, int], path: Path) -> None:
+    """The line of every key below `node`. Raises ConfigError for a key that stands twice in one mapping, or a list that holds itself."""
+    import yaml
+
+    if keys not in lines:
+        lines[keys] = node.start_mark.line + 1
+    if len(lines) > MOST_KEYS:
+        raise ConfigError(f"{path} holds more than {MOST_KEYS} values, aliases included; no deployment file does")
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _number(item, (*keys, index), lines, path)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{path}:{line}: a key must be a word, not a list or mapping")
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                raise ConfigError(f"{path}:{line}: {key.value} stands here and in line {seen[key.value]}; leave one of them out")
+            seen[str(key.value)] = line
+            inner = (*keys, key.value)
+            lines[inner] = line
+            _number(value, inner, lines, path)
+
+
+def _is_ours(entry: Mapping[str, Any]) -> bool:
+    return entry.get("import_path") == IMPORT_PATH
+
+
+def _only(entries: list[dict[str, Any]], ours: list[int], name: str | None, path: Path) -> int:
+    chosen = [i for i in ours if name is None or entries[i].get("name", "default") == name]
     if len(chosen) == 1:
         return chosen[0]
-    names = ", ".join(_name(entry) for entry in entries)
+    names = ", ".join(str(entries[i].get("name", "default")) for i in ours)
     raise ConfigError(f"{path} holds the applications {names}; say which one with --application NAME, or {ALL}")
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("name", "default"))
-
-
-def _parsed(entry: Mapping[str, Any], path: Path) -> config.Deployment:
-    try:
-        return config.parse(entry.get("args") or {})
-    except ConfigError as error:
-        raise ConfigError(f"{path}, application {_name(entry)}: {error.message}", param=error.param) from None

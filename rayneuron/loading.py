@@ -52,11 +52,11 @@ class Checked:
     config: Deployment
     path: Path
     raw: dict[str, Any]
+    generation: dict[str, Any]
     arch: Arch
     dtype: torch.dtype
     capacity: Capacity
     layout: Layout
-    generation: dict[str, Any]
 
     @property
     def ahead(self) -> Ahead:
@@ -68,25 +68,20 @@ class Checked:
 
 def check(config: Deployment) -> Checked:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
-    from rayneuron import devices, models
-    from rayneuron.models import hub, presharded
-    from rayneuron.parallel.fitting import capacity_of
-    from rayneuron.parallel.layout import partition
-    from rayneuron.parallel.seating import group_layout
+    from rayneuron import devices, preflight
+    from rayneuron.models import presharded
+    from rayneuron.models.config_json import read_config
 
     devices.check(config.device)
-    layout = group_layout(config, devices.ranks_per_process(config.device))
     path = resolve(config.model.path)
-    raw = hub.read_config(path)
-    capacity = capacity_of(config, raw)
-    arch = models.check(raw, tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
-    partition(arch.layers, config.pipeline_parallel)
-    dtype, stages = compute_dtype(config.dtype, raw), config.pipeline_parallel
+    raw = read_config(path)
+    fitted = preflight.fit(config, raw, path)
+    preflight.check_defaults(config, fitted, path)
+    dtype = compute_dtype(config.dtype, raw)
     if presharded.is_presharded(path):
-        presharded.check_directory(
-            path, arch, ranks=config.tensor_parallel, dtype=dtype, fused=config.fused_qkv, quantization=config.quantization, stages=stages
-        )
-    return Checked(config, path, raw, arch, dtype, capacity, layout, hub.generation_config(path))
+        ranks, stages, how = config.tensor_parallel, config.pipeline_parallel, config.quantization
+        presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=dtype, fused=config.fused_qkv, quantization=how, stages=stages)
+    return Checked(config, path, raw, fitted.generation, fitted.arch, dtype, fitted.capacity, fitted.layout)
 
 
 def open_engine(
@@ -123,11 +118,11 @@ def open_engine(
         try:
             _prepare(runner, checked, report, seconds)
             text = reading.result()
+            limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
+            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed, rule=rule_of(config))
         except BaseException:
             runner.close()  # nothing is left of an engine that fails on the way
             raise
-    limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
-    engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed, rule=rule_of(config))
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, checked.arch, checked.path, checked.generation, seconds)
 

@@ -114,6 +114,9 @@ DISCONNECTS = Metric("rayneuron:client_disconnects", "counter", "Calls whose cli
 HTTP_REPLIES = Metric(
     "rayneuron:http_replies", "counter", "Replies by route and status.", ("route", "status"), known=(("/metrics", "200"),)
 )
+USER_CONFIG_REFUSED = Metric(
+    "rayneuron:user_config_refused", "gauge", "1 while the last user_config was wrong and the one before it holds."
+)
 STARTUP = Metric("rayneuron:startup_seconds", "gauge", "Seconds of each part of the start.", ("part",))
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

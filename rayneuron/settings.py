@@ -87,3 +87,8 @@ def compile_cache_url() -> str | None:
 def visible_cores() -> str | None:
     """The Neuron cores this process may use, as the runtime reads them: NEURON_RT_VISIBLE_CORES."""
     return os.environ.get("NEURON_RT_VISIBLE_CORES") or None
+
+
+def variable(name: str) -> str | None:
+    """One variable that a deployment file names (`env:NAME`), None where it is not set."""
+    return os.environ.get(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,7 +15,7 @@ import pytest
 
 from rayneuron import loading
 from rayneuron.config import parse
-from rayneuron.errors import CheckpointError
+from rayneuron.errors import CheckpointError, ConfigError
 
 ARGS = {"dtype": "fp32", "threads": 1, "max_model_len": 64, "max_num_seqs": 2}
 
@@ -65,3 +67,96 @@ def test_a_broken_tokenizer_stops_the_weights(tiny: Path, tmp_path: Path, monkey
     with pytest.raises(CheckpointError, match="no tokenizer could be read"):
         loading.open_engine(parse({"model": {"path": str(broken)}, **ARGS}), lambda stage, done, total: told.append(stage))
     assert told == []
+
+
+STAGES = ("weights", "graphs")
+SHAPES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two ranks": {"tensor_parallel": 2, "instance": "cores:2", "group": {"start_s": 60.0, "cores_s": 0.0}},
+}
+
+
+def held(ledgers: Path) -> dict[str, Any]:
+    """What a start takes of this machine: threads of ours, children, sockets and shared memory, locks on cores."""
+    children = {
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if (text := read(stat)) and int(text.rpartition(")")[2].split()[1]) == os.getpid() and text.rpartition(")")[2].split()[0] != "Z"
+    }
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return {
+        "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("rayneuron")),
+        "children": children,
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "shared": sorted(link for link in links if "shm" in link) + sorted(n for n in os.listdir("/dev/shm") if n.startswith("rayneuron")),
+        "cores": sorted(link for link in links if link.startswith(str(ledgers))),
+    }
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def nothing(*progress: object) -> None:
+    return None
+
+
+WHERE = ("generation", "defaults", "tokenizer", *STAGES, "engine")
+QUICK = [(where, "one") for where in WHERE] + [("weights", "two ranks")]
+SLOW = [pytest.param(where, "two ranks", marks=pytest.mark.slow) for where in WHERE if where != "weights"]
+
+
+@pytest.mark.parametrize(("where", "shape"), [*QUICK, *SLOW])
+def test_after_a_failed_start_nothing_is_left(where: str, shape: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it fails: what was taken is given back, and the same start succeeds right afterwards."""
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(tmp_path / "cores"))
+    model = copied(tiny, tmp_path / "model")
+    args: dict[str, Any] = {"model": {"path": str(model)}, **ARGS, **SHAPES[shape]}
+    before, progress, wrong = held(tmp_path / "cores"), nothing, dict(args)
+    if where == "generation":
+        (model / "generation_config.json").write_text("[]")
+    elif where == "defaults":
+        wrong["sampling_defaults"] = {"temperature": 9}
+    elif where == "tokenizer":
+        (model / "tokenizer.json").write_text("{")
+    elif where == "engine":
+        from rayneuron.engine import neuron_sampling
+
+        monkeypatch.setattr(neuron_sampling, "rule_of", lambda config: fail() if threading.current_thread().name == "MainThread" else None)
+    else:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == where:
+                fail()
+
+    with pytest.raises((CheckpointError, ConfigError, Failing)):
+        loading.open_engine(parse(wrong), progress)
+    assert held(tmp_path / "cores") == before
+    monkeypatch.undo()
+    for name in ("generation_config.json", "tokenizer.json"):
+        shutil.copy(tiny / name, model / name) if (tiny / name).exists() else (model / name).unlink(missing_ok=True)
+    loading.open_engine(parse(args)).engine.close()
+
+
+class Failing(Exception):
+    """What a part of a start ends with."""
+
+
+def fail() -> None:
+    raise Failing
+
+
+def test_generation_config_is_read_before_ranks_start(tiny: Path, tmp_path: Path) -> None:
+    class NoProcesses:
+        node_ips = ("127.0.0.1",)
+
+        def start(self, *told: object) -> None:
+            raise AssertionError("started")
+
+    model = copied(tiny, tmp_path / "model", generation_config=json.dumps([]))
+    config = parse({"model": {"path": str(model)}, **ARGS, "tensor_parallel": 2})
+    with pytest.raises(CheckpointError, match=r"generation_config.json holds no JSON object"):
+        loading.open_engine(config, processes=NoProcesses())  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config"}
+LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys"}
 WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops", "wordless"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -26,9 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
     "metrics": {"errors", "types"},
     "hashing": {"errors", "types"},
-    "config": {"errors", "types"},
+    "validation": {"errors"},
+    "serve_config": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config"},
+    "keys": {"errors", "settings"},
+    "aside": {"errors"},
     "demo": {"errors", "settings"},
-    "deployment_file": {"errors", "config"},
+    "deployment_file": {"errors", "config", "validation", "serve_config"},
+    "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "parallel", "text"},
     "detokenizer": {"errors", "types"},
     "stops": {"errors", "types"},
     "tokenizer": {"errors", "detokenizer"},
@@ -42,9 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": LEAVES | {"models", "devices.base", "devices.host"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
-    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel"},
-    "compiling": LEAVES | {"demo", "models", "devices", "engine", "parallel", "loading"},
-    "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading"},
+    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "preflight"},
+    "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "parallel", "loading"},
+    "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading", "preflight"},
     "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | WORDS | {"outputs", "demo", "models", "devices", "engine", "parallel", "loading"},
@@ -65,7 +70,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "boto3": ("devices/s3.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "serve/"),
+    "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
     "transformers": ("tokenizer.py", "hf.py"),
     "tokenizers": ("tokenizer.py", "demo/"),
     "jinja2": ("text.py", "chat_template.py"),
@@ -82,6 +87,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "tokenizer.py", "chat_template.py"),
+    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/null.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
     *(f"parallel/{name}.py" for name in ("cores", "layout", "environment")),

@@ -48,7 +48,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a server knows before any call. `models`: served names, the first answers a body without `model`.
+    """What a server knows before any call. `models`: served names, the first answers a body without `model`; `any_name`: so does any other.
 
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
@@ -61,6 +61,7 @@ class Context:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_prompts: int = 1024
     trust_chat_template: bool = True
+    any_name: bool = False
 
 
 class Stream(Protocol):

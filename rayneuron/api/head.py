@@ -10,6 +10,7 @@ from rayneuron.errors import RequestError, UnknownModel
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
 _UNCLEAN = re.compile(r"[^\x21-\x7e]+")
 
 
@@ -26,7 +27,7 @@ def reply_id(prefix: str, head: Head, client_id: str | None, request_id: str) ->
 def read_head(fields: Fields, context: Context) -> Head:
     """The reply's side of a body. UnknownModel (404) for a model that is not served here."""
     model = fields.string("model", context.models[0])
-    if model not in context.models:
+    if model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
         raise UnknownModel(f"The model `{model}` does not exist.", param="model")
     stream, options = fields.flag("stream"), fields.table("stream_options")
     if options is not None and not stream:

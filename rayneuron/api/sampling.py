@@ -41,6 +41,14 @@ def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[s
     return merged
 
 
+def check_defaults(context: Context) -> None:
+    """Refuse defaults with which no request could be answered. Raises ConfigError."""
+    try:
+        fit(read_sampling(Fields({}), context), 1, None, context.defaults.get("max_tokens"), context.max_model_len)
+    except RequestError as wrong:
+        raise ConfigError(f"sampling defaults: {wrong.message}", param=wrong.param) from wrong
+
+
 def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
     """Words of SamplingParams from the fields both endpoints share; lengths and logprobs are the endpoint's own."""
     fields.fill({name: value for name, value in context.defaults.items() if name != "max_tokens"})

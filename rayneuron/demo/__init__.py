@@ -16,6 +16,7 @@ from rayneuron.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 SIZES = llama.SIZES
+_UNKNOWN = f"no demo model is called {{!r}}; write smollm2, or random:SIZE with SIZE one of {', '.join(SIZES)}"
 
 
 def ensure(name: str = "smollm2", dtype: str = "bf16", out: Path | None = None) -> Path:
@@ -25,7 +26,7 @@ def ensure(name: str = "smollm2", dtype: str = "bf16", out: Path | None = None) 
     Raises ConfigError for another name, CheckpointError where the file cannot be had or is damaged.
     """
     if name != "smollm2":
-        raise ConfigError(f"no demo model is called {name!r}; write smollm2, or random:SIZE with SIZE one of {', '.join(SIZES)}")
+        raise ConfigError(_UNKNOWN.format(name))
     target = out or _models() / f"smollm2-135m-instruct-{llama.checked(dtype)}"
     return _build_once(target, lambda folder: smollm2.write(smollm2.gguf_file(), folder, dtype))
 
@@ -36,8 +37,7 @@ def random(size: str, seed: int = 0, dtype: str = "bf16", out: Path | None = Non
     A size with the vocabulary of SmolLM2 takes that model's tokenizer along; the test sizes bring a small one of their own.
     """
     name = size.removeprefix("llama-")
-    if name not in SIZES:
-        raise ConfigError(f"no random model has the size {size!r}; write one of {', '.join(SIZES)}")
+    _check_size(name, size)
     target = out or _models() / f"llama-{name}-{llama.checked(dtype)}-seed{seed}"
     tokenizer = None if SIZES[name].vocab == llama.SMALL_VOCAB else ensure()
     return _build_once(target, lambda folder: llama.write_random(SIZES[name], seed, folder, dtype, tokenizer))
@@ -46,12 +46,37 @@ def random(size: str, seed: int = 0, dtype: str = "bf16", out: Path | None = Non
 def resolve(path: str) -> Path:
     """What `model.path` of a deployment names: a directory, "demo:smollm2", or "demo:random:SIZE"."""
     if path.startswith("demo:"):
-        kind, _, size = path.removeprefix("demo:").partition(":")
+        kind, size = _named(path)
         return random(size) if kind == "random" else ensure(kind)
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # false for a name that no directory can have, too
         raise ConfigError(f"{path!r} is not a directory, and models are not fetched from a hub; name a model directory or demo:smollm2")
     return folder
+
+
+def located(path: str) -> Path | None:
+    """As `resolve`, but nothing is made: None where a demo model is not on this machine yet. Raises ConfigError."""
+    if not path.startswith("demo:"):
+        return resolve(path)
+    kind, size = _named(path)
+    made = _models() / (f"llama-{size}-bf16-seed0" if kind == "random" else "smollm2-135m-instruct-bf16")
+    return made if (made / "config.json").is_file() else None
+
+
+def _named(path: str) -> tuple[str, str]:
+    """demo:NAME or demo:random:SIZE as (name, size), which exist. Raises ConfigError."""
+    kind, _, size = path.removeprefix("demo:").partition(":")
+    name = size.removeprefix("llama-")
+    if kind == "random":
+        _check_size(name, size)
+    elif kind != "smollm2" or size:
+        raise ConfigError(_UNKNOWN.format(path.removeprefix("demo:")))
+    return kind, name
+
+
+def _check_size(name: str, said: str) -> None:
+    if name not in SIZES:
+        raise ConfigError(f"no random model has the size {said!r}; write one of {', '.join(SIZES)}")
 
 
 def _models() -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,9 @@ from rayneuron.errors import CompileError, ConfigError
 if TYPE_CHECKING:
     from rayneuron.devices.cache import Cache
 
-NAMES = ("cpu", "neuron", "null")
+NAMES = ("cpu", "neuron")
+# Keys of a deployment's `compile` that mean nothing to a device. The CPU compiles no graphs, and keeps its kernels in a place of its own.
+UNHEARD = {"cpu": ("cache", "required", "optimization", "tiling", "mixed_accumulation", "flags")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,26 @@ class Ahead:
         return Cache(self.cache, require=self.required)
 
 
+def check_name(name: str) -> None:
+    """Raise ConfigError for a device that nobody knows."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
+        raise ConfigError(f"device {name!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(NAMES)}", param="device")
+
+
+def installed(name: str) -> bool:
+    """Whether what the device needs seems to be on this machine, without importing any of it."""
+    return name != "neuron" or importlib.util.find_spec("torch_neuronx") is not None
+
+
+def unheard(name: str) -> tuple[str, ...]:
+    """Keys of a deployment's `compile` that mean nothing to the device."""
+    return UNHEARD.get(name, ())
+
+
 def check(name: str) -> None:
     """Raise ConfigError for a device that this installation cannot open."""
-    if name not in NAMES:
-        raise ConfigError(f"device {name!r} is unknown; write one of {', '.join(NAMES)}")
+    check_name(name)
     if name == "neuron":
         from rayneuron import settings
         from rayneuron.devices import neuron_sdk
@@ -63,8 +83,6 @@ def check(name: str) -> None:
 
         neuron_sdk.refuse_flags(settings.given(neuron_sdk.CC_FLAGS))
         probe()
-    elif name == "null":
-        raise ConfigError("device 'null' runs nothing: it belongs to the simulator; write device: cpu")
 
 
 def ranks_per_process(name: str) -> int:

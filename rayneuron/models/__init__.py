@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import shard
+from rayneuron.models import shard, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import complete
 
@@ -94,16 +94,13 @@ def check(
 
     Raises CheckpointError (config.json) or ConfigError (the deployment), each with what to write instead.
     """
-    from rayneuron.models import feedforward
-    from rayneuron.models.quantization import check_stored, parse, parse_kv
-
     arch = architecture(config, max_model_len)
     if arch.head_dim == arch.hidden // arch.heads and arch.hidden % arch.heads:
         raise CheckpointError(f"hidden_size (n_embd, d_model) {arch.hidden} is no multiple of num_attention_heads (n_head) {arch.heads}")
     if arch.rope.dim % 2:
         raise CheckpointError(f"config.json asks for rope over {arch.rope.dim} channels of head_dim {arch.head_dim}, which is odd")
-    if arch.act not in feedforward.ACTIVATIONS:
-        known = ", ".join(sorted(feedforward.ACTIVATIONS))
+    if arch.act not in words.ACTIVATIONS:
+        known = ", ".join(words.ACTIVATIONS)
         raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")
     limit = position_limit(arch)
     if limit is not None and max_model_len > limit:
@@ -114,10 +111,11 @@ def check(
     if dtype not in DTYPES:
         near = difflib.get_close_matches(dtype, DTYPES, 1)
         raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
-    how = None if quantization is None else parse(quantization)
+    if quantization is not None:
+        words.quantised(quantization)
     if kv_dtype is not None:
-        parse_kv(kv_dtype)
-    check_stored(config, how)
+        words.kv(kv_dtype)
+    words.check_stored(config, quantization)
     if capacity_factor is not None and (capacity_factor <= 0 or not arch.experts):
         raise ConfigError(
             f"capacity_factor {capacity_factor} needs a mixture of experts and a positive number; leave it out to drop no token"

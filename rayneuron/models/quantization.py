@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import words
 
 Scheme = Literal["per_tensor", "per_channel"]
 DTYPES = {"int8": torch.int8, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
-METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
-_SAYS = ("quant_method", "dtype", "scheme")
+METHOD = words.METHOD
 FLOOR = 1e-5  # the largest value a channel is taken to have at least, so that zeros have a scale
 
 
@@ -36,13 +35,8 @@ def is_quantised(dtype: torch.dtype) -> bool:
 
 
 def parse(dtype: str, scheme: str = "per_channel") -> Quantization:
-    """The Quantization of two words (NxD's spellings accepted). Raises ConfigError with the known words."""
-    name = {"s8": "int8", "f8e4m3fn": "f8e4m3", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}.get(dtype, dtype)
-    kind = scheme.removesuffix("_symmetric")
-    if name not in DTYPES:
-        raise ConfigError(f"quantization dtype {dtype!r} is unknown; one of {', '.join(DTYPES)}")
-    if kind not in ("per_tensor", "per_channel"):
-        raise ConfigError(f"quantization scheme {scheme!r} is unknown; one of per_tensor, per_channel")
+    """The Quantization of two words. Raises ConfigError with the known words."""
+    name, kind = words.quantised(dtype, scheme)
     return Quantization(DTYPES[name], kind)  # type: ignore[arg-type]
 
 
@@ -62,32 +56,13 @@ def quantise(w: Tensor, scale: Tensor, how: Quantization) -> Tensor:
 
 def parse_kv(name: str) -> torch.dtype:
     """The dtype of a KV cache that is stored small. Raises ConfigError with the known words."""
-    dtype = parse(name).dtype
-    if dtype == torch.int8:
-        raise ConfigError("kv_dtype int8 is not available; write f8e4m3 or f8e5m2, or leave it out")
-    return dtype
+    return DTYPES[words.kv(name)]
 
 
 def stored(config: Mapping[str, Any]) -> Quantization | None:
     """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
-    found = config.get("quantization_config") or {}
-    if found.get("quant_method") == METHOD and not all(isinstance(found.get(k), str) for k in _SAYS):
-        raise CheckpointError(f"config.json sets quantization_config: {found!r:.80}, where an object with {', '.join(_SAYS)} is needed")
-    return parse(found["dtype"], found["scheme"]) if found.get("quant_method") == METHOD else None
-
-
-def check_stored(config: Mapping[str, Any], wanted: Quantization | None = None) -> None:
-    """Refuse a checkpoint quantised in a way nothing here reads, or otherwise than `wanted`. Raises CheckpointError, ConfigError."""
-    has = stored(config)
-    if has is not None and wanted is not None and has.dtype != wanted.dtype:
-        raise ConfigError(f"the checkpoint is quantised to {has.dtype} already; leave quantization out, or take the unquantised checkpoint")
-    found = config.get("quantization_config") or {}
-    method = found.get("quant_method")
-    if found and method != METHOD:
-        raise CheckpointError(
-            f"the checkpoint is quantised by {method!r}, which is not readable here; take the unquantised checkpoint and "
-            "run `rayneuron quantize MODEL --dtype int8 --out DIR`, or set quantization: int8"
-        )
+    found = words.stored(config)
+    return None if found is None else parse(*found)
 
 
 def scale_name(weight: str) -> str:

@@ -34,8 +34,7 @@ class Wanted:
     @property
     def replicas(self) -> int:
         """The most replicas it may ever have: what an autoscaler may take is reserved."""
-        scaling = self.config.serving.autoscaling
-        return int(scaling.get("max_replicas", 1)) if scaling else self.config.serving.num_replicas
+        return self.config.serving.most_replicas
 
 
 class Held(Protocol):

@@ -17,7 +17,7 @@ from ray.serve import Application
 from starlette.applications import Starlette
 
 from rayneuron import config as deployment
-from rayneuron import devices, loading
+from rayneuron import devices, loading, preflight
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.parallel.layout import Layout
@@ -125,15 +125,31 @@ class ServedEngine(EngineServer):
 
 
 def build(args: dict) -> Application:
-    """The application of one model. `args` are config.Deployment's keys; ConfigError names a wrong one and the nearest right one."""
-    return application_of(deployment.parse(args))
+    """The application of one model. `args` are config.Deployment's keys.
+
+    Raises ConfigError or CheckpointError for whatever a replica would refuse: a wrong update ends here, and what ran before runs on.
+    """
+    config = deployment.parse(args)
+    for note in preflight.inspect(config, _able(config)):
+        log.warning("%s: %s", config.model.served_name, note)
+    return application_of(config)
+
+
+def _able(config: Deployment) -> bool:
+    """Whether the node this runs on could hold a replica: only there is what is missing wrong."""
+    if not devices.installed(config.device) or not ray.is_initialized():
+        return devices.installed(config.device)
+    here = ray.get_runtime_context().get_node_id()
+    resources: Mapping[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+    return all(resources.get(name, 0) >= amount for name, amount in layout_of(config).bundles[0].items())
 
 
 def application_of(config: Deployment, opener: Opener = loading.open_engine) -> Application:
     """As `build`, with another way to open the engine."""
     placement = placement_of(config)
     serving = config.serving
-    scale = {"autoscaling_config": serving.autoscaling} if serving.autoscaling else {"num_replicas": serving.num_replicas}
+    scaling = serving.autoscaling.model_dump(exclude_unset=True) if serving.autoscaling is not None else None
+    scale = {"autoscaling_config": scaling} if scaling is not None else {"num_replicas": serving.num_replicas or 1}
     wanted = serve.deployment(
         ServedEngine,
         name="EngineServer",
@@ -161,9 +177,7 @@ def layout_of(config: Deployment) -> Layout:
 
 
 def placement_of(config: Deployment) -> dict[str, Any]:
-    """The deployment options that give a replica its CPUs and cores. Raises ConfigError where the cluster could never hold the group."""
-    if not grouped(config):
-        return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
+    """The deployment options that give a replica its CPUs and cores. Raises ConfigError where the cluster could never hold it."""
     layout = layout_of(config)
     if ray.is_initialized():
         refuse_chosen_cores()
@@ -173,6 +187,8 @@ def placement_of(config: Deployment) -> dict[str, Any]:
             if not config.serving.wait_for_nodes:
                 raise
             log.warning("%s: waiting for nodes: %s", config.model.served_name, short.message)
+    if not grouped(config):
+        return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
     return {
         "ray_actor_options": worker_options(layout, layout.workers[0]),
         "placement_group_bundles": [dict(bundle) for bundle in layout.bundles],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from rayneuron import __version__, metrics
+from rayneuron import __version__, keys, metrics
 from rayneuron.api import call as api
 from rayneuron.api import errors, neuron_server, openai
 from rayneuron.errors import NotReady, RayNeuronError
@@ -94,12 +93,11 @@ def _left(server: EngineServer, exchange: Exchange) -> None:
 
 
 def _check_key(server: EngineServer, exchange: Exchange, path: str) -> None:
-    key = server.config.serving.api_key
-    if key is None or path in OPEN_PATHS:
+    if not server.config.serving.api_keys or path in OPEN_PATHS:
         return
     scheme, _, given = (exchange.header("authorization") or "").partition(" ")
     given = given.strip() if scheme.lower() == "bearer" else ""
-    if not hmac.compare_digest(given.encode(), key.encode()):
+    if not keys.accepts(server.keys, given.encode("latin-1")):
         raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
 
 
@@ -158,7 +156,8 @@ async def _models(server: EngineServer, exchange: Exchange) -> None:
 
 async def _model(server: EngineServer, exchange: Exchange) -> None:
     _require_ready(server)
-    await exchange.reply(200, errors.encode(openai.find_model(exchange.params["model"], server.cards())))
+    name = exchange.params["model"]
+    await exchange.reply(200, errors.encode(openai.find_model(name, server.cards(name))))
 
 
 async def _tokens(convert: Callable[[Any, api.Context], Any], server: EngineServer, exchange: Exchange) -> None:

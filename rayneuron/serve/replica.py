@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -15,17 +16,20 @@ from uuid import uuid4
 import msgspec
 
 from rayneuron import config as deployment
-from rayneuron import loading, metrics
+from rayneuron import keys, loading, metrics
 from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Deployment
 from rayneuron.engine.admission import EngineLimits
+from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.flight import Flight, Flights
+from rayneuron.serve.hot import Hot, hot
+from rayneuron.serve.journal import Journal
 from rayneuron.serve.leg import Leg
 from rayneuron.serve.pieces import chunks, plain
-from rayneuron.serve.startup import Startup, events_per_s, thread_share
+from rayneuron.serve.startup import Startup, events_per_s, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.text import Assembler
@@ -40,7 +44,6 @@ Opener = Callable[..., loading.Opened]
 
 LONG_BODY_BYTES = 16 * 1024  # beyond this a body is tokenised off the event loop; below, the hop costs more than the work
 WATCH_PERIOD_S = 0.25
-UNKNOWN_FIELDS = 100  # names of unknown request fields that are logged
 
 
 class EngineServer:
@@ -56,30 +59,42 @@ class EngineServer:
         self.limits = self.config.limits
         self.ready = False
         self.draining = False
+        self.refused: str | None = None  # why the last user_config was not taken
         self._opener = opener
-        self._log_prompts = self.config.serving.log_prompts
+        self._watch: asyncio.Task[None] | None = None
+        self._text_pool: ThreadPoolExecutor | None = None
+        self._journal = Journal(self.config.serving.log_prompts)
         self._tracer = Tracer(self.name) if self.config.serving.trace else None
 
     async def open(self) -> None:
-        """Load and warm the engine on a thread of its own, then take calls."""
-        event_loop, startup = asyncio.get_running_loop(), Startup(self.name, self._publish)
+        """Load and warm the engine on a thread of its own, then take calls. Whatever was made is given back where it fails."""
+        startup = Startup(self.name, self._publish)
         config = self.config.model_copy(update={"threads": thread_share(self.config)})
-        opened = await asyncio.to_thread(self._opener, config, startup.report)
+        self.keys = keys.read(self.config.serving.api_keys or ())
+        opened = await opened_aside(partial(self._opener, config, startup.report))
         self.opened, self.created = opened, int(time.time())
+        try:
+            self._start(opened)
+        except BaseException:
+            await self._give_back()
+            raise
+        self.ready = True
+        startup.done(opened.seconds)
+
+    def _start(self, opened: loading.Opened) -> None:
+        """Everything around the engine that takes calls."""
+        event_loop = asyncio.get_running_loop()
+        self._adopt(hot(self.config, opened))
         self.telemetry = Telemetry(self.name, self.engine_label, self.load)
         self.flights = Flights(self.telemetry, event_loop, events_per_s(self.config))
-        self.engine = EngineLoop(opened.engine, self.flights.deliver, on_step=self.telemetry.timed)
-        self.flights.attach(self.engine)
         self._text_pool = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
-        self._unknown_fields: set[str] = set()
-        self._apply(self.config.sampling_defaults)
         capacity = opened.engine.capacity
         self.telemetry.kv_cache(capacity.rows, capacity.length, self.config.kv_dtype or self.config.dtype)
         for part, seconds in opened.seconds.items():
             self.telemetry.series[metrics.STARTUP].set(seconds, part)
+        self.engine = EngineLoop(opened.engine, self.flights.deliver, on_step=self.telemetry.timed)
+        self.flights.attach(self.engine)
         self._watch = event_loop.create_task(self._watch_engine())
-        self.ready = True
-        startup.done(opened.seconds)
 
     async def close(self) -> None:
         """Refuse new calls, end what is left and give the engine back."""
@@ -87,10 +102,17 @@ class EngineServer:
         if not self.ready:
             return
         self.ready = False
-        self._watch.cancel()
         self.flights.fail_all(NotReady("the server is shutting down"))
-        await asyncio.to_thread(self.engine.close)
-        self._text_pool.shutdown(wait=False, cancel_futures=True)
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        """The engine, its thread and whatever was made around it."""
+        if self._watch is not None:
+            self._watch.cancel()
+        running: EngineLoop | Engine = getattr(self, "engine", self.opened.engine)
+        await asyncio.to_thread(running.close)
+        if self._text_pool is not None:
+            self._text_pool.shutdown(wait=False, cancel_futures=True)
 
     def admit(self) -> None:
         """Raise NotReady or Busy before any work is spent on a call. O(1)."""
@@ -110,8 +132,7 @@ class EngineServer:
             return parse(fields, self.context, request_id=request_id, created=int(time.time()), client_id=client_id)
 
         call = await self.on_text_thread(len(body) if isinstance(body, bytes) else 0, work)
-        if call.unknown and len(self._unknown_fields) < UNKNOWN_FIELDS:
-            self._say_unknown(call.unknown)
+        self._journal.unknown(call.unknown)
         self._check_size(call)
         return call
 
@@ -141,7 +162,7 @@ class EngineServer:
             yield flight
         finally:
             self.flights.close(flight)
-            self._log(call, flight, arrival_s)
+            self._journal.ended(call, flight, arrival_s)
 
     async def chat(self, body: Json) -> Json | AsyncIterator[Json]:
         """A chat completion by handle; the body and the reply are OpenAI's. Raises RayNeuronError subclasses.
@@ -185,7 +206,8 @@ class EngineServer:
     async def stats(self) -> Json:
         """The engine's load and the calls in flight."""
         load = self.load()
-        return {**msgspec.to_builtins(load.snapshot), "open_calls": load.calls, "open_sequences": load.sequences}
+        refused = {} if self.refused is None else {"refused_user_config": self.refused}
+        return {**msgspec.to_builtins(load.snapshot), "open_calls": load.calls, "open_sequences": load.sequences, **refused}
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""
@@ -211,14 +233,25 @@ class EngineServer:
         else:
             self._last_idle_s = time.monotonic()
 
-    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take hot settings without a restart: sampling_defaults and limits. Raises ConfigError and keeps the old ones."""
-        hot = deployment.parse_hot(user_config)
-        if hot.sampling_defaults is not None:
-            self._apply(hot.sampling_defaults)
-        if hot.limits is not None:
-            self.limits = hot.limits
-            self.opened.engine.limits = EngineLimits(hot.limits.max_waiting, hot.limits.max_waiting_tokens, hot.limits.retry_after_s)
+    def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
+        """Take hot settings without a restart: all of them, or where one is wrong none. That is said, in the log, on /load and /metrics.
+
+        Raising would make Serve replace a replica that runs well.
+        """
+        try:
+            changed = hot(self.config, self.opened, user_config)
+        except Exception as wrong:
+            self.refused = wrong.message if isinstance(wrong, RayNeuronError) else f"{type(wrong).__name__}: {wrong}"
+            log.error("user_config is refused, what was before holds: %s", self.refused)
+        else:
+            self.refused = None
+            self._adopt(changed)
+        self.telemetry.series[metrics.USER_CONFIG_REFUSED].set(float(self.refused is not None))
+
+    def _adopt(self, changed: Hot) -> None:
+        self.context, self.limits = changed.context, changed.limits
+        limits = changed.limits
+        self.opened.engine.limits = EngineLimits(limits.max_waiting, limits.max_waiting_tokens, limits.retry_after_s)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What a scaling policy decides on."""
@@ -240,20 +273,11 @@ class EngineServer:
         """The engine's snapshot and the calls in flight."""
         return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences)
 
-    def cards(self) -> list[Json]:
-        """The models served here, as /v1/models lists them."""
-        return [openai.model_card(self.name, created=self.created, max_model_len=self.context.max_model_len, root=str(self.opened.path))]
-
-    def _apply(self, overrides: Mapping[str, Any]) -> None:
-        engine = self.opened.engine
-        self.context = api.Context(
-            models=(self.name,),
-            text=self.opened.text,
-            max_model_len=engine.capacity.length,
-            vocab_size=engine.vocab,
-            defaults=openai.sampling_defaults(self.opened.generation, overrides),
-            trust_chat_template=self.config.serving.trust_request_chat_template,
-        )
+    def cards(self, *names: str) -> list[Json]:
+        """The names served here, as /v1/models lists them; `names`: more, where any name is answered."""
+        listed = dict.fromkeys((*self.context.models, *(names if self.context.any_name else ())))
+        made = partial(openai.model_card, created=self.created, max_model_len=self.context.max_model_len, root=str(self.opened.path))
+        return [made(name) for name in listed]
 
     async def _answer(self, parse: Parse, body: Json) -> Json | AsyncIterator[Json]:
         self.admit()
@@ -263,12 +287,6 @@ class EngineServer:
             return chunks(call, flying, lambda: self.flights.pace_s)
         with flying as flight:
             return call.reply(await flight.finish())
-
-    def _say_unknown(self, names: Iterable[str]) -> None:
-        """Each name once a process, and no more names than an honest client has: a log is not the client's to fill."""
-        for name in {name[:64] for name in names} - self._unknown_fields:
-            self._unknown_fields.add(name)
-            log.warning("request field %r is not known here and was ignored (said once)", name)
 
     def _check_size(self, call: api.Call) -> None:
         most = self.limits.max_waiting + self.opened.engine.snapshot().slots_total
@@ -281,16 +299,6 @@ class EngineServer:
             await asyncio.sleep(WATCH_PERIOD_S)
         log.error("the engine has stopped: %s", self.engine.error)
         self.flights.fail_all(NotReady("the engine has stopped; this replica is being replaced", retry_after_s=self.limits.retry_after_s))
-
-    def _log(self, call: api.Call, flight: Flight, arrival_s: float) -> None:
-        tokens = sum(count for leg in flight.legs.values() for count in leg.tokens.values())
-        prompt = sum(len(request.prompt_ids) for request in call.requests)
-        state = type(flight.error).__name__ if flight.error else "complete" if flight.unfinished == 0 else "aborted"
-        took_s = time.monotonic() - arrival_s
-        log.info("%s %s: %d prompt tokens, %d generated, %d choices, %.3f s", call.id, state, prompt, tokens, call.choices, took_s)
-        if self._log_prompts:
-            for request in call.requests:
-                log.info("%s prompt: %r", request.id, self.opened.text.decode(request.prompt_ids, skip_special_tokens=False))
 
     _publish: Callable[[str], None] = staticmethod(lambda progress: None)  # tells how far the start has come
     _last_idle_s = 0.0

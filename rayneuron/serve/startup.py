@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rayneuron import settings
 from rayneuron.config import Deployment
+from rayneuron.loading import Opened
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,30 @@ class Startup:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+async def opened_aside(work: Callable[[], Opened]) -> Opened:
+    """Load on a thread. Where nobody waits for it any more, what it has made is given back."""
+    made: list[Opened] = []
+    left = threading.Event()
+
+    def load() -> None:
+        made.append(work())
+        if left.is_set():
+            _close(made)
+
+    try:
+        await asyncio.to_thread(load)
+    except asyncio.CancelledError:
+        left.set()
+        _close(made)
+        raise
+    return made[0]
+
+
+def _close(made: list[Opened]) -> None:
+    with contextlib.suppress(IndexError):  # whoever comes second finds nothing
+        made.pop().engine.close()
 
 
 def events_per_s(config: Deployment) -> float:

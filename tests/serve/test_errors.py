@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -139,7 +140,7 @@ def test_pages_of_other_origins(tiny: Path, client: httpx.Client) -> None:
     assert client.options("/v1/completions", headers=ask).status_code == 405, "nobody is let in by default"
     assert "access-control-allow-origin" not in client.get("/version", headers=ask).headers
     for origins, allowed in ((["*"], "*"), (["https://a.example"], "https://a.example")):
-        with site(tiny, {"serving": {"allowed_origins": origins, "api_key": "k"}}) as running:
+        with site(tiny, {"serving": {"allowed_origins": origins, "api_keys": [f"sha256:{hashlib.sha256(b'k').hexdigest()}"]}}) as running:
             reply = httpx.options(f"{running.url}/v1/completions", headers=ask)
             assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == allowed
             reply = httpx.post(f"{running.url}/v1/completions", json=GO, headers={"origin": "https://a.example"})
@@ -219,8 +220,12 @@ def test_the_time_limit(tiny: Path) -> None:
         assert http.post("/v1/completions", json=GO, headers={"x-request-timeout-seconds": "-1"}).status_code == 200
 
 
-def test_the_key(tiny: Path) -> None:
-    with site(tiny, {"serving": {"api_key": "s3cret"}}) as running, httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
+def test_the_keys(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("RN_TEST_KEY", "s3cret")
+    (tmp_path / "keys").write_text("schlüssel\n")
+    serving = {"serving": {"api_keys": ["env:RN_TEST_KEY", f"file:{tmp_path / 'keys'}"]}}
+    caplog.set_level(logging.DEBUG)
+    with site(tiny, serving) as running, httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
         for headers in ({}, {"authorization": "Bearer nope"}, {"authorization": "Basic s3cret"}):
             error(http.post("/v1/completions", json=GO, headers=headers), 401, "AuthenticationError")
             error(http.get("/v1/models", headers=headers), 401, "AuthenticationError")
@@ -228,6 +233,23 @@ def test_the_key(tiny: Path) -> None:
             assert http.get("/health", headers=headers).status_code == 200
             assert http.get("/metrics", headers=headers).status_code == 200
         assert http.post("/v1/completions", json=GO, headers={"authorization": "Bearer s3cret"}).status_code == 200
+        second = {"authorization": "Bearer schlüssel".encode()}
+        assert http.post("/v1/completions", json=GO, headers=second).status_code == 200
+        assert "s3cret" not in repr(vars(running.server)) + caplog.text
+
+
+def test_names(tiny: Path) -> None:
+    """Every name a model has is answered and listed, any other is a 404; with `any_name` none is."""
+    model = {"model": {"path": str(tiny), "name": "big", "aliases": ["gpt-4"]}}
+    with site(tiny, model) as running, httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
+        for name in ("big", "gpt-4"):
+            assert http.post("/v1/completions", json=GO | {"model": name}).json()["model"] == name
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["big", "gpt-4"]
+        error(http.post("/v1/completions", json=GO | {"model": "dummy"}), 404, "NotFoundError")
+    with site(tiny, {"model": {**model["model"], "any_name": True}}) as running, httpx.Client(base_url=running.url) as http:
+        assert http.post("/v1/completions", json=GO | {"model": "dummy"}).json()["model"] == "dummy"
+        assert http.get("/v1/models/dummy").json()["id"] == "dummy"
+        error(http.post("/v1/completions", json=GO | {"model": "x" * 257}), 404, "NotFoundError")
 
 
 def test_an_empty_key_is_fine_where_none_is_wanted(scripted_site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rayneuron import metrics
 from rayneuron.config import Deployment
 from rayneuron.config import parse as parse_config
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
@@ -176,17 +178,98 @@ async def test_stats_for_serve(server: EngineServer) -> None:
 async def test_hot_settings(server: EngineServer) -> None:
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}})
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
-    with pytest.raises(ConfigError, match="did you mean"):
-        server.reconfigure({"sampling_default": {}})
-    with pytest.raises(ConfigError):
-        server.reconfigure({"sampling_defaults": {"temperature": 99}})
+    server.reconfigure({"limits": {"retry_after_s": 3}})
+    assert server.limits.retry_after_s == server.opened.engine.limits.retry_after_s == 3
+    assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] > 2, "what user_config no longer says is as args say"
+    server.reconfigure(None)
+    assert server.limits == server.config.limits
+
+
+WRONG_UPDATES: dict[str, Any] = {
+    "unknown key": {"sampling_default": {}},
+    "unknown parameter": {"sampling_defaults": {"temprature": 1}},
+    "range": {"sampling_defaults": {"temperature": 99}},
+    "type": {"sampling_defaults": {"max_tokens": "2"}},
+    "token id": {"sampling_defaults": {"stop_token_ids": [10**7]}},
+    "bad words": {"sampling_defaults": {"bad_words": [""]}},
+    "half right": {"sampling_defaults": {"max_tokens": 7}, "limits": {"max_waiting": -1}},
+    "other half": {"sampling_defaults": {"temperature": 99}, "limits": {"max_waiting": 7}},
+    "bool": {"limits": {"max_waiting": True}},
+    "list": [1],
+    "text": "limits",
+    "number": 3,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_UPDATES)
+async def test_a_wrong_update_changes_nothing_and_is_said(server: EngineServer, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, on /load and as a metric, until one comes that is right; nothing is raised, for Serve would end the replica."""
+    server.reconfigure({"sampling_defaults": {"max_tokens": 2}, "limits": {"max_waiting": 5}})
+    before, gauge = (server.context, server.limits, server.opened.engine.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
+    with caplog.at_level(logging.ERROR, logger="rayneuron"):
+        server.reconfigure(WRONG_UPDATES[name])
+    assert (server.context, server.limits, server.opened.engine.limits) == before
+    said = (await server.stats())["refused_user_config"]
+    assert said and said in caplog.text and gauge.values[()] == 1 and b"rayneuron:user_config_refused" in server.telemetry.text()
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
+    server.reconfigure({"sampling_defaults": {"max_tokens": 3}})
+    assert "refused_user_config" not in await server.stats() and gauge.values[()] == 0
+    assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("where", ["hot", "Telemetry", "Flights", "ThreadPoolExecutor", "EngineLoop"])
+async def test_whatever_open_made_is_given_back_where_it_fails(where: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **words: Any) -> None:
+        raise RayNeuronError("a part of the start fails")
+
+    made: list[Any] = []
+
+    def opener(config: Deployment, progress: Any = None) -> Any:
+        made.append(opener_of(tiny)(config, progress))
+        return made[-1]
+
+    monkeypatch.setattr(replica, where, fails)
+    server = EngineServer({"model": {"path": str(tiny)}}, opener)
+    with pytest.raises(RayNeuronError, match="a part of the start fails"):
+        await server.open()
+    assert made[0].engine.runner.closed and not server.ready
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("rayneuron-engine", "rayneuron-text"))]
+    await server.close()
+
+
+async def test_an_engine_nobody_waits_for_any_more_is_given_back(tiny: Path) -> None:
+    """The start is cancelled while the engine loads."""
+    begun, loading, made = threading.Event(), threading.Event(), []
+
+    def slow(config: Deployment, progress: Any = None) -> Any:
+        begun.set()
+        assert loading.wait(PATIENCE_S)
+        made.append(opener_of(tiny)(config, progress))
+        return made[-1]
+
+    server = EngineServer({"model": {"path": str(tiny)}}, slow)
+    opening = asyncio.ensure_future(server.open())
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    loading.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert made[0].engine.runner.closed
+
+
+async def test_a_key_that_is_not_there_ends_the_start_before_anything_is_loaded(tiny: Path) -> None:
+    def opener(*args: Any) -> Any:
+        raise AssertionError("loaded")
+
+    server = EngineServer({"model": {"path": str(tiny)}, "serving": {"api_keys": ["env:NO_SUCH_KEY"]}}, opener)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        await server.open()
 
 
 async def test_not_ready_until_warm(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Calls are refused while the engine loads, and the log says how far it is."""
-    import threading
-
     loading = threading.Event()
     open_scripted = opener_of(tiny)
 

@@ -1,0 +1,60 @@
+"""Words for activations and quantised weights, and which go together: what can be said of them without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayneuron.errors import CheckpointError, ConfigError
+
+ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
+SMALL = ("int8", "f8e4m3", "f8e5m2")
+SCHEMES = ("per_tensor", "per_channel")
+METHOD = "rayneuron"  # quant_method of a checkpoint written by `rayneuron quantize`
+_SAYS = ("quant_method", "dtype", "scheme")
+_SPELLINGS = {"s8": "int8", "f8e4m3fn": "f8e4m3", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}  # NxD's
+
+
+def quantised(dtype: str, scheme: str = "per_channel", key: str = "quantization") -> tuple[str, str]:
+    """Dtype and scheme in our words. Raises ConfigError with the known ones."""
+    name, kind = _SPELLINGS.get(dtype, dtype), scheme.removesuffix("_symmetric")
+    if name not in SMALL:
+        raise ConfigError(f"{key} dtype {dtype!r} is unknown; one of {', '.join(SMALL)}", param=key)
+    if kind not in SCHEMES:
+        raise ConfigError(f"{key} scheme {scheme!r} is unknown; one of {', '.join(SCHEMES)}", param=key)
+    return name, kind
+
+
+def kv(name: str) -> str:
+    """The dtype of a KV cache that is stored small. Raises ConfigError with the known words."""
+    found, _ = quantised(name, key="kv_dtype")
+    if found == "int8":
+        raise ConfigError("kv_dtype int8 is not available; write f8e4m3 or f8e5m2, or leave it out", param="kv_dtype")
+    return found
+
+
+def stored(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
+    found = config.get("quantization_config") or {}
+    if found.get("quant_method") != METHOD:
+        return None
+    if not all(isinstance(found.get(key), str) for key in _SAYS):
+        raise CheckpointError(f"config.json sets quantization_config: {found!r:.80}, where an object with {', '.join(_SAYS)} is needed")
+    return quantised(found["dtype"], found["scheme"])
+
+
+def check_stored(config: Mapping[str, Any], wanted: str | None = None) -> None:
+    """Refuse a checkpoint quantised in a way nothing here reads, or otherwise than `wanted`. Raises CheckpointError, ConfigError."""
+    has = stored(config)
+    if has is not None and wanted is not None and has[0] != quantised(wanted)[0]:
+        raise ConfigError(
+            f"the checkpoint is quantised to {has[0]} already; leave quantization out, or take the unquantised checkpoint",
+            param="quantization",
+        )
+    found = config.get("quantization_config") or {}
+    method = found.get("quant_method")
+    if found and method != METHOD:
+        raise CheckpointError(
+            f"the checkpoint is quantised by {method!r}, which is not readable here; take the unquantised checkpoint and "
+            "run `rayneuron quantize MODEL --dtype int8 --out DIR`, or set quantization: int8"
+        )

@@ -1,0 +1,197 @@
+"""What can be refused before a weight is read or a process started: a deployment against its device, model directory and this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayneuron import demo, devices, keys, models, settings, text
+from rayneuron.api import sampling
+from rayneuron.api.call import Context
+from rayneuron.config import Deployment
+from rayneuron.deployment_file import DeploymentFile
+from rayneuron.engine.buckets import Capacity
+from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
+from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import generation_config, read_config, read_json
+from rayneuron.parallel import cores
+from rayneuron.parallel.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
+from rayneuron.parallel.layout import Layout, partition
+from rayneuron.parallel.memory import Memory
+from rayneuron.parallel.seating import counted, group_layout
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+CUT = "rayneuron_shards.json"  # written by `rayneuron shard`
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A deployment and the model it can run: `raw` is config.json, `generation` is generation_config.json."""
+
+    raw: Mapping[str, Any]
+    generation: dict[str, Any]
+    arch: Arch
+    capacity: Capacity
+    layout: Layout
+
+
+class _NoWords:
+    """Stands for a tokenizer that is not read yet: what needs its ids is for the replica to check."""
+
+    def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return ()
+
+
+def inspect_file(file: DeploymentFile) -> list[str]:
+    """`inspect` for every application of a file; what is wrong is said with its line. Returns what this machine cannot judge."""
+    notes = []
+    for name, deployment in file.deployments.items():
+        try:
+            notes += [f"{name}: {note}" for note in inspect(deployment)]
+        except RayNeuronError as wrong:
+            raise file.located(name, wrong) from None
+    for entry in file.content["applications"]:
+        hand_set = [entry, *(changed.get("ray_actor_options") or {} for changed in entry.get("deployments") or ())]
+        if entry.get("name", "default") in file.deployments:
+            for options in hand_set:
+                cores.refuse_hand_set((options.get("runtime_env") or {}).get("env_vars") or {}, f"{file.path}: runtime_env")
+    return notes
+
+
+def inspect(config: Deployment, able: bool | None = None) -> list[str]:
+    """Everything a replica would refuse. Returns what cannot be judged here.
+
+    `able`: whether this machine could hold a replica; on one that could not, an absent model or key is only noted. None: where the
+    device's software is. Raises ConfigError, CheckpointError.
+    """
+    devices.check_name(config.device)
+    _check_device_keys(config)
+    group_layout(config, devices.ranks_per_process(config.device))
+    able = devices.installed(config.device) if able is None else able
+    path = _directory(config, able)
+    try:
+        _check_model(config, path)
+    except CheckpointError as wrong:
+        raise CheckpointError(wrong.message, param=wrong.param or "model.path") from None
+    if able:
+        keys.read(config.serving.api_keys or ())
+        return []
+    absent = [f"{config.model.path} is not here, so it was not looked at"] if path is None else []
+    return [f"no replica can run on this machine, which has nothing for device {config.device}", *absent]
+
+
+def _check_model(config: Deployment, path: Path | None) -> None:
+    raw = read_config(path) if path is not None else config.model.config
+    if raw is None:
+        return
+    fitted = fit(config, raw, path)
+    if path is not None:
+        _check_weights(path, config.model.allow_pickle)
+        _check_words(config, path)
+    check_defaults(config, fitted, path)
+
+
+def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) -> Fitted:
+    """Hold a deployment against a config.json. Raises ConfigError or CheckpointError with what to write instead."""
+    layout = group_layout(config, devices.ranks_per_process(config.device))
+    capacity = capacity_of(config, raw)
+    arch = models.check(dict(raw), tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
+    partition(arch.layers, config.pipeline_parallel)
+    _check_memory(config, raw, layout, capacity)
+    return Fitted(raw, generation_config(path) if path is not None else {}, arch, capacity, layout)
+
+
+def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None) -> None:
+    """Refuse sampling defaults with which no request could be answered. Raises ConfigError."""
+    said = config.sampling_defaults
+    try:
+        defaults = sampling.sampling_defaults(fitted.generation, said)
+        context = Context(config.model.served_names, _NoWords(), fitted.capacity.length, fitted.arch.vocab, defaults)  # type: ignore[arg-type]
+        sampling.check_defaults(context)
+    except ConfigError as wrong:
+        if said and (wrong.param in said or wrong.param is None):
+            key = f"sampling_defaults.{wrong.param}" if wrong.param else "sampling_defaults"
+            raise ConfigError(f"{key}: {wrong.message.removeprefix('sampling defaults: ')}", param=key) from None
+        file = path / "generation_config.json" if path is not None else "generation_config.json"
+        raise ConfigError(f"{file}: {wrong.message}; write another value under sampling_defaults", param="model.path") from None
+
+
+def _check_device_keys(config: Deployment) -> None:
+    for key in devices.unheard(config.device):
+        if getattr(config.compile, key) != type(config.compile).model_fields[key].default:
+            raise ConfigError(f"compile.{key} means nothing on device {config.device}; leave it out", param=f"compile.{key}")
+    if counted(config) is not None and (visible := settings.visible_cores()) is not None:
+        cores.parse_visible(visible)
+
+
+def _directory(config: Deployment, able: bool) -> Path | None:
+    """The model directory, None where it is not there yet and need not be."""
+    try:
+        return demo.located(config.model.path)
+    except ConfigError as absent:
+        if able:
+            raise ConfigError(f"model.path: {absent.message}", param="model.path") from None
+        return None
+
+
+def _check_words(config: Deployment, path: Path) -> None:
+    said = config.model
+    if said.skip_tokenizer_init:
+        return
+    try:
+        text.check(path, said.tokenizer, said.chat_template)
+    except (CheckpointError, OSError) as wrong:
+        raise CheckpointError(str(wrong), param="model.tokenizer" if said.tokenizer else "model.path") from None
+    except ConfigError as wrong:
+        raise ConfigError(wrong.message, param=f"model.{wrong.param}" if wrong.param == "chat_template" else wrong.param) from None
+
+
+def _check_memory(config: Deployment, raw: Mapping[str, Any], layout: Layout, capacity: Capacity) -> None:
+    wanted, instance = Wanted(config, raw), counted(config)
+    if instance is not None:
+        check_memory(wanted, layout, capacity, instance)
+    elif devices.ranks_per_process(config.device) == 1:  # ranks of one machine share its memory; only what is held for certain counts
+        held = stage_memory(wanted, capacity, config.tensor_parallel, config.pipeline_parallel)
+        certain = [Memory(one.weights, one.kv, 0, 0) for one in held for _ in range(config.tensor_parallel)]
+        check_together(certain, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _check_weights(path: Path, allow_pickle: bool) -> None:
+    """Weight files are there, and as long as they say. Raises CheckpointError."""
+    if (path / CUT).is_file():
+        return
+    if (path / INDEX).is_file():
+        named = read_json(path / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+            raise CheckpointError(f"{path / INDEX} has no weight_map of tensor names to files; download it again")
+        files = [path / name for name in sorted(set(named.values()))]
+    elif (path / WHOLE).is_file():
+        files = [path / WHOLE]
+    elif any((path / name).is_file() for name in PICKLES):
+        if allow_pickle:
+            return
+        raise CheckpointError(f"{path} holds weights as .bin files only; write model.allow_pickle: true, or convert them to safetensors")
+    else:
+        raise CheckpointError(f"{path} holds neither {WHOLE} nor {INDEX}; name a directory with weights", param="model.path")
+    for file in files:
+        _check_length(file)
+
+
+def _check_length(file: Path) -> None:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            head = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(head)) if head <= size - 8 else None
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"] if isinstance(header, dict) else None
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist, but the index names it; download it again") from None
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as damaged:
+        raise CheckpointError(f"{file} is no safetensors file: {damaged}; download it again") from None
+    if ends is None or 8 + head + max(ends, default=0) != size:
+        raise CheckpointError(f"{file} is not as long as its header says ({size} bytes); download it again")

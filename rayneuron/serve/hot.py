@@ -1,0 +1,38 @@
+"""What may change while a replica runs, through user_config: sampling defaults and limits, on top of what args say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rayneuron import config as deployment
+from rayneuron.api import call as api
+from rayneuron.api import openai
+from rayneuron.config import Deployment, Limits
+from rayneuron.loading import Opened
+
+
+@dataclass(frozen=True, slots=True)
+class Hot:
+    """What calls are read with and held to."""
+
+    context: api.Context
+    limits: Limits
+
+
+def hot(config: Deployment, opened: Opened, user_config: Mapping[str, Any] | None = None) -> Hot:
+    """What `args` and `user_config` together say; a key that is in both is user_config's. Raises ConfigError."""
+    said = deployment.parse_hot(user_config)
+    limits = said.limits.model_dump(exclude_unset=True) if said.limits is not None else {}
+    context = api.Context(
+        models=config.model.served_names,
+        text=opened.text,
+        max_model_len=opened.engine.capacity.length,
+        vocab_size=opened.engine.vocab,
+        defaults=openai.sampling_defaults(opened.generation, {**config.sampling_defaults, **(said.sampling_defaults or {})}),
+        trust_chat_template=config.serving.trust_request_chat_template,
+        any_name=config.model.any_name,
+    )
+    openai.check_defaults(context)
+    return Hot(context, config.limits.model_copy(update=limits))

@@ -1,0 +1,235 @@
+"""Deployment-file fuzz: every key with a wrong type, a wrong name, a wrong value is one line with file, line, key and the nearest word."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayneuron import cli
+from rayneuron.config import Deployment, HotSettings, parse
+from rayneuron.errors import ConfigError
+from rayneuron.validation import keys
+
+GOOD: dict[str, Any] = {"model": {"path": "demo:random:tiny"}, "dtype": "fp32", "max_model_len": 64}
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 3, 0.5, 1e300, 10**30, -(10**30), float("nan"), float("inf"), "", " ", "x", "1", "true", "\0"),
+    *("\ud800", "é", "a\nb", "{{", "/no/such/place", "env:", "file:/no/such/file", "sha256:00", "x" * 5000),
+    *([], [1], [None], ["x"], [-1], [True], [[1]], {}, {"a": 1}, {"temperature": 9}, {1: 2}),
+)
+KEYS = [key for key in keys(Deployment) if key != "model.config"]
+MOST_LETTERS = 1200
+
+
+def nested(dotted: str, value: object) -> dict[str, Any]:
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value  # type: ignore[return-value]
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = base.keys() & more.keys()
+    return {**base, **more, **{k: merged(base[k], more[k]) for k in both if isinstance(base[k], dict) and isinstance(more[k], dict)}}
+
+
+def misspelled(name: str, dice: random.Random) -> str:
+    """The last part of a key with one letter left out, doubled or swapped."""
+    head, dot, word = name.rpartition(".")
+    at = dice.randrange(len(word) - 1)
+    changed = dice.choice(
+        [word[:at] + word[at + 1 :], word[:at] + word[at] + word[at:], word[:at] + word[at + 1] + word[at] + word[at + 2 :]]
+    )
+    return head + dot + (changed if changed != word else word + "s")
+
+
+def said(path: Path) -> tuple[int, str, str]:
+    """Exit code, standard output and error of `rayneuron config`; whatever it raises goes on."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(["config", str(path)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def written(folder: Path, args: Any, **more: Any) -> Path:
+    path = folder / "file.yaml"
+    entry = {"name": "one", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args, **more}
+    path.write_text(yaml.safe_dump({"applications": [entry]}, sort_keys=False))
+    return path
+
+
+def check(path: Path, what: str) -> bool:
+    """Whether the file is refused; then by one line that names the file and a line of it."""
+    code, out, err = said(path)
+    if code == 0:
+        assert out and yaml.safe_load(out)["applications"], what
+        return False
+    assert code == 2 and not out and err.count("\n") == 1 and "Traceback" not in err, f"{what}: {err}"
+    assert re.match(rf"rayneuron config: {re.escape(str(path))}(:\d+)?: ", err) and len(err) < MOST_LETTERS, f"{what}: {err}"
+    return True
+
+
+def cases(dice: random.Random, share: float) -> Iterator[tuple[str, str, object]]:
+    for key in KEYS:
+        for value in VALUES:
+            if dice.random() < share:
+                yield key, f"{key}={value!r:.40}", value
+
+
+def fuzz(tmp_path: Path, share: float) -> None:
+    dice = random.Random(10)
+    refused = 0
+    for key, what, value in cases(dice, share):
+        if value == "\ud800":
+            with pytest.raises(ConfigError):  # YAML cannot be written with it, JSON through a handle can
+                parse(merged(GOOD, nested(key, value)))
+            continue
+        path = written(tmp_path, merged(GOOD, nested(key, value)))
+        if check(path, what):
+            refused += 1
+            last = key.rpartition(".")[2]
+            line = int((re.search(r":(\d+): ", said(path)[2]) or ["", "0"])[1])
+            text = path.read_text().splitlines()
+            assert line and (last in said(path)[2] or last in text[line - 1]), f"{what}: {said(path)[2]}"
+    assert refused > 200 * share
+
+
+def test_every_key_with_wrong_values(tmp_path: Path) -> None:
+    fuzz(tmp_path, 0.06)
+
+
+@pytest.mark.slow
+def test_every_key_with_every_wrong_value(tmp_path: Path) -> None:
+    fuzz(tmp_path, 1.0)
+
+
+def test_every_key_misspelled_is_named_with_the_right_one() -> None:
+    dice = random.Random(3)
+    for key in KEYS:
+        wrong = misspelled(key, dice)
+        with pytest.raises(ConfigError) as caught:
+            parse(merged(GOOD, nested(wrong, 1)))
+        word = key.rpartition(".")[2]
+        assert f"unknown key {wrong}; did you mean {word}?" in caught.value.message, caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"max_num_seqs": True}, "max_num_seqs: must be a whole number, got true"),
+        ({"max_num_seqs": "4"}, "max_num_seqs: must be a whole number, got '4'"),
+        ({"limits": {"retry_after_s": True}}, "limits.retry_after_s: must be a number, got true"),
+        ({"serving": {"num_replicas": 0}}, "serving.num_replicas: must be at least 1, got 0"),
+        ({"serving": {"num_replicas": 2, "autoscaling": {"max_replicas": 3}}}, "num_replicas does not go with serving.autoscaling"),
+        ({"serving": {"autoscaling": {"min_replica": 1}}}, "unknown key serving.autoscaling.min_replica; did you mean min_replicas?"),
+        ({"serving": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}, "must not descend"),
+        ({"num_replicas": 2}, "unknown key num_replicas; did you mean serving.num_replicas?"),
+        ({"dtype": "fp23"}, "dtype: must be one of auto, fp32, bf16, fp16, got 'fp23'; did you mean fp32?"),
+        ({"serving": {"api_key": "geheim"}}, "write serving.api_keys: [env:NAME]"),
+        ({"serving": {"api_keys": ["geheim"]}}, "never the key"),
+        ({"serving": {"api_keys": []}}, "serving.api_keys: must be a list with at least 1 entry"),
+        ({"trust_remote_code": True}, "trust_remote_code is refused"),
+        ({"model": {"path": "x", "trust_remote_code": False}}, "model.trust_remote_code is refused"),
+        ({"model": {"path": "x", "aliases": [" "]}}, "must not be empty or blank"),
+        ({"model": {"path": "x", "skip_tokenizer_init": True, "chat_template": "{{ 1 }}"}}, "goes without tokenizer and chat_template"),
+        ({"device": None}, "device: must be text, got nothing"),
+        ({"seed": 10**400}, "seed: is beyond any size"),
+    ],
+)
+def test_what_is_said(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(merged({"model": {"path": "x"}}, args))
+    assert says in caught.value.message and "geheim" not in caught.value.message
+
+
+def test_hot_settings_are_held_to_the_same() -> None:
+    assert set(HotSettings.model_fields) == {"sampling_defaults", "limits"}
+
+
+def test_a_name_is_one_of_those_it_serves() -> None:
+    made = parse({"model": {"path": "/models/Big", "aliases": ["gpt-4", "Big"]}}).model
+    assert made.served_names == ("Big", "gpt-4")
+
+
+BROKEN = {
+    "duplicate": ("applications: []\nhttp_options: {port: 1}\nhttp_options: {port: 2}\n", ":3: http_options stands here and in line 2"),
+    "bomb": ("a0: &a0 [1,1,1,1,1,1,1,1,1]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 9)), "holds more"),
+    "list as key": ("? [1, 2]\n: 3\napplications: []\n", "a key must be a word"),
+    "tab": ("applications:\n\t- a\n", ":2: cannot be read as YAML"),
+    "itself": ("applications: &a [*a]\n", "cannot be read as YAML"),
+    "bytes": ("\x00applications: []\n", "cannot be read as YAML"),
+    "digits": (f"applications: {'9' * 5000}\n", "cannot be read as YAML"),
+    "empty": ("", "is not a Ray Serve config"),
+    "tag": ("applications: !!python/object/apply:os.system [ls]\n", ":1: cannot be read as YAML"),
+    "deep": ("applications: " + "[" * 3000 + "]" * 3000, "cannot be read as YAML"),
+    "date": ("applications: 2024-13-45\n", "cannot be read as YAML"),
+    "twice": ("applications:\n- {name: a, import_path: 'a:b'}\n- {name: a, import_path: 'a:b', route_prefix: /b}\n", "have the name 'a'"),
+    "no import path": ("applications:\n- name: a\n", ":2: applications.0.import_path is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_files_that_are_no_deployment_files(name: str, tmp_path: Path) -> None:
+    text, says = BROKEN[name]
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    code, out, err = said(path)
+    assert code == 2 and not out and err.count("\n") == 1 and says in err and str(path) in err and len(err) < MOST_LETTERS, err
+
+
+def overridden(name: str = "EngineServer", **more: Any) -> dict[str, Any]:
+    return {"deployments": [{"name": name, **more}]}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (overridden("EngineServe"), ":9: application one: has no deployment 'EngineServe'; write name: EngineServer"),
+        (overridden(user_config={"limit": {}}), ":11: application one: unknown key limit; did you mean limits?"),
+        (overridden(user_config={"limits": {"max_waiting": -1}}), ":12: application one: limits.max_waiting"),
+        (overridden(user_config=[]), "user_config: must be a mapping of keys, got a list"),
+        ({"runtime_env": {"env_vars": {"NEURON_RT_VISIBLE_CORES": "0-3"}}}, "the core ledger chooses cores"),
+        ({"route_prefix": "chat"}, "must begin with a slash"),
+        ({"ruote_prefix": "/"}, "did you mean route_prefix?"),
+    ],
+)
+def test_what_ray_reads_is_checked_too(more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = written(tmp_path, {"model": {"path": "demo:random:tiny"}}, **more)
+    assert check(path, says) and says in said(path)[2], said(path)[2]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("model.path.x=3", "--set model.path.x: path is a plain value and holds no x; set path itself"),
+        ("max_num_seqs=true", "--set max_num_seqs: application one: max_num_seqs: must be a whole number, got true"),
+        ("max_num_seq=3", "--set max_num_seq: application one: unknown key max_num_seq; did you mean max_num_seqs?"),
+        ("max_model_len=100000", "--set max_model_len: application one: max_model_len 100000 is beyond the model's"),
+        ("model..path=3", "is not KEY=VALUE"),
+        ("model.=3", "is not KEY=VALUE"),
+        ("dtype=[", "is not valid YAML"),
+    ],
+)
+def test_options_are_named_as_options(word: str, says: str, tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, {"model": {"path": str(tiny)}})
+    assert cli.main(["config", str(path), "--set", word]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1, err
+
+
+def test_what_config_prints_can_be_served_and_says_the_same(tmp_path: Path) -> None:
+    more = {"serving": {"autoscaling": {"max_replicas": 2}}, "limits": {"max_waiting": 3}}
+    first = said(
+        written(tmp_path, merged(GOOD, more), deployments=[{"name": "EngineServer", "user_config": {"limits": {"max_waiting": 4}}}])
+    )
+    again = tmp_path / "again.yaml"
+    again.write_text(first[1])
+    assert first[0] == 0 and said(again)[1] == first[1], said(again)
+    entry = yaml.safe_load(first[1])["applications"][0]
+    assert parse(entry["args"]).limits.max_waiting == 3 and entry["deployments"][0]["name"] == "EngineServer"
