@@ -97,7 +97,7 @@ def open_engine(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "import"):
-        from rayneuron.engine.admission import EngineLimits
+        from rayneuron.devices import host
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.models import hub
@@ -121,8 +121,8 @@ def open_engine(
         except BaseException:
             runner.close()  # nothing is left of an engine that fails on the way
             raise
-    limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
-    engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed, rule=rule_of(config))
+    host.prepare()
+    engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, seed=config.seed, rule=rule_of(config))
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, checked.arch, checked.path, hub.generation_config(checked.path), seconds)
 

@@ -37,6 +37,7 @@ class Context:
 
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
+    `client_priority`: whether a body may set `priority`.
     """
 
     models: tuple[str, ...]
@@ -46,6 +47,12 @@ class Context:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_prompts: int = 1024
     trust_chat_template: bool = True
+    client_priority: bool = False
+
+    @property
+    def most_ids(self) -> int:
+        """Token ids one field may hold: what could be cut to a prompt, or read as a document; each costs a look."""
+        return max(65_536, 2 * self.max_model_len)
 
 
 class Stream(Protocol):

@@ -13,7 +13,7 @@ from rayneuron.api.logprobs import Offsets, completion_logprobs, prompt_table
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
 from rayneuron.api.stream import Events, Progress, Shape
 from rayneuron.errors import RequestError
-from rayneuron.types import Delta, Request, TokenLogprobs
+from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
 MAX_TOKENS = 16  # OpenAI's default of this endpoint
 FORMS = "a string, an array of strings, token ids, or an array of arrays of token ids"
@@ -45,15 +45,11 @@ def parse(
         raise RequestError("max_tokens must be at least 1, or 0 together with echo: true to score the prompt only", param="max_tokens")
     default = context.defaults.get("max_tokens", max_tokens)
     prompts = _prompts(fields, context, default if asked is None else asked)
+    lengths = [fit(words, len(ids), asked, default, context.max_model_len) for _, ids in prompts]
+    params = {tokens: SamplingParams(**words, max_tokens=tokens) for tokens in set(lengths)}  # each once: they may hold a vocabulary
     requests = [
-        Request(
-            id=f"{request_id}-{place}",
-            prompt_ids=ids,
-            params=fit(words, len(ids), asked, default, context.max_model_len),
-            priority=head.priority,
-            tenant=head.tenant,
-        )
-        for place, (_, ids) in enumerate(prompts)
+        Request(id=f"{request_id}-{place}", prompt_ids=ids, params=params[tokens], priority=head.priority, tenant=head.tenant)
+        for place, ((_, ids), tokens) in enumerate(zip(prompts, lengths, strict=True))
     ]
     return Call(
         id=reply_id("cmpl", head, client_id, request_id),
@@ -82,7 +78,7 @@ def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
         if isinstance(item, str):
             text, ids = item, context.text.encode(item, add_special_tokens=special)
         else:
-            text, ids = None, token_ids(name, item, context.vocab_size)
+            text, ids = None, token_ids(name, item, context.vocab_size, context.most_ids)
         if not item or not ids:  # a text without characters is refused even where the tokenizer would add BOS, as vLLM does
             raise RequestError(f"{name} is empty; send at least one token", param="prompt")
         read.append((text, cut(ids, keep, side)))

@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -19,10 +21,10 @@ from rayneuron import loading, metrics
 from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Deployment
-from rayneuron.engine.admission import EngineLimits
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
-from rayneuron.serve.flight import Flight, Flights
+from rayneuron.policies import admission
+from rayneuron.serve.flight import STOPPED, Flight, Flights
 from rayneuron.serve.leg import Leg
 from rayneuron.serve.startup import Startup, events_per_s, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
@@ -39,6 +41,7 @@ Opener = Callable[..., loading.Opened]
 
 LONG_BODY_BYTES = 16 * 1024  # beyond this a body is tokenised off the event loop; below, the hop costs more than the work
 WATCH_PERIOD_S = 0.25
+LEAST = admission.Call()
 UNKNOWN_FIELDS = 100  # names of unknown request fields that are logged
 
 
@@ -90,16 +93,18 @@ class EngineServer:
         await asyncio.to_thread(self.engine.close)
         self._text_pool.shutdown(wait=False, cancel_futures=True)
 
-    def admit(self) -> None:
-        """Raise NotReady or Busy before any work is spent on a call. O(1)."""
+    def admit(self, call: admission.Call = LEAST) -> None:
+        """Raise NotReady, or what the admission policy says to `call`; by default the least there is, before any work is spent. O(1)."""
         if not self.ready or self.draining:
             raise NotReady(
                 "the server is shutting down" if self.draining else "the engine is still loading", retry_after_s=self.limits.retry_after_s
             )
-        waiting = self.flights.sequences - self.opened.engine.snapshot().slots_total
-        if waiting >= self.limits.max_waiting and self.flights.sequences:
+        capacity = self.opened.engine.capacity
+        try:
+            admission.decide(self.flights.load(capacity.rows, capacity.length), call, self.limits)
+        except Busy:
             self.telemetry.refused("capacity")
-            raise Busy(f"{waiting} sequences wait already; the limit is {self.limits.max_waiting}", retry_after_s=self.limits.retry_after_s)
+            raise
 
     async def parse(self, parse: Parse, body: bytes | Json, request_id: str, client_id: str | None = None) -> api.Call:
         """A body to the requests it asks for. Long ones are tokenised on another thread so that running streams do not stutter."""
@@ -111,7 +116,6 @@ class EngineServer:
         call = await self.on_text_thread(len(body) if isinstance(body, bytes) else 0, work)
         if call.unknown and len(self._unknown_fields) < UNKNOWN_FIELDS:
             self._say_unknown(call.unknown)
-        self._check_size(call)
         return call
 
     async def on_text_thread(self, size_bytes: int, work: Callable[[], Result]) -> Result:
@@ -125,17 +129,14 @@ class EngineServer:
         self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = MappingProxyType({})
     ) -> Iterator[Flight]:
         """A call on its way through the engine; on leaving, whatever is unfinished is aborted. `headers` may hold a trace to continue."""
+        self.admit(admission.measure(call.requests))
         legs = []
         for request in call.requests:
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self._tracer.begin(request, headers) if self._tracer is not None else None
             legs.append(Leg(request, Assembler(request, self.opened.text), ended))
-        try:
-            flight = self.flights.open(legs)
-        except Busy:
-            self.telemetry.refused("capacity")
-            raise
+        flight = self.flights.open(legs)
         try:
             yield flight
         finally:
@@ -208,7 +209,7 @@ class EngineServer:
             self._apply(hot.sampling_defaults)
         if hot.limits is not None:
             self.limits = hot.limits
-            self.opened.engine.limits = EngineLimits(hot.limits.max_waiting, hot.limits.max_waiting_tokens, hot.limits.retry_after_s)
+            self.context: api.Context = replace(self.context, client_priority=hot.limits.client_priority)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What a scaling policy decides on."""
@@ -243,6 +244,7 @@ class EngineServer:
             vocab_size=engine.vocab,
             defaults=openai.sampling_defaults(self.opened.generation, overrides),
             trust_chat_template=self.config.serving.trust_request_chat_template,
+            client_priority=self.limits.client_priority,
         )
 
     async def _answer(self, parse: Parse, body: Json) -> Json:
@@ -255,21 +257,16 @@ class EngineServer:
 
     def _say_unknown(self, names: Iterable[str]) -> None:
         """Each name once a process, and no more names than an honest client has: a log is not the client's to fill."""
-        for name in {name[:64] for name in names} - self._unknown_fields:
+        for name in {name[:64] for name in islice(names, UNKNOWN_FIELDS)} - self._unknown_fields:
             self._unknown_fields.add(name)
             log.warning("request field %r is not known here and was ignored (said once)", name)
-
-    def _check_size(self, call: api.Call) -> None:
-        most = self.limits.max_waiting + self.opened.engine.snapshot().slots_total
-        if len(call.requests) > most:
-            raise RequestError(f"{len(call.requests)} prompts in one call; this server takes {most}: send several calls", param="prompt")
 
     async def _watch_engine(self) -> None:
         """The engine tells its calls when it dies; this makes sure of those it did not know yet."""
         while self.engine.alive:
             await asyncio.sleep(WATCH_PERIOD_S)
         log.error("the engine has stopped: %s", self.engine.error)
-        self.flights.fail_all(NotReady("the engine has stopped; this replica is being replaced", retry_after_s=self.limits.retry_after_s))
+        self.flights.fail_all(NotReady(STOPPED, retry_after_s=self.limits.retry_after_s))
 
     def _log(self, call: api.Call, flight: Flight, arrival_s: float) -> None:
         tokens = sum(count for leg in flight.legs.values() for count in leg.tokens.values())
