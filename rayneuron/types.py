@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal
 
 import msgspec
@@ -61,9 +62,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if value is not None and not low <= value <= high:  # never true of a NaN, and integers of any size compare
                 raise RequestError(f"{name} must be between {low} and {high}, got {_shown(value)}", param=name)
         if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}", param="top_p")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise RequestError(f"repetition_penalty must be greater than 0, got {self.repetition_penalty!r}", param="repetition_penalty")
+            raise RequestError(f"top_p must be in (0, 1], got {_shown(self.top_p)}", param="top_p")
+        if not 0.0 < self.repetition_penalty <= sys.float_info.max:
+            said = f"repetition_penalty must be greater than 0, got {_shown(self.repetition_penalty)}"
+            raise RequestError(said, param="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}", param="min_tokens")
         if 0.0 < self.temperature < MIN_TEMPERATURE:

@@ -132,7 +132,7 @@ class Counts:
 
 def _repeated(value: Row, penalty: float) -> Row:
     """Logits of tokens seen before. Finite whatever the penalty: an infinite one would make probabilities that are no numbers."""
-    factor = np.clip(penalty, FLOAT.tiny, FLOAT.max).astype(np.float32)
+    factor = np.clip(float(penalty), FLOAT.tiny, FLOAT.max).astype(np.float32)
     with np.errstate(over="ignore"):
         changed = np.where(value > 0, value / factor, value * factor)
     finite: Row = np.clip(changed, FLOAT.min, FLOAT.max)

@@ -97,7 +97,7 @@ def test_a_call_that_could_never_be_admitted_is_a_400(tiny: Path) -> None:
 
 
 def test_one_call_leaves_half_of_the_queue_to_the_others(tiny: Path) -> None:
-    """Choices count as they will run: 3 prompts x 20 choices are sixty sequences, and no call gets beyond the slots and half of the queue."""
+    """3 prompts x 20 choices are sixty sequences, and no call gets beyond the slots and half of the queue."""
     with site(tiny, {"limits": {"max_waiting": 40}}, rows=4) as running:
         running.runner.hold()
         for prompts, n, status, param in ((3, 20, 400, "prompt"), (1, 25, 400, "n"), (2, 13, 400, "prompt")):
