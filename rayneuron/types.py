@@ -84,10 +84,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ids = getattr(self, name)
             if ids:
                 force_setattr(self, name, tuple(sorted(set(ids))))
-        if self.logit_bias:
+        if self.logit_bias is not None:
             if any(math.isnan(value) for value in self.logit_bias.values()):
                 raise RequestError("logit_bias must hold numbers, got nan", param="logit_bias")
-            force_setattr(self, "logit_bias", {t: max(-MAX_BIAS, min(MAX_BIAS, v)) for t, v in self.logit_bias.items()})
+            force_setattr(self, "logit_bias", {t: max(-MAX_BIAS, min(MAX_BIAS, v)) for t, v in self.logit_bias.items()} or None)
 
     @property
     def greedy(self) -> bool:
