@@ -9,7 +9,7 @@ import msgspec
 
 from rayneuron.errors import RequestError
 
-MAX_VALUES = 500_000  # a value has one of these, an object two; also those within texts are counted
+MAX_VALUES, MAX_NAMES = 400_000, 1000  # a value has one of these, an object two; also those within texts are counted
 
 _decoder = msgspec.json.Decoder()
 
@@ -28,6 +28,8 @@ def decode(raw: bytes | str) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {wrong}") from wrong
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {kind(body)}")
+    if len(body) > MAX_NAMES:
+        raise RequestError(f"the body may hold at most {MAX_NAMES} fields, got {len(body)}", param="body")
     return body
 
 

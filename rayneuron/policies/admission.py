@@ -9,7 +9,7 @@ from typing import Protocol
 from rayneuron.errors import Busy, RequestError
 from rayneuron.types import MAX_LOGPROBS, Request
 
-SCORES = 100_000  # probabilities one call may ask for, however short the model: each is a hundred bytes here and as many in the reply
+SCORES = 50_000  # probabilities one call may ask for, however short the model: each is half a kilobyte until the reply is written
 
 
 class Limits(Protocol):
@@ -43,6 +43,9 @@ class Call:
     sequences: int = 1
     tokens: int = 0
     scores: int = 0
+
+
+LEAST = Call()
 
 
 def measure(requests: Sequence[Request]) -> Call:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
 from rayneuron.policies.admission import Load
 from rayneuron.serve.leg import Leg, join
@@ -182,9 +183,9 @@ class Flights:
     def __len__(self) -> int:
         return len(self._open)
 
-    def load(self, slots: int, length: int) -> Load:
+    def load(self, capacity: Capacity) -> Load:
         """What admission decides on."""
-        return Load(slots, length, self.sequences, self.waiting_tokens)
+        return Load(capacity.rows, capacity.length, self.sequences, self.waiting_tokens)
 
     @property
     def pace_s(self) -> float:

@@ -113,8 +113,7 @@ async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> N
         if call.stream:
             await _stream(server, call, flight, exchange)
         else:
-            reply = call.reply(await flight.finish())
-            await exchange.reply(200, errors.encode(reply))
+            await exchange.reply(200, await server.write(call, await flight.finish(), errors.encode))
 
 
 async def _stream(server: EngineServer, call: api.Call, flight: Flight, exchange: Exchange) -> None:

@@ -41,7 +41,6 @@ Opener = Callable[..., loading.Opened]
 
 LONG_BODY_BYTES = 16 * 1024  # beyond this a body is tokenised off the event loop; below, the hop costs more than the work
 WATCH_PERIOD_S = 0.25
-LEAST = admission.Call()
 UNKNOWN_FIELDS = 100  # names of unknown request fields that are logged
 
 
@@ -93,15 +92,14 @@ class EngineServer:
         await asyncio.to_thread(self.engine.close)
         self._text_pool.shutdown(wait=False, cancel_futures=True)
 
-    def admit(self, call: admission.Call = LEAST) -> None:
+    def admit(self, call: admission.Call = admission.LEAST) -> None:
         """Raise NotReady, or what the admission policy says to `call`; by default the least there is, before any work is spent. O(1)."""
         if not self.ready or self.draining:
             raise NotReady(
                 "the server is shutting down" if self.draining else "the engine is still loading", retry_after_s=self.limits.retry_after_s
             )
-        capacity = self.opened.engine.capacity
         try:
-            admission.decide(self.flights.load(capacity.rows, capacity.length), call, self.limits)
+            admission.decide(self.flights.load(self.opened.engine.capacity), call, self.limits)
         except Busy:
             self.telemetry.refused("capacity")
             raise
@@ -123,6 +121,11 @@ class EngineServer:
         if size_bytes <= LONG_BODY_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)
+
+    async def write(self, call: api.Call, deltas: list[Delta], write: Callable[[Json], Result]) -> Result:
+        """The whole reply, as `write` makes it; one with many probabilities is put together on the text thread."""
+        bytes_each = 100
+        return await self.on_text_thread(bytes_each * admission.measure(call.requests).scores, lambda: write(call.reply(deltas)))
 
     @contextlib.contextmanager
     def flight(
@@ -253,7 +256,7 @@ class EngineServer:
         self.admit()
         call = await self.parse(parse, body, new_id())
         with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
-            return call.reply(await flight.finish())
+            return await self.write(call, await flight.finish(), lambda reply: reply)
 
     def _say_unknown(self, names: Iterable[str]) -> None:
         """Each name once a process, and no more names than an honest client has: a log is not the client's to fill."""

@@ -52,7 +52,7 @@ class Server:
 
     async def stream(self, number: int, tokens: int = 60, each: Callable[[bytes], None] = lambda part: None) -> str:
         """The text of one healthy stream; half of them greedy, half drawn with a seed."""
-        body = {"prompt": f"stream {number}", "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": number}
+        body = {"prompt": f"stream {number}", "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": number, "top_k": 20}
         body |= {"temperature": 0 if number % 2 else 1, "logprobs": number % 3 or None, "stream_options": {"include_usage": True}}
         status, reply = await self.post("/v1/completions", json.dumps(body).encode(), each)
         events = [line.removeprefix(b"data: ") for line in reply.split(b"\n") if line]

@@ -17,12 +17,17 @@ SHORT, LONG = 800, 100_000  # requests of one run
 CLIENTS = 8
 SMALL = {"max_model_len": 128, "max_num_seqs": 24, "prefill_chunk_tokens": 32}
 
-WHOLE = (0, 1, -1, 2, 5, 20, 21, 64, 65, 127, 128, 129, 2**15, *(s * 2**b + d for b in (31, 32, 63, 64) for s in (1, -1) for d in (-1, 0, 1)), 10**400)
+EDGES = tuple(sign * 2**bits + step for bits in (31, 32, 63, 64) for sign in (1, -1) for step in (-1, 0, 1))
+WHOLE = (0, 1, -1, 2, 5, 20, 21, 64, 65, 127, 128, 129, 2**15, 10**400, *EDGES)
 REAL = (0, -0.0, 5e-324, 1e-300, 1e-9, 0.01, 0.5, 1, 1.0000001, 2, 2.0000001, -2, -2.01, 100, 1e38, 3.5e38, 1.7e308, -1.7e308)
 FLAGS = (True, False)
-IDS = ([], [0], [511], [512], [-1], [2**31], [2**63], [10**400], [7] * 600, list(range(512)), [*range(511), 600], [1.0], [None], [[1]], ["1"])
+IDS = (
+    [], [0], [511], [512], [-1], [2**31], [2**63], [10**400], [7] * 600, list(range(512)), [*range(511), 600], [1.0], [None], [[1]], ["1"],
+)  # fmt: skip
 TEXTS = ("", "a", " ", "\n", "\u0000", "水", "\ud7ff", "👩‍👩‍👧‍👦", "e", "ab" * 100, "x" * 5000, "\u0301" * 50)
-LISTS = ([], [""], ["a"], ["a", "b", "c", "d"], ["a"] * 5, ["e", "t", "a"], [" "], ["ab" * 200], ["x", 1], [[]], [f"w{i}" for i in range(1001)])
+LISTS = (
+    [], [""], ["a"], ["a", "b", "c", "d"], ["a"] * 5, ["e", "t", "a"], [" "], ["ab" * 200], ["x", 1], [[]], [f"w{i}" for i in range(1001)],
+)  # fmt: skip
 ODD = (None, {}, [], "x", [None], [[[]]], {"a": 1}, True)
 KINDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "no_repeat_ngram_size", "logprobs"), WHOLE),
@@ -34,7 +39,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_tokens_as_token_ids", "add_special_tokens", "spaces_between_special_tokens", "return_token_strs"), FLAGS),
     "logit_bias": tuple({str(key): value} for key in (0, 511, 512, -1, 2**63, "x") for value in (0, 100, -100, 1e300, -1.7e308))
     + ({str(i): -100 for i in range(512)}, {str(i): 1e300 for i in range(512)}, {"7": "x"}),
-    "prompt": (*TEXTS, *IDS, ["a", "b"], [[1], [2]], ["a"] * 40, [[1] * 127], [[1] * 128], [[1] * 129], [5] * 300, "a b " * 60, "a b " * 5000),
+    "prompt": (*TEXTS, *IDS, ["a", "b"], [[1], [2]], ["a"] * 40, *([[1] * n] for n in (127, 128, 129)), [5] * 300, "a b " * 60),
     "messages": tuple([{"role": role, "content": text}] for role in ("user", "system", "tool", "x") for text in TEXTS)
     + ([{"role": "user", "content": "a"}] * 50, [{"role": "user"}], [], [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9}]),
     "truncation_side": ("left", "right", "x"),
