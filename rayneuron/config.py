@@ -96,8 +96,9 @@ class Buckets(Section):
 class Limits(Section):
     """What one application admits. Hot: may change through user_config."""
 
-    max_waiting: int = Field(256, ge=0, description="Requests that may wait for a slot; one more is answered 429.")
-    max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait.")
+    max_waiting: int = Field(256, ge=0, description="Sequences (choices) that may wait for a slot, half of them of one call; more: 429.")
+    max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait for their first output.")
+    client_priority: bool = Field(False, description="Let clients set `priority`, which takes slots from others; else that is a 400.")
     max_body_bytes: int = Field(8 * 2**20, ge=1024)
     body_timeout_s: float = Field(60.0, gt=0, description="For a request's body to arrive; beyond, 408.")
     request_timeout_s: float | None = Field(None, gt=0, description="Default deadline of a request; None: no limit.")

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from msgspec.structs import replace
+
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError, RequestError
@@ -64,8 +66,6 @@ class LLM:
         self.seconds = opened.seconds
         self.engine = opened.engine
         self.max_model_len = opened.engine.capacity.length
-        # Nobody else competes for this queue: a list of prompts of any length may wait.
-        self.engine.limits = type(self.engine.limits)(max_waiting=2**31)
         self._inboxes: dict[str, Inbox] = {}
         self._numbers = itertools.count()
         self._loop = EngineLoop(self.engine, self._deliver)
@@ -99,6 +99,9 @@ class LLM:
         """Token deltas of several requests as they are made, without text. Closing the iterator ends the work."""
         inbox: Inbox = queue.SimpleQueue()
         left = sum(r.params.n for r in requests)
+        ids = {r.id for r in requests}
+        if len(ids) < len(requests) or ids & self._inboxes.keys():
+            raise RequestError("two live requests have one id; give each its own", param="request_id")
         for request in requests:
             self._inboxes[request.id] = inbox
         try:
@@ -107,7 +110,7 @@ class LLM:
             while left:
                 delta = inbox.get()
                 if delta.error is not None:
-                    raise RayNeuronError(delta.error)
+                    raise (RequestError if delta.fault == "request" else RayNeuronError)(delta.error)
                 left -= delta.finish_reason is not None
                 yield delta
         finally:
@@ -160,7 +163,6 @@ class LLM:
     def _with_phrases(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_ids:
             return params
-        from msgspec.structs import replace
 
         return replace(params, bad_words_ids=self.text.bad_words_ids(params.bad_words))
 

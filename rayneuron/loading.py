@@ -98,7 +98,7 @@ def open_engine(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "import"):
-        from rayneuron.engine.admission import EngineLimits
+        from rayneuron.devices import host
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
 
@@ -118,8 +118,8 @@ def open_engine(
         try:
             _prepare(runner, checked, report, seconds)
             text = reading.result()
-            limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
-            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, limits=limits, seed=config.seed, rule=rule_of(config))
+            host.prepare()
+            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, seed=config.seed, rule=rule_of(config))
         except BaseException:
             runner.close()  # nothing is left of an engine that fails on the way
             raise

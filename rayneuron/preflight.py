@@ -14,11 +14,11 @@ from rayneuron.api import sampling
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
 from rayneuron.deployment_file import DeploymentFile
+from rayneuron.devices.neuron_sdk import parse_visible
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
-from rayneuron.parallel import cores
 from rayneuron.parallel.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
 from rayneuron.parallel.layout import Layout, partition
 from rayneuron.parallel.memory import Memory
@@ -126,7 +126,7 @@ def _check_device_keys(config: Deployment) -> None:
         if getattr(config.compile, key) != type(config.compile).model_fields[key].default:
             raise ConfigError(f"compile.{key} means nothing on device {config.device}; leave it out", param=f"compile.{key}")
     if counted(config) is not None and (visible := settings.visible_cores()) is not None:
-        cores.parse_visible(visible)
+        parse_visible(visible)
 
 
 def _directory(config: Deployment, able: bool) -> Path | None:

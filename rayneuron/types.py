@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from rayneuron.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Fault = Literal["engine", "choice", "request"]  # what failed: the engine with all it had, one choice, what the request asked for
 
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 MAX_LOGPROBS = 20  # alternatives a token, as OpenAI and vLLM cap them
+MAX_BIAS = 100.0  # OpenAI's range; larger values are clamped, as vLLM does
+MAX_NGRAM = 64  # a longer n-gram is searched for in every step, and hardly ever found
+MAX_INT32 = 2**31 - 1  # what a step's arrays hold
 MIN_TEMPERATURE = 0.01  # below this fp32 logits overflow; vLLM raises small temperatures to it too
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, named as vLLM names it. Ranges are checked on construction; vocabulary and lengths by the engine.
+
+    Two spellings of one wish are one value: small temperatures are raised, biases clamped, ids listed once and in order.
 
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. `max_tokens` None means as many as fit.
     `logprobs` k returns the chosen token and the k likeliest (0: the chosen one only); `prompt_logprobs` likewise for the prompt.
@@ -52,16 +60,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and low <= value <= high):
-                raise RequestError(f"{name} must be between {low:g} and {high:g}, got {value!r}", param=name)
+            if value is not None and not low <= value <= high:  # never true of a NaN, and integers of any size compare
+                raise RequestError(f"{name} must be between {low} and {high}, got {_shown(value)}", param=name)
         if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}", param="top_p")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise RequestError(f"repetition_penalty must be greater than 0, got {self.repetition_penalty!r}", param="repetition_penalty")
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise RequestError(f"max_tokens must be at least 0, got {self.max_tokens}", param="max_tokens")
+            raise RequestError(f"top_p must be in (0, 1], got {_shown(self.top_p)}", param="top_p")
+        if not 0.0 < self.repetition_penalty <= sys.float_info.max:
+            said = f"repetition_penalty must be greater than 0, got {_shown(self.repetition_penalty)}"
+            raise RequestError(said, param="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}", param="min_tokens")
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            force_setattr(self, "temperature", MIN_TEMPERATURE)
         if self.n > 1 and self.greedy:
             raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
         if any(not s for s in self.stop):
@@ -70,6 +79,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(f"stop may hold at most {MAX_STOP_CHARACTERS} characters in all, got {length}", param="stop")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids")
+        self._settle_ids()
+
+    def _settle_ids(self) -> None:
+        """Sets of ids in one spelling, and biases within their range."""
+        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            if ids:
+                force_setattr(self, name, tuple(sorted(set(ids))))
+        if self.logit_bias is not None:
+            if any(math.isnan(value) for value in self.logit_bias.values()):
+                raise RequestError("logit_bias must hold numbers, got nan", param="logit_bias")
+            force_setattr(self, "logit_bias", {t: max(-MAX_BIAS, min(MAX_BIAS, v)) for t, v in self.logit_bias.items()} or None)
 
     @property
     def greedy(self) -> bool:
@@ -92,16 +113,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
+def _shown(value: float) -> str:
+    """A number as an error says it: short, however long it is (Python refuses to print the longest)."""
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+
+
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
-    ("min_tokens", 0, 2**31),
+    ("max_tokens", 0, MAX_INT32),
+    ("min_tokens", 0, MAX_INT32),
     ("temperature", 0, 2),
-    ("top_k", -1, 2**31),
+    ("top_k", -1, MAX_INT32),
     ("min_p", 0, 1),
     ("seed", -(2**63), 2**63 - 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("no_repeat_ngram_size", 0, 2**31),
+    ("no_repeat_ngram_size", 0, MAX_NGRAM),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
@@ -149,6 +176,7 @@ class TokenDelta(msgspec.Struct):
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
+    `error` says why in words a client may read, unless `fault` is "engine": then it is for the log.
     """
 
     request_id: str
@@ -162,6 +190,7 @@ class TokenDelta(msgspec.Struct):
     cached_tokens: int = 0
     preemptions: int = 0
     error: str | None = None
+    fault: Fault = "engine"
     stamps: Stamps | None = None
 
 
@@ -182,6 +211,7 @@ class Delta(msgspec.Struct):
     """A `TokenDelta` with its text: what a client sees. `text` never holds half a character nor a withheld stop string.
 
     `token_ids` are the output tokens of this delta; `stop_reason` is the stop string or token id that ended the choice, None for EOS.
+    A choice that failed while others go on says finish_reason "error", and why as its `stop_reason`; `error` ends the whole call.
     """
 
     request_id: str

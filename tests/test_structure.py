@@ -43,8 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "settings", "devices.base"},
     "devices": {"errors", "settings", "models"},
     "policies": {"errors", "types", "hashing"},
-    "api": {"errors", "types"},
-    "engine": LEAVES | {"models", "devices.base", "devices.host"},
+    "api": {"errors", "types", "policies"},
+    "engine": LEAVES | {"models", "devices.base", "devices.host", "policies"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
     "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "preflight"},
@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading", "preflight"},
     "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
     "outputs": {"errors", "types"},
-    "llm": LEAVES | WORDS | {"outputs", "demo", "models", "devices", "engine", "parallel", "loading"},
+    "llm": LEAVES | WORDS | {"outputs", "api", "demo", "models", "devices", "engine", "parallel", "loading"},
     "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}

@@ -52,6 +52,7 @@ class Context:
 
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
+    `client_priority`: whether a body may set `priority`.
     """
 
     models: tuple[str, ...]
@@ -62,6 +63,12 @@ class Context:
     max_prompts: int = 1024
     trust_chat_template: bool = True
     any_name: bool = False
+    client_priority: bool = False
+
+    @property
+    def most_ids(self) -> int:
+        """Token ids one field may hold: what could be cut to a prompt, or read as a document; each costs a look."""
+        return max(65_536, 2 * self.max_model_len)
 
 
 class Stream(Protocol):

@@ -15,7 +15,7 @@ from rayneuron.api.stream import Events, Progress, Shape
 from rayneuron.api.template import render
 from rayneuron.api.unserved import CHAT, refuse_unserved
 from rayneuron.errors import RequestError
-from rayneuron.types import Delta, Request, TokenLogprobs
+from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
 
 def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created: int, client_id: str | None = None) -> Call:
@@ -42,7 +42,8 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     keep, side = truncate(fields, context, asked or 1)
     ids, role = render(fields, context, keep, side)
     ids = cut(ids, keep, side)
-    params = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
+    tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
+    params = SamplingParams(**words, max_tokens=tokens)
     return Call(
         id=reply_id("chatcmpl", head, client_id, request_id),
         created=created,

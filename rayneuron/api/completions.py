@@ -14,7 +14,7 @@ from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, trunc
 from rayneuron.api.stream import Events, Progress, Shape
 from rayneuron.api.unserved import COMPLETIONS, refuse_unserved
 from rayneuron.errors import RequestError
-from rayneuron.types import Delta, Request, TokenLogprobs
+from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
 MAX_TOKENS = 16  # OpenAI's default of this endpoint
 FORMS = "a string, an array of strings, token ids, or an array of arrays of token ids"
@@ -46,15 +46,11 @@ def parse(
         raise RequestError("max_tokens must be at least 1, or 0 together with echo: true to score the prompt only", param="max_tokens")
     default = context.defaults.get("max_tokens", max_tokens)
     prompts = _prompts(fields, context, default if asked is None else asked)
+    lengths = [fit(words, len(ids), asked, default, context.max_model_len) for _, ids in prompts]
+    params = {tokens: SamplingParams(**words, max_tokens=tokens) for tokens in set(lengths)}  # each once: they may hold a vocabulary
     requests = [
-        Request(
-            id=f"{request_id}-{place}",
-            prompt_ids=ids,
-            params=fit(words, len(ids), asked, default, context.max_model_len),
-            priority=head.priority,
-            tenant=head.tenant,
-        )
-        for place, (_, ids) in enumerate(prompts)
+        Request(id=f"{request_id}-{place}", prompt_ids=ids, params=params[tokens], priority=head.priority, tenant=head.tenant)
+        for place, ((_, ids), tokens) in enumerate(zip(prompts, lengths, strict=True))
     ]
     echoed, offsets = _echo(prompts, context, words["skip_special_tokens"], logprobs is not None) if echo else ((), ())
     return Call(
@@ -86,7 +82,7 @@ def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
             limit, cutting = (context.max_model_len, None) if keep is None else (keep, side)
             text, ids = item, context.text.encode(item, special, limit, cutting)
         else:
-            text, ids = None, token_ids(name, item, context.vocab_size)
+            text, ids = None, token_ids(name, item, context.vocab_size, context.most_ids)
         if not item or not ids:  # a text without characters is refused even where the tokenizer would add BOS, as vLLM does
             raise RequestError(f"{name} is empty; send at least one token", param="prompt")
         kept = cut(ids, keep, side)

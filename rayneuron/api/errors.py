@@ -59,7 +59,5 @@ def error_body(wrong: BaseException) -> Triple:
 
 
 def failed(delta: Delta) -> RayNeuronError | None:
-    """The exception a delta with finish reason "error" stands for, else None."""
-    if delta.finish_reason != "error":
-        return None
-    return RayNeuronError(delta.error or "the engine failed while this request ran")
+    """The exception of a delta that ends its whole call; None too where one choice failed and others go on."""
+    return None if delta.error is None else RayNeuronError(delta.error)

@@ -9,17 +9,27 @@ import msgspec
 
 from rayneuron.errors import RequestError
 
+MAX_VALUES, MAX_NAMES = 400_000, 1000  # a value has one of these, an object two; also those within texts are counted
+
 _decoder = msgspec.json.Decoder()
 
 
 def decode(raw: bytes | str) -> dict[str, Any]:
-    """The JSON object of a request body. RequestError for anything else."""
+    """The JSON object of a request body. RequestError for anything else, and for more values than an honest body holds.
+
+    A value of three bytes takes sixty in memory, and nobody else's Python runs while a body is decoded.
+    """
+    values = sum(map((raw if isinstance(raw, bytes) else raw.encode("utf-8", "replace")).count, (b",", b"[", b"{")))
+    if values > MAX_VALUES:
+        raise RequestError(f"the body may hold at most {MAX_VALUES} commas, brackets and braces, got {values}", param="body")
     try:
         body = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         raise RequestError(f"the body is not valid JSON: {wrong}") from wrong
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {kind(body)}")
+    if len(body) > MAX_NAMES:
+        raise RequestError(f"the body may hold at most {MAX_NAMES} fields, got {len(body)}", param="body")
     return body
 
 
@@ -33,7 +43,8 @@ def kind(value: object) -> str:
 
 def wrong(name: str, expected: str, value: object) -> NoReturn:
     """Raise the error of a field of the wrong type or range."""
-    shown = repr(value) if isinstance(value, (int, float, str)) and len(repr(value)) <= 60 else kind(value)
+    short = len(value) <= 60 if isinstance(value, str) else value.bit_length() <= 64 if isinstance(value, int) else isinstance(value, float)
+    shown = repr(value) if short else kind(value)
     raise RequestError(f"{name} must be {expected}, got {shown}", param=name)
 
 
@@ -114,8 +125,8 @@ class Fields:
             wrong(self._prefix + name, "an object", value)
         return value
 
-    def strings(self, name: str, most: int | None = None) -> tuple[str, ...]:
-        """A string or an array of at most `most` strings, none of them empty."""
+    def strings(self, name: str, most: int | None = None, longest: int | None = None) -> tuple[str, ...]:
+        """A string or an array of at most `most` strings of at most `longest` characters, none of them empty."""
         value = self._body.pop(name, None)
         if value is None:
             return ()
@@ -126,12 +137,14 @@ class Fields:
             raise RequestError(f"{name} must not hold an empty string", param=self._prefix + name)
         if most is not None and len(items) > most:
             raise RequestError(f"{name} may hold at most {most} strings, got {len(items)}", param=self._prefix + name)
+        if longest is not None and max(map(len, items), default=0) > longest:
+            raise RequestError(f"{name} may hold strings of at most {longest} characters", param=self._prefix + name)
         return tuple(items)
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """An array of token ids within the vocabulary."""
+        """An array of token ids within the vocabulary, no more of them than it has."""
         value = self._body.pop(name, None)
-        return () if value is None else tuple(token_ids(self._prefix + name, value, vocab_size))
+        return () if value is None else tuple(token_ids(self._prefix + name, value, vocab_size, vocab_size))
 
     def refuse(self, name: str, instead: str = "leave it out") -> None:
         """400 by name when a field is set that this server cannot honour yet."""
@@ -140,22 +153,27 @@ class Fields:
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """`value` as an integer within [low, high]."""
+    """`value` as an integer within [low, high], at most of 64 bits: nothing here counts further."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         wrong(name, "an integer", value)
+    if value.bit_length() > 63 and value != -(2**63):
+        wrong(name, "an integer of at most 64 bits", value)
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"at most {high}" if low is None else f"between {low} and {high}"
         wrong(name, bounds, value)
     return value
 
 
-def token_ids(name: str, value: object, vocab_size: int) -> list[int]:
-    """`value` as token ids; RequestError names the first id outside the vocabulary."""
+def token_ids(name: str, value: object, vocab_size: int, most: int | None = None) -> list[int]:
+    """`value` as at most `most` token ids; RequestError names the first id outside the vocabulary."""
+    if most is not None and isinstance(value, list) and len(value) > most:
+        raise RequestError(f"{name} may hold at most {most} token ids, got {len(value)}", param=name)
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         wrong(name, "an array of token ids (integers)", value)
     if value and (min(value) < 0 or max(value) >= vocab_size):
         outside = next(item for item in value if not 0 <= item < vocab_size)
+        outside = outside if abs(outside) < 2**64 else "of more than 64 bits"
         raise RequestError(f"{name}: token id {outside} is out of the vocabulary (0 to {vocab_size - 1})", param=name)
     return value

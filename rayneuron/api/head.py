@@ -16,7 +16,7 @@ _UNCLEAN = re.compile(r"[^\x21-\x7e]+")
 
 def clean_id(given: str | None) -> str | None:
     """A client's request id as it may be logged and echoed: at most 256 printable ASCII characters; None where nothing is left."""
-    return (_UNCLEAN.sub("_", given.strip())[:256] or None) if given else None
+    return (_UNCLEAN.sub("_", given[:1024].strip())[:256] or None) if given else None  # cut first: nobody waits for a megabyte
 
 
 def reply_id(prefix: str, head: Head, client_id: str | None, request_id: str) -> str:
@@ -38,6 +38,10 @@ def read_head(fields: Fields, context: Context) -> Head:
     fields.string("session_id")
     fields.refuse("kv_transfer_params")
     fields.refuse("logits_processors")
+    priority = fields.integer("priority", 0, low=-(2**31), high=2**31 - 1)
+    if priority and not context.client_priority:
+        said = "priority is not for clients of this server to set; leave it out (the deployment allows it by limits.client_priority: true)"
+        raise RequestError(said, param="priority")
     return Head(
         model=model,
         stream=stream,
@@ -46,7 +50,7 @@ def read_head(fields: Fields, context: Context) -> Head:
         stream_interval=fields.integer("stream_interval", 1, low=1),
         return_token_ids=fields.flag("return_token_ids", context.text.wordless),
         tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
-        priority=fields.integer("priority", 0, low=-(2**31), high=2**31 - 1),
+        priority=priority,
         tenant=salt,
         client_id=clean_id(fields.string("request_id")),
     )

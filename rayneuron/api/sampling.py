@@ -10,13 +10,14 @@ import msgspec
 from rayneuron.api.call import Context
 from rayneuron.api.fields import Fields, token_ids, whole, wrong
 from rayneuron.errors import ConfigError, RequestError
-from rayneuron.types import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
+from rayneuron.policies.admission import room
+from rayneuron.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
 NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids")  # they shape the reply, or are derived
 MAX_STOPS = 4  # OpenAI's limit of stop strings
-MAX_BIAS = 100.0  # OpenAI's range; larger values are clamped
+MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 256  # each is looked for in every step; characters
 
 
 def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -53,9 +54,7 @@ def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
     """Words of SamplingParams from the fields both endpoints share; lengths and logprobs are the endpoint's own."""
     fields.fill({name: value for name, value in context.defaults.items() if name != "max_tokens"})
     words = _optional(**{name: fields.number(name) for name in NUMBERS})
-    if 0.0 < words.get("temperature", 1.0) < MIN_TEMPERATURE:
-        words["temperature"] = MIN_TEMPERATURE
-    bad_words = fields.strings("bad_words")
+    bad_words = fields.strings("bad_words", most=MAX_BAD_WORDS, longest=LONGEST_BAD_WORD)
     return words | _optional(
         n=fields.integer("n", 1, low=1, high=128),
         top_k=fields.integer("top_k", low=-1),
@@ -85,30 +84,16 @@ def read_logprobs(fields: Fields, name: str) -> int | None:
     return count
 
 
-def fit(
-    words: Mapping[str, Any], prompt: int, asked: int | None, default: int | None, limit: int, name: str = "max_tokens"
-) -> SamplingParams:
-    """Parameters for a prompt of that many tokens. An `asked` that does not fit is refused, a default is cut to what fits.
+def fit(words: Mapping[str, Any], prompt: int, asked: int | None, default: int | None, limit: int, name: str = "max_tokens") -> int:
+    """Output tokens for a prompt of that many tokens. An `asked` that does not fit is refused, a default is cut to what fits.
 
     `default` None: as many as fit. `limit`: prompt and output together. `name`: the field that asked.
     """
-    room = limit - prompt
-    if room < 0 or (room == 0 and asked != 0):
-        raise RequestError(
-            f"the prompt has {prompt} tokens, but this model takes at most {limit} tokens, prompt and output together"
-            + (", which leaves none for the output" if room == 0 else ""),
-            param="input_tokens",
-        )
-    if asked is not None and asked > room:
-        raise RequestError(
-            f"{name} is {asked} and the prompt has {prompt} tokens, {prompt + asked} together, but this model takes at most {limit};"
-            f" ask for at most {room} or leave {name} out",
-            param=name,
-        )
-    tokens = asked if asked is not None else room if default is None else min(default, room)
+    left = room(prompt, asked, limit, prompt_name="input_tokens", name=name)
+    tokens = asked if asked is not None else left if default is None else min(default, left)
     if words.get("min_tokens", 0) > tokens:
         raise RequestError(f"min_tokens {words['min_tokens']} is greater than {name} {tokens}", param="min_tokens")
-    return SamplingParams(**words, max_tokens=tokens)
+    return tokens
 
 
 def truncate(fields: Fields, context: Context, output: int) -> tuple[int | None, str]:
@@ -140,6 +125,8 @@ def _allowed(fields: Fields, vocab_size: int) -> tuple[int, ...] | None:
 def _bias(given: dict[str, Any] | None, vocab_size: int) -> dict[int, float] | None:
     if not given:
         return None
+    if len(given) > vocab_size:
+        raise RequestError(f"logit_bias may hold at most {vocab_size} token ids, got {len(given)}", param="logit_bias")
     bias: dict[int, float] = {}
     for key, value in given.items():
         try:

@@ -80,7 +80,7 @@ def detokenize(body: Mapping[str, Any], context: Context) -> Json:
     tokens = fields.take("tokens")
     if tokens is None:
         raise RequestError("tokens is required: an array of token ids", param="tokens")
-    ids: Sequence[int] = token_ids("tokens", tokens, context.vocab_size)
+    ids: Sequence[int] = token_ids("tokens", tokens, context.vocab_size, context.most_ids)
     return {"prompt": context.text.decode(ids, skip_special_tokens=False)}
 
 

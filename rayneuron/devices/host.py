@@ -10,6 +10,11 @@ from torch import Tensor
 from rayneuron.devices.cpu_ops import draws, library
 
 
+def prepare() -> None:
+    """Find out now whether there are kernels: that runs the compiler and reads the sources, which is not for a step to wait for."""
+    library.present()
+
+
 def draw(logits: Tensor, *how: Tensor) -> Tensor | None:
     """Ids [B] of logits [B,V]; `how`: temperature, top_k, top_p, min_p, uniform, each [B]. By the calling thread alone."""
     found = library.present() if draws.fits(logits) else None

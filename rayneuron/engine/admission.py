@@ -1,42 +1,22 @@
-"""Who may enter: limits of the queue, and whether a request could ever run here."""
+"""Whether a request could ever run in this engine; whether it may come in now is for `policies.admission`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
 
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.slots import Slots
-from rayneuron.errors import Busy, RequestError
-from rayneuron.types import Request, Snapshot
+from rayneuron.errors import RequestError
+from rayneuron.policies.admission import room
+from rayneuron.types import Request, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """How much may wait: requests, and prompt tokens (None: no limit); `retry_after_s` is what a refused client is told."""
-
-    max_waiting: int = 256
-    max_waiting_tokens: int | None = None
-    retry_after_s: float = 1.0
-
-
-def admit(limits: EngineLimits, load: Snapshot, inbox: int, inbox_tokens: int) -> None:
-    """Raise Busy when one more request would wait beyond the limits. Free slots do not count as waiting.
-
-    Slots in use are counted by who runs: a sequence between the queue and its slot has a slot reserved and is in the queue still.
-    """
-    waiting = load.waiting + inbox
-    if waiting + load.running >= limits.max_waiting + load.slots_total:
-        raise Busy(f"{waiting} requests are waiting; the limit is {limits.max_waiting}", retry_after_s=limits.retry_after_s)
-    tokens = load.waiting_tokens + inbox_tokens
-    if limits.max_waiting_tokens is not None and tokens >= limits.max_waiting_tokens:
-        raise Busy(f"{tokens} prompt tokens are waiting; the limit is {limits.max_waiting_tokens}", retry_after_s=limits.retry_after_s)
-
-
-def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots) -> None:
+def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots, eos_ids: Set[int] = frozenset()) -> None:
     """Raise RequestError naming the field if the request could never run in this engine."""
     params, prompt = request.params, len(request.prompt_ids)
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
+    left = room(prompt, params.max_tokens, capacity.length)
     for field, ids in (
         ("prompt", request.prompt_ids),
         ("logit_bias", params.logit_bias or ()),
@@ -48,17 +28,23 @@ def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots) -> 
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
             wrong = next(t for t in ids if not 0 <= t < vocab)
             raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", param=field)
-    scoring = params.max_tokens == 0
-    if prompt > capacity.length or (prompt == capacity.length and not scoring):
-        raise RequestError(
-            f"the prompt has {prompt} tokens; this server's maximum model length is {capacity.length} including the output", param="prompt"
-        )
-    if params.max_tokens is not None and prompt + params.max_tokens > capacity.length:
-        raise RequestError(
-            f"the prompt has {prompt} tokens and max_tokens is {params.max_tokens}, together {prompt + params.max_tokens}; "
-            f"this server's maximum model length is {capacity.length}",
-            param="max_tokens",
-        )
-    most = capacity.length if params.max_tokens is None else prompt + params.max_tokens
+    _refuse_nothing(params, vocab, eos_ids)
+    most = prompt + (left if params.max_tokens is None else params.max_tokens)
     if not slots.fits(most):
         raise RequestError(f"{most} tokens do not fit the KV cache of {slots.total_tokens} tokens", param="max_tokens")
+
+
+def _refuse_nothing(params: SamplingParams, vocab: int, eos_ids: Set[int]) -> None:
+    """Refuse a request whose first token may be none at all."""
+    banned = params.banned_token_ids
+    if params.max_tokens == 0 or (params.allowed_token_ids is None and len(banned) + len(params.bad_words_ids) + len(eos_ids) < vocab):
+        return
+    forbidden = {*banned, *(phrase[0] for phrase in params.bad_words_ids if len(phrase) == 1)}
+    if params.min_tokens:
+        forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    if params.allowed_token_ids is None:
+        if len(forbidden) >= vocab:
+            raise RequestError("banned_token_ids, bad_words and min_tokens forbid the whole vocabulary", param="banned_token_ids")
+    elif forbidden.issuperset(params.allowed_token_ids):
+        said = "banned_token_ids, bad_words or min_tokens (which forbids what would end the output) forbid all of allowed_token_ids"
+        raise RequestError(said, param="allowed_token_ids")

@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 
 import torch
 from torch import Tensor
@@ -18,13 +18,10 @@ from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.scheduler import Plan, Work
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
-from rayneuron.types import MIN_TEMPERATURE, Request, TokenDelta
+from rayneuron.types import TokenDelta
 
-
-def refuse_duplicate(request: Request, known: Mapping[str, object]) -> None:
-    """Two live requests must not share an id: deltas are addressed by it."""
-    if request.id in known:
-        raise RequestError(f"request id {request.id!r} is in use", param="request_id")
+log = logging.getLogger(__name__)
+FAILED = "this choice failed; the server log has the details under this request's id"
 
 
 def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | None = None) -> list[TokenDelta | None]:
@@ -41,26 +38,44 @@ def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | N
             deltas.append(None)
             continue
         sequence.ahead -= work.followed
-        row = None
-        if ids is None:
-            assert output.logits is not None
-            row = _score(work, output.logits[i])
-        if not work.last:
-            deltas.append(None)
-            continue
-        if sequence.max_tokens == 0:
-            deltas.append(_scored(sequence))
-            continue
-        if row is None and output.logits is not None:
-            row = output.logits[i]
-        token = ids[i] if ids is not None else -1
-        if ids is None or sequence.params.edits_logits or (complete is not None and not complete[i]):
-            assert row is not None
-            token = _sample_on_host(row, sequence, rule)
-            if sequence.computed > work.start + work.count and ids is not None and token != ids[i]:
-                sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
-        deltas.append(_append(sequence, token, row, now))
+        token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
+        row = None if output.logits is None else output.logits[i]
+        try:
+            deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, rule))
+        except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
+            deltas.append(failed(sequence, wrong))
     return deltas
+
+
+def _advance(
+    work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, rule: NeuronSampling | None
+) -> TokenDelta | None:
+    """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores."""
+    sequence = work.sequence
+    if taken is None:
+        assert row is not None
+        row = _score(work, row)
+    if not work.last:
+        return None
+    if sequence.max_tokens == 0:
+        return _scored(sequence)
+    if token is None or sequence.params.edits_logits:
+        assert row is not None
+        token = _sample_on_host(row, sequence, rule)
+        if sequence.computed > work.start + work.count and taken is not None and token != taken:
+            sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
+    return _append(sequence, token, row, now)
+
+
+def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
+    """The last delta of a choice whose token could not be told."""
+    asked = isinstance(wrong, RequestError)
+    if not asked:
+        log.error("request %s, choice %d failed", sequence.request.id, sequence.index, exc_info=wrong)
+    sequence.finish_reason = "error"
+    delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="error", preemptions=sequence.preemptions)
+    delta.error, delta.fault = str(wrong) if asked else FAILED, "request" if asked else "choice"
+    return delta
 
 
 def _score(work: Work, logits: Tensor) -> Tensor:
@@ -90,7 +105,7 @@ def _sample_on_host(row: Tensor, sequence: Sequence, rule: NeuronSampling | None
     if params.greedy:
         return int(row.argmax())
     top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(draw_number(sequence))
-    temperature = torch.tensor([max(params.temperature, MIN_TEMPERATURE)])
+    temperature = torch.tensor([params.temperature])
     if rule is not None:
         ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, rule)
     else:

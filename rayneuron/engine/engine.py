@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
-from rayneuron.engine.admission import EngineLimits, admit, validate
+from rayneuron.engine.admission import validate
+from rayneuron.engine.batch import RowError
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.runner import Runs, RunsAhead
 from rayneuron.engine.scheduler import Plan, Scheduler
 from rayneuron.engine.sequence import Sequence
+from rayneuron.errors import RequestError
 from rayneuron.types import FinishReason, Request, Snapshot, TokenDelta
 
 
@@ -42,7 +44,6 @@ class Engine:
         *,
         vocab: int,
         eos_ids: Iterable[int] = (),
-        limits: EngineLimits | None = None,
         seed: int | None = None,
         rule: NeuronSampling | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -52,7 +53,6 @@ class Engine:
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.limits = limits or EngineLimits()
         self.scheduler = Scheduler(runner.capacity)
         self.info = StepInfo()
         self.steps = 0
@@ -73,18 +73,19 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
-        validate(request, self.capacity, self.vocab, self.scheduler.slots)
+        validate(request, self.capacity, self.vocab, self.scheduler.slots, self.eos_ids)
         if self._rule is not None:
             check_request(request.params, self._rule)
 
-    def admit(self, inbox: int = 0, inbox_tokens: int = 0) -> None:
-        """Raise Busy if the queue is full, counting `inbox` requests not added yet. Safe from any thread."""
-        admit(self.limits, self.snapshot(), inbox, inbox_tokens)
+    def knows(self, request_id: str) -> bool:
+        """Whether a live request has this id: deltas are addressed by it. Safe from any thread."""
+        return request_id in self._requests
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError (wrong, or its id is in use)."""
         self.validate(request)
-        commit.refuse_duplicate(request, self._requests)
+        if self.knows(request.id):
+            raise RequestError(f"request id {request.id!r} is in use", param="request_id")
         seed = request.params.seed
         if seed is None:
             seed = secrets.randbits(62) if self._seed is None else self._seed + 0x9E37 * self._order
@@ -134,7 +135,11 @@ class Engine:
             if not work.sequence.stamps.scheduled:
                 work.sequence.stamps.scheduled = started
         planned = self._clock()
-        done = self._advance(next_plan)
+        try:
+            done = self._advance(next_plan)
+        except RowError as wrong:
+            assert next_plan is not None
+            return [*deltas, *self._skip(next_plan, wrong)]
         if done is None:
             return deltas
         plan, output = done
@@ -145,12 +150,21 @@ class Engine:
         self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
         return deltas
 
+    def _skip(self, plan: Plan, wrong: RowError) -> list[TokenDelta]:
+        """A plan that could not be laid out: the choice at fault ends, the others are planned again in the next step."""
+        sequence = wrong.work.sequence
+        self.scheduler.withdraw(plan)
+        delta = commit.failed(sequence, wrong)
+        self._forget(sequence, self._clock())
+        delta.stamps = sequence.stamps
+        return [delta]
+
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Run a plan, or begin it and end the one begun before; what has come to its end."""
         if self._ahead is not None:
-            before, self._under_way = self._under_way, None
+            begun = None if plan is None else (plan, self._ahead.begin(plan))
+            before, self._under_way = self._under_way, begun
             if plan is not None:
-                self._under_way = plan, self._ahead.begin(plan)
                 self.scheduler.launch(plan, ahead=True)
             return (before[0], before[1].wait()) if before is not None else None
         if plan is None:
@@ -178,7 +192,7 @@ class Engine:
             slots_total=self.capacity.rows,
             kv_tokens_used=scheduler.slots.used_tokens,
             kv_tokens_total=scheduler.slots.total_tokens,
-            waiting_tokens=sum(s.remaining for s in tuple(waiting)),
+            waiting_tokens=scheduler.waiting_tokens,
             steps=self.steps,
             preemptions=scheduler.preemptions,
             last_step_s=self._last_step_s,

@@ -5,6 +5,8 @@ Shapes: V vocabulary, T prompt positions.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from rayneuron.devices import host
 from rayneuron.engine.sequence import Sequence
+from rayneuron.errors import RequestError
 from rayneuron.types import TokenLogprobs
 
 Row = NDArray[np.float32]
@@ -22,65 +25,131 @@ FLOAT = np.finfo(np.float32)
 
 
 def edit(logits: Tensor, sequence: Sequence) -> Tensor:
-    """A copy of a row [V] with every processor of the request applied. In numpy: torch would wake threads that then spin beside the step's.
+    """A copy of a row [V] with every processor of the request applied. RequestError where no token is left.
+
+    In numpy: torch would wake threads that then spin beside the step's.
+    """
+    if sequence.edits is None:
+        sequence.edits = Edits(sequence)
+    return torch.from_numpy(sequence.edits.apply(logits.numpy().copy()))
+
+
+class Edits:
+    """What one choice does to its logits. What does not change is laid out once, what grows with the text grows by its new tokens.
 
     Repetition penalty counts prompt and output (Keskar et al. 2019, as transformers); presence and frequency penalties
     count output only (OpenAI).
     """
-    params = sequence.params
-    row: Row = logits.numpy().copy()
-    if params.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(sequence.ids, np.int64))
-        row[seen] = _repeated(row[seen], params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        ids, counts = np.unique(np.asarray(sequence.ids[sequence.prompt_len :], np.int64), return_counts=True)
-        row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-    if params.logit_bias:
-        row[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
-    return torch.from_numpy(_ban(row, sequence))
+
+    def __init__(self, sequence: Sequence) -> None:
+        params = sequence.params
+        self._sequence = sequence
+        self._known = 0  # ids counted so far
+        self._ids = array("q")  # all of them
+        self._seen = Counts()
+        self._written = Counts()
+        self._allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
+        self._banned = np.array([*params.banned_token_ids, *(p[0] for p in params.bad_words_ids if len(p) == 1)], np.int64)
+        self._ends = np.array(sorted(sequence.stop_ids), np.int64)
+        self._phrases: dict[tuple[int, ...], list[int]] = {}
+        for phrase in params.bad_words_ids:
+            if len(phrase) > 1:
+                self._phrases.setdefault(phrase[:-1], []).append(phrase[-1])
+        self._sizes = sorted({len(head) for head in self._phrases})
+        bias = params.logit_bias or {}
+        self._biased, self._bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+
+    def apply(self, row: Row) -> Row:
+        """The row, edited in place or anew."""
+        params = self._sequence.params
+        self._count()
+        if params.repetition_penalty != 1.0:
+            seen = self._seen.ids
+            row[seen] = _repeated(row[seen], params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = self._written.counts
+            row[self._written.ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+        row[self._biased] += self._bias
+        if self._allowed is not None:
+            only = np.full_like(row, BANNED)
+            only[self._allowed] = row[self._allowed]
+            row = only
+        for banned in self._bans():
+            row[banned] = BANNED
+        if row.max() == BANNED:
+            raise RequestError("no token is left to choose: allowed and banned ids, bad words and n-grams forbid all of them")
+        return row
+
+    def _count(self) -> None:
+        sequence, params = self._sequence, self._sequence.params
+        fresh = sequence.ids[self._known :]
+        if params.no_repeat_ngram_size:
+            self._ids.extend(fresh)
+        if params.repetition_penalty != 1.0:
+            self._seen.add(fresh)
+        if params.presence_penalty or params.frequency_penalty:
+            self._written.add(fresh[max(0, sequence.prompt_len - self._known) :])
+        self._known = len(sequence.ids)
+
+    def _bans(self) -> Iterator[NDArray[np.int64] | list[int]]:
+        """Ids that may not come next, by reason."""
+        sequence, ids = self._sequence, self._sequence.ids
+        yield self._banned
+        for size in self._sizes:
+            yield self._phrases.get(tuple(ids[len(ids) - size :]), [])
+        if sequence.params.no_repeat_ngram_size:
+            yield _repeats(np.frombuffer(self._ids, np.int64), sequence.params.no_repeat_ngram_size)
+        if sequence.generated < sequence.params.min_tokens:
+            yield self._ends
+
+
+class Counts:
+    """Ids and how often each came, as arrays that grow."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._ids, self._counts = array("q"), array("q")
+
+    def add(self, ids: Ids[int]) -> None:
+        """Count some more."""
+        for token in ids:
+            place = self._places.setdefault(token, len(self._ids))
+            if place == len(self._ids):
+                self._ids.append(token)
+                self._counts.append(0)
+            self._counts[place] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Each id once; valid until the next `add`."""
+        return np.frombuffer(self._ids, np.int64)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How often, in the same order."""
+        return np.frombuffer(self._counts, np.int64)
 
 
 def _repeated(value: Row, penalty: float) -> Row:
     """Logits of tokens seen before. Finite whatever the penalty: an infinite one would make probabilities that are no numbers."""
-    factor = np.clip(penalty, FLOAT.tiny, FLOAT.max).astype(np.float32)
+    factor = np.clip(float(penalty), FLOAT.tiny, FLOAT.max).astype(np.float32)
     with np.errstate(over="ignore"):
         changed = np.where(value > 0, value / factor, value * factor)
     finite: Row = np.clip(changed, FLOAT.min, FLOAT.max)
     return finite
 
 
-def _ban(row: Row, sequence: Sequence) -> Row:
-    params = sequence.params
-    if params.allowed_token_ids is not None:
-        allowed = list(params.allowed_token_ids)
-        only = np.full_like(row, BANNED)
-        only[allowed] = row[allowed]
-        row = only
-    banned = set(params.banned_token_ids)
-    banned.update(_phrase_ends(sequence.ids, params.bad_words_ids))
-    if params.no_repeat_ngram_size:
-        banned.update(_repeats(sequence.ids, params.no_repeat_ngram_size))
-    if sequence.generated < params.min_tokens:
-        banned.update(sequence.stop_ids)
-    if banned and len(banned) < row.shape[0]:
-        row[sorted(banned)] = BANNED
-    return row
+def _repeats(ids: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Tokens that would complete an n-gram that occurred before, in prompt or output (as transformers).
 
-
-def _phrase_ends(ids: Ids[int], phrases: Ids[Ids[int]]) -> list[int]:
-    """The last token of every phrase whose beginning was just written."""
-    return [p[-1] for p in phrases if len(p) == 1 or list(ids[len(ids) - len(p) + 1 :]) == list(p[:-1])]
-
-
-def _repeats(ids: Ids[int], size: int) -> set[int]:
-    """Tokens that would complete an n-gram that occurred before, in prompt or output (as transformers)."""
-    if len(ids) < size:
-        return set()
-    seen = np.asarray(ids)
-    if size == 1:
-        return set(ids)
-    windows = np.lib.stride_tricks.sliding_window_view(seen, size)
-    return set(windows[(windows[:, :-1] == seen[len(seen) - size + 1 :]).all(1)][:, -1].tolist())
+    Places where the last size - 1 ids occurred, told apart from the last id backwards: few are left after one or two.
+    """
+    places = np.arange(size - 1, len(ids))  # of the token after them
+    for back in range(1, size):
+        if not len(places):
+            break
+        places = places[ids[places - back] == ids[-back]]
+    return ids[places]
 
 
 def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:

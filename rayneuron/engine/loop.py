@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rayneuron.errors import NotReady, RayNeuronError
-from rayneuron.types import Request, Snapshot, TokenDelta
+from rayneuron.engine.commit import FAILED
+from rayneuron.errors import NotReady, RequestError
+from rayneuron.types import Fault, Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import Engine, StepInfo
@@ -22,7 +23,8 @@ Deliver = Callable[[list[TokenDelta]], None]
 class EngineLoop:
     """Runs one engine. `deliver` is called on the engine thread once a step with every delta of the step; it must not block.
 
-    `submit` refuses at once (RequestError, Busy, NotReady); after it returned, the request ends with a last delta a choice.
+    `submit` refuses at once (RequestError, NotReady); after it returned, the request ends with a last delta a choice. Who may come in is
+    not asked here, but once a call, by whoever knows the calls (`policies.admission`).
     """
 
     def __init__(self, engine: Engine, deliver: Deliver, on_step: Callable[[StepInfo], None] | None = None) -> None:
@@ -30,7 +32,7 @@ class EngineLoop:
         self.error: str | None = None
         self._deliver = deliver
         self._on_step = on_step
-        self._inbox: deque[Request] = deque()
+        self._inbox: dict[str, Request] = {}
         self._aborts: deque[tuple[str, int | None]] = deque()
         self._wake = threading.Event()
         self._admission = threading.Lock()
@@ -44,14 +46,14 @@ class EngineLoop:
         return self.error is None and self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
-        """Hand over a request. Raises RequestError, Busy or NotReady without waiting for the running step."""
+        """Hand over a request. Raises RequestError or NotReady without waiting for the running step."""
         self.engine.validate(request)
         with self._admission:
             if self._closing or not self.alive:
-                raise NotReady(self.error or "the engine is closed", retry_after_s=self.engine.limits.retry_after_s)
-            waiting = tuple(self._inbox)
-            self.engine.admit(len(waiting), sum(len(r.prompt_ids) for r in waiting))
-            self._inbox.append(request)
+                raise NotReady(self.error or "the engine is closed")
+            if request.id in self._inbox or self.engine.knows(request.id):
+                raise RequestError(f"request id {request.id!r} is in use", param="request_id")
+            self._inbox[request.id] = request
         self._wake.set()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -68,13 +70,25 @@ class EngineLoop:
         return bool(self._inbox) or self.engine.has_work
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Abort what is left, stop the thread and close the engine."""
+        """Abort what is left, stop the thread and close the engine. What has not ended within the time is said in the log."""
         with self._admission:
             self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            load = self.engine.snapshot()
+            log.error(
+                "the engine has not closed within %g s: a step of %d running sequences has not ended, or nobody takes what it delivers;"
+                " its thread, weights and ranks stay until it does", timeout_s, load.running,
+            )  # fmt: skip
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self.engine.close()
+
+    def _work(self) -> None:
         try:
             while not self._closing:
                 if not (self.engine.has_work or self._inbox):
@@ -93,32 +107,35 @@ class EngineLoop:
             log.exception("the engine step failed")
             self.error = f"{type(error).__name__}: {error}"
             self._finish(self.error)
-        self.engine.close()
 
     def _take(self) -> None:
         while self._inbox:
-            request, wrong = self._inbox[0], ""
-            with self._admission:  # in between it would count twice, and somebody be refused for whom there is room
+            request, refused = next(iter(self._inbox.values())), False
+            with self._admission:  # in between nobody would know it, and somebody else could take its id
                 try:
                     self.engine.add(request)
-                except RayNeuronError as error:
-                    wrong = str(error)
-                self._inbox.popleft()
-            if wrong:
-                self._deliver([_refused(request, i, wrong) for i in range(request.params.n)])
+                except Exception:  # `validate` had let it pass; whatever this is, it is about this request alone
+                    log.exception("request %s could not be added", request.id)
+                    refused = True
+                del self._inbox[request.id]
+            if refused:
+                self._deliver([_refused(request, i, FAILED, "choice") for i in range(request.params.n)])
         while self._aborts:
             self.engine.abort(*self._aborts.popleft())
 
     def _finish(self, why: str) -> None:
         with self._admission:
             self._closing = True
-            left = list(self._inbox)
+            left = list(self._inbox.values())
             self._inbox.clear()
         deltas = self.engine.fail(why)
         deltas += [_refused(request, i, why) for request in left for i in range(request.params.n)]
-        if deltas:
-            self._deliver(deltas)
+        try:
+            if deltas:
+                self._deliver(deltas)
+        except Exception as gone:
+            log.warning("%d choices ended with %r, and nobody is left to hear of it: %s", len(deltas), why, gone)
 
 
-def _refused(request: Request, index: int, why: str) -> TokenDelta:
-    return TokenDelta(request.id, index, [], finish_reason="error", error=why)
+def _refused(request: Request, index: int, why: str, fault: Fault = "engine") -> TokenDelta:
+    return TokenDelta(request.id, index, [], finish_reason="error", error=why, fault=fault)

@@ -91,12 +91,14 @@ def sample(
     top_k, top_p = torch.where(cold, 1, top_k), torch.where(cold, 1.0, top_p)
     count = min(rule.global_topk or logits.shape[-1], logits.shape[-1])
     values, which = logits.topk(count, -1)
+    forbidden = values == float("-inf")
     place = torch.arange(count, dtype=torch.int32, device=logits.device)
     values = torch.where(place < top_k[:, None], values, MASKED) / torch.where(cold, 1.0, temperature)[:, None]
     reached = values.softmax(-1).cumsum(-1)
     # NxD compares with max(smallest of all rows' sums, top_p). That smallest is some row's first candidate, which is kept anyway.
     kept = (reached <= top_p[:, None]) | (place < rule.top_p_min_tokens)
     p = torch.where(kept | (top_p[:, None] >= 1), values, MASKED).softmax(-1)
+    p = torch.where(forbidden, 0.0, p)  # MASKED is drawn where all are: top_k 0 draws evenly of the candidates, but not of those
     reached = p.cumsum(-1)
     reached = reached / reached[:, -1:]
     u = torch.full_like(uniform, 0.5) if rule.deterministic else uniform

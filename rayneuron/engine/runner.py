@@ -79,10 +79,11 @@ class Runner:
         self.device.compile(self.program, inventory(self.capacity), progress)
 
     def run(self, plan: Plan) -> StepOutput:
-        """One step: copy shared prompt KV, pack, run."""
-        self.copy(plan.copies)
+        """One step: pack, copy shared prompt KV, run. Raises RowError before anything has been done."""
         shape = choose(self.capacity, plan)
-        return self.device.run(shape, self.pack(plan, shape))
+        batch = self.pack(plan, shape)
+        self.copy(plan.copies)
+        return self.device.run(shape, batch)
 
     @property
     def ahead(self) -> bool:
@@ -92,9 +93,10 @@ class Runner:
     def begin(self, plan: Plan) -> Pending:
         """As `run`, without waiting for its end."""
         assert isinstance(self.device, Queues)
-        self.copy(plan.copies)
         shape = choose(self.capacity, plan)
-        return self.device.start(shape, self.pack(plan, shape))
+        batch = self.pack(plan, shape)
+        self.copy(plan.copies)
+        return self.device.start(shape, batch)
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy the first positions of a KV row to another: (from row, to row, positions)."""

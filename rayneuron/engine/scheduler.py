@@ -50,38 +50,48 @@ class Scheduler:
         self.slots = Slots(capacity.rows, capacity.length, capacity.kv_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
         self.preemptions = 0
         self._prefilled_last = False
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence at its place by priority and arrival."""
         insort(self.waiting, sequence, key=lambda s: s.rank)
+        self.waiting_tokens += sequence.remaining
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running, and free its row."""
         if sequence.row is not None:
             self.slots.release(sequence.row)
-            sequence.row = None
+            sequence.row = sequence.copy = None
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self.waiting_tokens -= sequence.remaining
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to do."""
-        copies = self._admit()
+        self._admit()
         prefills = [s for s in self.running if s.remaining > 1]
         decodes = [s for s in self.running if s.remaining == 1]
         if prefills and (self._prefilled_last is False or not decodes):
             self._prefilled_last = True
-            return Plan("prefill", self._chunks(prefills), copies)
+            return Plan("prefill", self._chunks(prefills), self._copies())
         self._prefilled_last = False
         if not decodes:
             return None  # nobody is there, or everybody waits for a token under way
         decodes = self._grow(decodes)
         if decodes:
             decodes.sort(key=lambda s: s.row or 0)  # dense rows let a device attend slices instead of gathering
-            return Plan("decode", [Work(s, s.computed, 1) for s in decodes], copies)
+            return Plan("decode", [Work(s, s.computed, 1) for s in decodes], self._copies())
         return self.plan()  # growing has preempted every decoding sequence; whoever is left or waits can now be served
+
+    def withdraw(self, plan: Plan) -> None:
+        """A plan will not be run: what it would have copied is still to be copied."""
+        into = {copy[1]: copy for copy in plan.copies}
+        for sequence in self.running:
+            if sequence.row in into:
+                sequence.copy = into[sequence.row]
 
     def launch(self, plan: Plan, ahead: bool) -> None:
         """A step has begun: its KV counts as computed. `ahead`: where the device knows the next token itself, it may be planned already.
@@ -97,8 +107,14 @@ class Scheduler:
                 work.followed = True
                 sequence.ahead += 1
 
-    def _admit(self) -> list[tuple[int, int, int]]:
-        copies = []
+    def _copies(self) -> list[tuple[int, int, int]]:
+        """Copies that sequences wait for, in the order in which they got their rows: before any row is written to."""
+        copies = [s.copy for s in self.running if s.copy is not None]
+        for sequence in self.running:
+            sequence.copy = None
+        return copies
+
+    def _admit(self) -> None:
         while self.waiting:
             head = self.waiting[0]
             row = self.slots.reserve(len(head.ids))
@@ -109,14 +125,14 @@ class Scheduler:
                 self._preempt(victim)
                 continue
             self.waiting.pop(0)
+            self.waiting_tokens -= head.remaining
             head.row = row
             self.running.append(head)
             copied = self._shareable(head)
             if copied:
                 assert head.leader is not None and head.leader.row is not None
-                copies.append((head.leader.row, row, copied))
+                head.copy = (head.leader.row, row, copied)
                 head.computed = copied
-        return copies
 
     @staticmethod
     def _shareable(sequence: Sequence) -> int:
@@ -165,7 +181,7 @@ class Scheduler:
         assert victim.row is not None
         self.slots.release(victim.row)
         self.running.remove(victim)
-        victim.row = None
+        victim.row = victim.copy = None
         victim.rewind(0)
         if victim.prompt_logprobs is not None:
             victim.prompt_logprobs = [None]  # they are computed again with the prompt
@@ -179,7 +195,8 @@ class Scheduler:
         rows = [s.row for s in self.running]
         assert None not in rows and len(set(rows)) == len(rows), rows
         assert len(rows) + self.slots.free_count == self.capacity.rows, (rows, self.slots.free_count)
-        assert all(s.row is None for s in self.waiting)
+        assert all(s.row is None and s.copy is None for s in self.waiting)
+        assert self.waiting_tokens == sum(s.remaining for s in self.waiting)
 
 
 def wants_scores(sequence: Sequence) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 
@@ -32,6 +33,8 @@ class Sequence:
     queued: bool = False
     stamps: Stamps = field(default_factory=Stamps)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
+    copy: tuple[int, int, int] | None = None  # (from row, to row, positions) of prompt KV, before the next step
     preemptions: int = 0
     finish_reason: FinishReason | None = None
 

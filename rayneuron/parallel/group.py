@@ -141,12 +141,12 @@ class Group:
         return self.begin(plan).wait()
 
     def begin(self, plan: Plan) -> pipeline.UnderWay:
-        """Begin one step on all ranks; where the device cannot queue it, this process's share is done here. Raises WorkerLost."""
+        """Begin one step on all ranks; where the device cannot queue it, this process's share is done here. Raises WorkerLost, RowError."""
         self._check()
         self._began_s = time.perf_counter()
         divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
-        self.steps += 1
         parts = [(shape, pack(p.works, shape, self.capacity.rows, self.capacity.length)) for shape, p in divided]
+        self.steps += 1
         self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts]))
         begun = self._locally(lambda: self.rank.begin_step(plan.copies, parts))
         return pipeline.UnderWay(self.steps, begun, [len(p.works) for _, p in divided], self._end)

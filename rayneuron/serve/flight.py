@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from rayneuron.errors import NotReady, RayNeuronError, RequestTimeout
+from rayneuron.engine.buckets import Capacity
+from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
+from rayneuron.policies.admission import Load
 from rayneuron.serve.leg import Leg, join
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta
@@ -25,6 +27,7 @@ SHORTEST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.06  # what a reader does not notice
 LOOK_PERIOD_S = 0.05
 LAST_WORDS_S = 1.0  # for streams to take their error event
+STOPPED = "the engine has stopped; this replica is being replaced"
 TIMED_OUT = "the request did not finish within its time limit"
 
 
@@ -118,10 +121,7 @@ class Flight:
         leg = self.legs[piece.request_id]
         if piece.index in leg.done or self.error is not None:
             return False  # ended a moment ago; the engine had not heard of it yet
-        if piece.finish_reason == "error":
-            # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
-            log.error("request %s failed: %s", piece.request_id, piece.error)
-            self.fail(RayNeuronError("the engine failed while this request ran; the server log has the details under its id"))
+        if piece.finish_reason == "error" and self._lost(piece):
             return False
         if piece.finish_reason == "abort":  # nobody here asked for it: the engine saw the deadline pass
             self.fail(RequestTimeout(TIMED_OUT))
@@ -129,6 +129,8 @@ class Flight:
         leg.measure(piece, now_s, telemetry)
         leg.begun = self._begun = True
         delta = leg.assembler.push(piece)
+        if delta is not None and delta.error is not None:
+            delta.stop_reason, delta.error = delta.error, None  # the choice's own end, not the call's
         finished: FinishReason | None = piece.finish_reason
         if delta is not None:
             self._pending.setdefault((piece.request_id, piece.index), []).append(delta)
@@ -139,6 +141,16 @@ class Flight:
         if self._every_step or self.unfinished == 0:
             self._wake()
         return finished is not None and piece.finish_reason is None
+
+    def _lost(self, piece: TokenDelta) -> bool:
+        """Whether an error is the end of the whole flight: the engine is gone, or this choice was the last hope of an answer."""
+        if piece.fault == "engine":
+            # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
+            log.error("request %s failed: %s", piece.request_id, piece.error)
+            self.fail(NotReady(STOPPED))
+        elif self.unfinished == 1 and not any(leg.answered for leg in self.legs.values()):
+            self.fail((RequestError if piece.fault == "request" else RayNeuronError)(piece.error or "the choice failed"))
+        return self.error is not None
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -156,7 +168,7 @@ class Flights:
     """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop.
 
     `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides
-    on these, because unlike the engine's snapshot they are never a step late.
+    on these (`load`), because unlike the engine's snapshot they are never a step late.
     """
 
     def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop, events_per_s: float = math.inf) -> None:
@@ -172,6 +184,10 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def load(self, capacity: Capacity) -> Load:
+        """What admission decides on."""
+        return Load(capacity.rows, capacity.length, self.sequences, self.waiting_tokens)
 
     @property
     def pace_s(self) -> float:
@@ -223,14 +239,16 @@ class Flights:
             raise self.closed
         if self._engine is None:
             raise NotReady("the engine is still loading")
+        if not self._engine.alive:
+            raise NotReady(STOPPED)  # what it died of is in the log
         flight = Flight(legs)
         self._open.add(flight)
         self.sequences += flight.unfinished
         self.waiting_tokens += sum(len(leg.request.prompt_ids) for leg in legs)
         try:
             for leg in legs:
+                self._engine.submit(leg.request)  # refuses an id in use, which is another flight's to keep
                 self._by_request[leg.request.id] = flight
-                self._engine.submit(leg.request)
                 self._telemetry.asked(leg.request)
         except BaseException:
             self.close(flight)
@@ -247,10 +265,12 @@ class Flights:
         if flight.deadline is not None:
             flight.deadline.cancel()
         for leg in flight.legs.values():
-            self._by_request.pop(leg.request.id, None)
+            mine = self._by_request.get(leg.request.id) is flight
+            if mine:
+                del self._by_request[leg.request.id]
             if not leg.begun:
                 self.waiting_tokens -= len(leg.request.prompt_ids)
-            if leg.drop(flight.error is not None, self._telemetry):
+            if leg.drop(flight.error is not None, self._telemetry) and mine:
                 self._abort(leg.request.id, None)
 
     def fail_all(self, error: RayNeuronError) -> None:

@@ -25,6 +25,7 @@ def hot(config: Deployment, opened: Opened, user_config: Mapping[str, Any] | Non
     """What `args` and `user_config` together say; a key that is in both is user_config's. Raises ConfigError."""
     said = deployment.parse_hot(user_config)
     limits = said.limits.model_dump(exclude_unset=True) if said.limits is not None else {}
+    merged = config.limits.model_copy(update=limits)
     context = api.Context(
         models=config.model.served_names,
         text=opened.text,
@@ -33,6 +34,7 @@ def hot(config: Deployment, opened: Opened, user_config: Mapping[str, Any] | Non
         defaults=openai.sampling_defaults(opened.generation, {**config.sampling_defaults, **(said.sampling_defaults or {})}),
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
+        client_priority=merged.client_priority,
     )
     openai.check_defaults(context)
-    return Hot(context, config.limits.model_copy(update=limits))
+    return Hot(context, merged)

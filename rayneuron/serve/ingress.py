@@ -24,7 +24,7 @@ from rayneuron.errors import NotReady, RayNeuronError
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.http import ClientGone, Exchange, Receive, Scope, Send
 from rayneuron.serve.page_files import page_routes
-from rayneuron.serve.replica import EngineServer, Parse, new_id
+from rayneuron.serve.replica import EngineServer, Parse
 
 log = logging.getLogger(__name__)
 
@@ -114,13 +114,12 @@ async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> N
     task = asyncio.current_task()
     assert task is not None
     exchange.watch(task)
-    call = await server.parse(parse, body, new_id(), exchange.client_id)
+    call = await server.parse(parse, body, exchange.client_id)
     with server.flight(call, arrival_s, limit_s, exchange.headers) as flight:
         if call.stream:
             await _stream(server, call, flight, exchange)
         else:
-            reply = call.reply(await flight.finish())
-            await exchange.reply(200, errors.encode(reply))
+            await exchange.reply(200, await server.write(call, await flight.finish(), errors.encode))
 
 
 async def _stream(server: EngineServer, call: api.Call, flight: Flight, exchange: Exchange) -> None:

@@ -40,13 +40,14 @@ def join(deltas: Sequence[Delta]) -> Delta:
 class Leg:
     """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
 
-    __slots__ = ("assembler", "begun", "done", "ended", "last_s", "request", "tokens")
+    __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
     def __init__(self, request: Request, assembler: Assembles, ended: Ended | None = None) -> None:
         self.request = request
         self.assembler = assembler
         self.ended = ended
         self.begun = False
+        self.answered = False  # a choice of it came to a good end
         self.done: set[int] = set()
         self.last_s: dict[int, float] = {}
         self.tokens: dict[int, int] = {}
@@ -64,6 +65,7 @@ class Leg:
     def finish(self, piece: TokenDelta, reason: FinishReason, now_s: float, telemetry: Telemetry) -> None:
         """Count the end of a choice; one that a stop string ended has no stamps of the engine yet."""
         tokens = self.tokens[piece.index]
+        self.answered |= reason != "error"
         stamps = piece.stamps or Stamps(arrived=self.request.arrival_s, finished=now_s)
         self.done.add(piece.index)
         telemetry.finished(reason, tokens, stamps, now_s)

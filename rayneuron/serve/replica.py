@@ -20,11 +20,11 @@ from rayneuron import keys, loading, metrics
 from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Deployment
-from rayneuron.engine.admission import EngineLimits
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
-from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError
-from rayneuron.serve.flight import Flight, Flights
+from rayneuron.errors import Busy, NotReady, RayNeuronError
+from rayneuron.policies import admission
+from rayneuron.serve.flight import STOPPED, Flight, Flights
 from rayneuron.serve.hot import Hot, hot
 from rayneuron.serve.journal import Journal
 from rayneuron.serve.leg import Leg
@@ -33,7 +33,7 @@ from rayneuron.serve.startup import Startup, events_per_s, opened_aside, thread_
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.text import Assembler
-from rayneuron.types import SamplingParams
+from rayneuron.types import Delta, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -114,26 +114,26 @@ class EngineServer:
         if self._text_pool is not None:
             self._text_pool.shutdown(wait=False, cancel_futures=True)
 
-    def admit(self) -> None:
-        """Raise NotReady or Busy before any work is spent on a call. O(1)."""
+    def admit(self, call: admission.Call = admission.LEAST) -> None:
+        """Raise NotReady, or what the admission policy says to `call`; by default the least there is, before any work is spent. O(1)."""
         if not self.ready or self.draining:
             why = "the server is shutting down" if self.draining else "the engine is still loading"
             raise NotReady(why, retry_after_s=self.limits.retry_after_s)
-        waiting = self.flights.sequences - self.opened.engine.snapshot().slots_total
-        if waiting >= self.limits.max_waiting and self.flights.sequences:
+        try:
+            admission.decide(self.flights.load(self.opened.engine.capacity), call, self.limits)
+        except Busy:
             self.telemetry.refused("capacity")
-            raise Busy(f"{waiting} sequences wait already; the limit is {self.limits.max_waiting}", retry_after_s=self.limits.retry_after_s)
+            raise
 
-    async def parse(self, parse: Parse, body: bytes | Json, request_id: str, client_id: str | None = None) -> api.Call:
+    async def parse(self, parse: Parse, body: bytes | Json, client_id: str | None = None) -> api.Call:
         """A body to the requests it asks for. Long ones are tokenised on another thread so that running streams do not stutter."""
 
         def work() -> api.Call:
             fields = openai.decode(body) if isinstance(body, bytes) else body
-            return parse(fields, self.context, request_id=request_id, created=int(time.time()), client_id=client_id)
+            return parse(fields, self.context, request_id=uuid4().hex, created=int(time.time()), client_id=client_id)
 
         call = await self.on_text_thread(len(body) if isinstance(body, bytes) else 0, work)
         self._journal.unknown(call.unknown)
-        self._check_size(call)
         return call
 
     async def on_text_thread(self, size_bytes: int, work: Callable[[], Result]) -> Result:
@@ -142,22 +142,24 @@ class EngineServer:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)
 
+    async def write(self, call: api.Call, deltas: list[Delta], write: Callable[[Json], Result]) -> Result:
+        """The whole reply, as `write` makes it; one with many probabilities is put together on the text thread."""
+        bytes_each = 100
+        return await self.on_text_thread(bytes_each * admission.measure(call.requests).scores, lambda: write(call.reply(deltas)))
+
     @contextlib.contextmanager
     def flight(
         self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = MappingProxyType({})
     ) -> Iterator[Flight]:
         """A call on its way through the engine; on leaving, whatever is unfinished is aborted. `headers` may hold a trace to continue."""
+        self.admit(admission.measure(call.requests))
         legs = []
         for request in call.requests:
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self._tracer.begin(request, headers) if self._tracer is not None else None
             legs.append(Leg(request, Assembler(request, self.opened.text), ended))
-        try:
-            flight = self.flights.open(legs)
-        except Busy:
-            self.telemetry.refused("capacity")
-            raise
+        flight = self.flights.open(legs)
         try:
             yield flight
         finally:
@@ -184,7 +186,7 @@ class EngineServer:
         body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         body |= msgspec.json.decode(msgspec.json.encode(params)) if isinstance(params, SamplingParams) else (params or {})
         self.admit()
-        call = await self.parse(openai.parse_chat if "messages" in body else openai.parse_completions, body, new_id())
+        call = await self.parse(openai.parse_chat if "messages" in body else openai.parse_completions, body)
         with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
             while deltas := await flight.take():
                 for delta in deltas:
@@ -250,8 +252,6 @@ class EngineServer:
 
     def _adopt(self, changed: Hot) -> None:
         self.context, self.limits = changed.context, changed.limits
-        limits = changed.limits
-        self.opened.engine.limits = EngineLimits(limits.max_waiting, limits.max_waiting_tokens, limits.retry_after_s)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What a scaling policy decides on."""
@@ -281,29 +281,19 @@ class EngineServer:
 
     async def _answer(self, parse: Parse, body: Json) -> Json | AsyncIterator[Json]:
         self.admit()
-        call = await self.parse(parse, body, new_id())
+        call = await self.parse(parse, body)
         flying = self.flight(call, time.monotonic(), self.limits.request_timeout_s)
         if call.stream:
             return chunks(call, flying, lambda: self.flights.pace_s)
         with flying as flight:
-            return call.reply(await flight.finish())
-
-    def _check_size(self, call: api.Call) -> None:
-        most = self.limits.max_waiting + self.opened.engine.snapshot().slots_total
-        if len(call.requests) > most:
-            raise RequestError(f"{len(call.requests)} prompts in one call; this server takes {most}: send several calls", param="prompt")
+            return await self.write(call, await flight.finish(), lambda reply: reply)
 
     async def _watch_engine(self) -> None:
         """The engine tells its calls when it dies; this makes sure of those it did not know yet."""
         while self.engine.alive:
             await asyncio.sleep(WATCH_PERIOD_S)
         log.error("the engine has stopped: %s", self.engine.error)
-        self.flights.fail_all(NotReady("the engine has stopped; this replica is being replaced", retry_after_s=self.limits.retry_after_s))
+        self.flights.fail_all(NotReady(STOPPED, retry_after_s=self.limits.retry_after_s))
 
     _publish: Callable[[str], None] = staticmethod(lambda progress: None)  # tells how far the start has come
     _last_idle_s = 0.0
-
-
-def new_id() -> str:
-    """A request id nobody else has."""
-    return uuid4().hex

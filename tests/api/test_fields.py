@@ -36,20 +36,20 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("min_tokens", [-1, "1", 1.5, 10**6]),
     ("temperature", [-0.1, 2.1, "hot", True, [1], HUGE]),
     ("top_p", [0, -1, 1.01, "x"]),
-    ("top_k", [-2, 1.5, "x", True]),
+    ("top_k", [-2, 1.5, "x", True, 2**31, 2**63, 10**400]),
     ("min_p", [-0.1, 1.1, "x"]),
     ("presence_penalty", [-2.1, 2.1, "x"]),
     ("frequency_penalty", [-2.1, 2.1, None.__class__.__name__]),
     ("repetition_penalty", [0, -1, "x"]),
-    ("no_repeat_ngram_size", [-1, "x", 0.5]),
+    ("no_repeat_ngram_size", [-1, "x", 0.5, 65, 2**31, 10**400]),
     ("n", [0, -1, 129, "2", 1.5, True]),
     ("seed", [2**63, -(2**63) - 1, "x", 0.5, HUGE]),
     ("stop", [5, [5], ["a", ""], "", ["a"] * 5, {"a": 1}, [["a"]], "a" * 4097, ["a" * 2049, "b" * 2048]]),
     ("stop_token_ids", [5, ["5"], [True], [-1], [10**6], [1.5]]),
-    ("allowed_token_ids", [[], [10**6], "x", [None]]),
+    ("allowed_token_ids", [[], [10**6], "x", [None], [10**400], [5] * 100_000]),
     ("banned_token_ids", [[10**6], 3]),
     ("logit_bias", [[1], "x", {"a": 1}, {"1.5": 1}, {"3": "x"}, {"3": True}, {"999999": 1}, {"-1": 1}, {"3": None}]),
-    ("bad_words", [5, [5], [""], {}]),
+    ("bad_words", [5, [5], [""], {}, ["x"] * 1001, ["a" * 257]]),
     ("ignore_eos", ["true", 1, []]),
     ("include_stop_str_in_output", ["x", 0]),
     ("skip_special_tokens", ["x", 0]),
@@ -63,7 +63,7 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("add_special_tokens", ["x", 1]),
     ("return_token_ids", ["x"]),
     ("return_tokens_as_token_ids", [1]),
-    ("priority", ["x", 1.5, 2**40]),
+    ("priority", ["x", 1.5, 2**40, -5, 1]),
     ("request_id", [5, ["a"]]),
     ("session_id", [5]),
     ("cache_salt", [5]),
@@ -359,7 +359,7 @@ def test_continue_the_final_message(byte_level: Text) -> None:
 
 def test_head(byte_level: Text) -> None:
     body = {"priority": -3, "cache_salt": "team", "stream": True, "stream_options": {"continuous_usage_stats": True}, "session_id": "s"}
-    call = parse("chat", body, byte_level)
+    call = parse("chat", body, byte_level, client_priority=True)
     assert (call.requests[0].priority, call.requests[0].tenant) == (-3, "team")
     assert (call.head.include_usage, call.head.continuous_usage) == (False, False), "no usage unless include_usage"
     assert parse("text", {"model": "tiny"}, byte_level).head.model == "tiny"

@@ -233,3 +233,68 @@ def test_a_failing_device_ends_every_request_with_an_error(tiny):
     assert not loop.alive
     with pytest.raises(NotReady, match="the device is gone"):
         loop.submit(Request(id="x", prompt_ids=[20], params=SamplingParams()))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("field", ["top_k", "min_p", "seed", "logit_bias", "logprobs"])
+def test_what_cannot_be_laid_out_or_sampled_ends_its_own_choice(tiny, ahead, field):
+    """Past every check, by force: a row that pack cannot hold, or that the host cannot sample, in a batch with healthy ones."""
+    from msgspec.structs import force_setattr
+
+    greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = {"a": [20, 21, 22], "b": [30] * 9}
+    alone = drain(build(tiny, 4), [Request(id=k, prompt_ids=v, params=greedy) for k, v in prompts.items()])
+    engine = build(tiny, 4, ahead=ahead)
+    sampled = SamplingParams(max_tokens=12, temperature=1, n=2, seed=3, ignore_eos=True)
+    bad = Request(id="bad", prompt_ids=[40, 41], params=sampled)
+    force_setattr(sampled, field, {"top_k": 2**31, "min_p": "x", "seed": None, "logit_bias": {3: "x"}, "logprobs": "x"}[field])
+    for name, prompt in prompts.items():
+        engine.add(Request(id=name, prompt_ids=prompt, params=greedy))
+    try:
+        engine.add(bad)
+    except Exception:
+        assert not engine.knows("bad")
+    out: dict = {}
+    while engine.has_work:
+        collect(out, engine.step())
+        engine.check_ledger()
+    assert {k: finished(v) for k, v in out.items() if k[0] != "bad"} == alone
+    if field != "seed":
+        last = {k: v[-1] for k, v in out.items() if k[0] == "bad"}
+        assert {k: (d.finish_reason, d.fault) for k, d in last.items()} == {("bad", i): ("error", "choice") for i in (0, 1)}
+        assert all(d.stamps is not None and "log has the details" in d.error for d in last.values())
+    assert engine.snapshot().kv_tokens_used == 0
+
+
+def test_a_choice_with_nothing_left_ends_with_an_error_and_its_neighbours_go_on(tiny):
+    engine = build(tiny, 4)
+    forbidden = SamplingParams(max_tokens=5, temperature=1, allowed_token_ids=(50, 51), no_repeat_ngram_size=1, ignore_eos=True)
+    out = {}
+    for name, params in (("x", forbidden), ("y", SamplingParams(max_tokens=5))):
+        engine.add(Request(id=name, prompt_ids=[20], params=params))
+    while engine.has_work:
+        collect(out, engine.step())
+    ids, reason = finished(out["x", 0])
+    assert sorted(ids) == [50, 51] and reason == "error" and out["x", 0][-1].fault == "request"
+    assert "no token is left" in out["x", 0][-1].error and finished(out["y", 0])[1] in ("length", "stop")
+
+
+def test_no_step_looks_for_the_compiler(tiny, monkeypatch):
+    """Whether there are kernels is known since the load: the first request with logprobs or penalties runs no program in its step."""
+    import subprocess
+
+    from rayneuron import config, loading
+    from rayneuron.devices.cpu_ops import library
+
+    library.present.cache_clear()
+    small = {"model": {"path": str(tiny)}, "dtype": "fp32", "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
+    opened = loading.open_engine(config.parse(small))
+
+    def refuse(*command, **_):
+        raise AssertionError(f"a step ran {command}")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=2, repetition_penalty=1.2, top_p=0.99, temperature=1)
+    assert drain(opened.engine, [Request(id="a", prompt_ids=[20] * 5, params=params)])["a", 0][1] in ("length", "stop")
+    assert library.present.cache_info().misses == 1
+    opened.engine.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import sys
+
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -12,6 +15,7 @@ from transformers.generation.logits_process import (
 
 from rayneuron.engine.logits import edit, logprobs, prompt_logprobs
 from rayneuron.engine.sequence import Sequence
+from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
 
 ROW = torch.randn(40, generator=torch.Generator().manual_seed(1))
@@ -51,6 +55,57 @@ def test_bad_words_are_transformers():
     for ids in ([1, 4], [2, 1], [4], [9, 1, 4]):
         expected = NoBadWordsLogitsProcessor(phrases, eos_token_id=39)(torch.tensor([ids]), ROW[None].clone())[0]
         assert torch.equal(edit(ROW, make(ids, 1, bad_words_ids=tuple(map(tuple, phrases)))), expected), ids
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_growing_text_is_edited_as_from_scratch(seed):
+    """Edits remember what they have counted; every step must equal what transformers, or a fresh count, makes of the whole text."""
+    draw = random.Random(seed)
+    size, phrases = draw.choice([2, 3, 4]), [[1, 2], [3], [2, 2, 1]]
+    params = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.25, "no_repeat_ngram_size": size}
+    growing = make([draw.randrange(8) for _ in range(6)], 6, bad_words_ids=tuple(map(tuple, phrases)), **params)
+    for _ in range(40):
+        row = edit(ROW, growing)
+        ids = torch.tensor([growing.ids])
+        expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, ROW[None].clone())[0]
+        for token in set(growing.ids[6:]):
+            expected[token] -= 0.5 - 0.25 * growing.ids[6:].count(token)
+        expected = NoRepeatNGramLogitsProcessor(size)(ids, expected[None])
+        expected = NoBadWordsLogitsProcessor(phrases, eos_token_id=39)(ids, expected)[0]
+        assert torch.allclose(row, expected, atol=1e-6), growing.ids
+        growing.ids.append(draw.randrange(8))
+
+
+def test_the_cost_of_a_step_does_not_grow_with_what_was_asked(monkeypatch):
+    """The largest lists there are: laid out once, then no step makes an array of them or looks at each."""
+    vocab = 50_000
+    row = torch.zeros(vocab)
+    everything = tuple(range(vocab))
+    phrases = tuple((1, i // 200 + 2, i % 200 + 5) for i in range(2, 2002)) + tuple((i,) for i in range(100, 1100))
+    sequence = make(
+        [1] * 20, 3, stop_ids=everything[5:], allowed_token_ids=everything, banned_token_ids=everything[9:], min_tokens=90,
+        logit_bias=dict.fromkeys(everything, 1.0), bad_words_ids=phrases, no_repeat_ngram_size=64, repetition_penalty=1.1,
+    )  # fmt: skip
+    edit(row, sequence)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call", "line")
+
+    sequence.ids.append(2)
+    sys.setprofile(count)
+    edited = edit(row, sequence)
+    sys.setprofile(None)
+    assert calls < 400
+    assert set(torch.isfinite(edited).nonzero()[:, 0].tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_no_token_left_is_an_error_not_a_token():
+    with pytest.raises(RequestError, match="no token is left"):
+        edit(ROW, make([5], 1, allowed_token_ids=(5,), no_repeat_ngram_size=1))
+    with pytest.raises(RequestError, match="no token is left"):
+        edit(ROW, make([5], 1, banned_token_ids=tuple(range(40))))
 
 
 def test_presence_and_frequency_count_output_only():

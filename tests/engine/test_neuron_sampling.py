@@ -161,3 +161,15 @@ def test_what_the_host_samples_follows_the_rule(tiny: Path) -> None:
         params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, top_k=50, top_p=0.3)
         default = llm.generate([{"prompt_token_ids": [5, 9]}], params)[0].outputs[0].token_ids
     assert drawn[0] == drawn[1] != default
+
+
+@pytest.mark.parametrize("how", [{"top_k": 0}, {"top_k": -1}, {"top_k": 50}, {"top_k": 0, "top_p": 0.3}, {"top_k": 2, "top_p": 0.9}])
+def test_what_is_forbidden_is_never_drawn(tiny: Path, how: dict[str, float]) -> None:
+    """top_k 0 draws evenly among the candidates, and a token that the request does not allow is none."""
+    from rayneuron import LLM, SamplingParams
+
+    small = {"max_model_len": 64, "max_num_seqs": 4, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1}
+    with LLM(str(tiny), **small, on_device_sampling={"neuron_compat": True}) as llm:
+        params = SamplingParams(n=4, max_tokens=40, temperature=1.0, seed=3, allowed_token_ids=(5, 6, 9), ignore_eos=True, **how)
+        drawn = {t for choice in llm.generate([{"prompt_token_ids": [5]}], params)[0].outputs for t in choice.token_ids}
+    assert drawn <= {5, 6, 9} and (len(drawn) == 3 or "top_p" in how)

@@ -122,3 +122,40 @@ def test_preempted_sequences_keep_their_tokens(kv_tokens):
         pass
     assert all(len(s.ids) == 40 for s in sequences)
     assert scheduler.preemptions > 0 and sequences[0].preemptions == 0
+
+
+def test_a_shared_prompt_is_copied_whatever_the_plan_turns_into():
+    """A choice that comes back after preemption copies its prompt and goes on as a prefill. Where growing then preempts all that decode,
+    and the plan is made anew, the copy must not be lost: its row would hold somebody else's KV."""
+    scheduler = Scheduler(capacity(rows=3, length=64, chunk=16, kv_tokens=80))
+    leader, other, choice = make(0, 20, 40), make(2, 16, 40), make(1, 20, 40)
+    choice.leader = leader
+    for s in (leader, other):
+        scheduler.add(s)
+        while s.computed < s.prompt_len:
+            scheduler.launch(scheduler.plan(), ahead=False)
+        s.ids.append(1)
+        leader.computed = len(leader.ids)  # its next token is known to nobody yet
+    choice.ids += [1, 1]  # two tokens written before it was preempted
+    scheduler.add(choice)
+    plan = scheduler.plan()
+    assert other.row is None and other.preemptions == 1, "the scene is set: what decoded made room"
+    assert plan.tag == "prefill" and [w.sequence for w in plan.works][0] is choice and plan.works[0].start == 19
+    assert plan.copies == [(leader.row, choice.row, 19)]
+    scheduler.check()
+    scheduler.withdraw(plan)  # a plan that is not run has copied nothing
+    assert choice.copy == (leader.row, choice.row, 19)
+    assert (leader.row, choice.row, 19) in scheduler.plan().copies and choice.copy is None
+
+
+def test_waiting_tokens_are_counted_as_they_change():
+    scheduler = Scheduler(capacity(rows=1, length=64, chunk=16))
+    for order, prompt in enumerate((9, 5, 7)):
+        scheduler.add(make(order, prompt, 9))
+    assert scheduler.waiting_tokens == 21
+    advance(scheduler)
+    assert scheduler.waiting_tokens == 12
+    scheduler.add(make(3, 4, 9, priority=-1))  # takes the row: the first one waits again, with the token it wrote
+    advance(scheduler)
+    assert scheduler.waiting_tokens == 12 + 10
+    scheduler.check()

@@ -21,7 +21,6 @@ import uvicorn
 
 from rayneuron.config import Deployment
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine.admission import EngineLimits
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.runner import _output
@@ -118,8 +117,7 @@ def opener_of(
     def open_scripted(config: Deployment, progress: Any = None) -> Opened:
         text = Text(path)
         runner = ScriptedRunner(text, rows, length, chunk, pace_s)
-        limits = EngineLimits(config.limits.max_waiting, config.limits.max_waiting_tokens, config.limits.retry_after_s)
-        engine = Engine(runner, vocab=text.vocab_size, eos_ids=text.eos_ids, limits=limits, seed=config.seed)  # type: ignore[arg-type]
+        engine = Engine(runner, vocab=text.vocab_size, eos_ids=text.eos_ids, seed=config.seed)  # type: ignore[arg-type]
         if progress is not None:
             progress("graphs", 1, 1)
         return Opened(engine, text, None, path, {}, {"graphs": 0.0})  # type: ignore[arg-type]

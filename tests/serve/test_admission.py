@@ -77,9 +77,9 @@ def test_prompt_tokens_in_the_queue_are_limited_too(tiny: Path) -> None:
         first.post("/v1/completions", LONG)
         eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         second = Wire(running)
-        second.post("/v1/completions", LONG | {"prompt": [9] * 100})
+        second.post("/v1/completions", LONG | {"prompt": [9] * 50})
         eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S, running.idle)
-        reply = httpx.post(f"{running.url}/v1/completions", json=LONG, timeout=PATIENCE_S)
+        reply = httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": [9] * 10}, timeout=PATIENCE_S)
         assert reply.status_code == 429 and "prompt tokens" in reply.json()["error"]["message"]
         for wire in (first, second):
             wire.drop()
@@ -92,7 +92,31 @@ def test_a_call_that_could_never_be_admitted_is_a_400(tiny: Path) -> None:
     with site(tiny, {"limits": {"max_waiting": 2}}, rows=1) as running:
         reply = httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 9}, timeout=PATIENCE_S)
         assert reply.status_code == 400 and "9 prompts" in reply.json()["error"]["message"]
-        assert httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 3}, timeout=PATIENCE_S).status_code == 200
+        assert httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": ["a"] * 2}, timeout=PATIENCE_S).status_code == 200
+        running.settle()
+
+
+def test_one_call_leaves_half_of_the_queue_to_the_others(tiny: Path) -> None:
+    """3 prompts x 20 choices are sixty sequences, and no call gets beyond the slots and half of the queue."""
+    with site(tiny, {"limits": {"max_waiting": 40}}, rows=4) as running:
+        running.runner.hold()
+        for prompts, n, status, param in ((3, 20, 400, "prompt"), (1, 25, 400, "n"), (2, 13, 400, "prompt")):
+            body = LONG | {"prompt": ["a"] * prompts, "n": n, "temperature": 1}
+            reply = httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+            assert f"{prompts * n} sequences" in reply.json()["error"]["message"] and "takes 24" in reply.json()["error"]["message"]
+        assert running.server.flights.sequences == 0
+        large, small, second = Wire(running), Wire(running), Wire(running)
+        large.post("/v1/completions", LONG | {"prompt": ["a", "b"], "n": 12, "temperature": 1})
+        eventually(lambda: running.server.flights.sequences == 24, PATIENCE_S, running.idle)
+        small.post("/v1/completions", LONG)  # there is room for somebody else
+        eventually(lambda: running.server.flights.sequences == 25, PATIENCE_S, running.idle)
+        body = LONG | {"prompt": ["a", "b"], "n": 12, "temperature": 1}
+        refused = httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert refused.status_code == 429 and "21 sequences wait, and this call brings 24; the limit is 40" in refused.text
+        for wire in (large, small, second):
+            wire.drop()
+        running.runner.free()
         running.settle()
 
 

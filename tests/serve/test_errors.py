@@ -163,10 +163,11 @@ def test_token_ids_outside_the_vocabulary(client: httpx.Client, ids: list[Any]) 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_step_that_fails_at_the_first_token_is_a_500(tiny: Path, stream: bool) -> None:
+def test_a_step_that_fails_at_the_first_token_is_a_503(tiny: Path, stream: bool) -> None:
     with site(tiny) as running, httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
         reply = http.post("/v1/completions", json=GO | {"prompt": "boom:0:", "stream": stream})
-        error(reply, 500, "InternalServerError")
+        error(reply, 503, "ServiceUnavailableError")
+        assert int(reply.headers["retry-after"]) >= 1
         eventually(lambda: http.get("/health").status_code == 503, PATIENCE_S)
         refused = http.post("/v1/completions", json=GO)
         error(refused, 503, "ServiceUnavailableError")
@@ -185,14 +186,14 @@ def test_a_step_that_fails_later_is_an_error_event(tiny: Path) -> None:
         assert len("".join(json.loads(event)["choices"][0]["text"] for event in events[:-2])) == 3  # what was generated before is not lost
         wrong = json.loads(events[-2])["error"]
         assert "scripted" not in wrong["message"]
-        assert wrong["code"] == 500 and wrong["type"] == "InternalServerError"
+        assert wrong["code"] == 503 and wrong["type"] == "ServiceUnavailableError"
         unary = http.post("/v1/completions", json=GO)
         error(unary, 503, "ServiceUnavailableError")
 
 
-def test_a_step_that_fails_later_is_a_500_for_a_unary_call(tiny: Path) -> None:
+def test_a_step_that_fails_later_is_a_503_for_a_unary_call(tiny: Path) -> None:
     with site(tiny) as running, httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
-        error(http.post("/v1/completions", json=GO | {"prompt": "boom:3:"}), 500, "InternalServerError")
+        error(http.post("/v1/completions", json=GO | {"prompt": "boom:3:"}), 503, "ServiceUnavailableError")
 
 
 def test_the_time_limit(tiny: Path) -> None:

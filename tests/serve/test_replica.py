@@ -130,7 +130,7 @@ async def test_an_idle_engine_is_healthy_however_long_ago_its_last_step_was(serv
 
 
 async def test_a_dead_engine_is_unhealthy_at_once(server: EngineServer) -> None:
-    with pytest.raises(RayNeuronError, match="engine failed"):
+    with pytest.raises(RayNeuronError, match="engine has stopped"):
         await server.completions({"prompt": "boom:1:", "max_tokens": 3})
     with pytest.raises(RayNeuronError, match="scripted step fails"):
         server.check_health()

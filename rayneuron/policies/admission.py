@@ -1,0 +1,117 @@
+"""Whether a call may come in now: one decision over the sequences, tokens and probabilities it asks for; and the room a prompt leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayneuron.errors import Busy, RequestError
+from rayneuron.types import MAX_LOGPROBS, Request
+
+SCORES = 50_000  # probabilities one call may ask for, however short the model: each is half a kilobyte until the reply is written
+
+
+class Limits(Protocol):
+    """How much may wait: sequences, and prompt tokens (None: no limit); `retry_after_s` is what a refused client is told."""
+
+    @property
+    def max_waiting(self) -> int: ...
+
+    @property
+    def max_waiting_tokens(self) -> int | None: ...
+
+    @property
+    def retry_after_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is in. `slots` run at once, each up to `length` tokens; `sequences` have not finished; `waiting_tokens` of prompts not begun."""
+
+    slots: int
+    length: int
+    sequences: int = 0
+    waiting_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call brings: prompts, sequences (choices of all prompts), prompt tokens, probabilities. By default the least there is."""
+
+    prompts: int = 1
+    sequences: int = 1
+    tokens: int = 0
+    scores: int = 0
+
+
+LEAST = Call()
+
+
+def measure(requests: Sequence[Request]) -> Call:
+    """What the requests of one call bring together."""
+    sequences = sum(r.params.n for r in requests)
+    return Call(len(requests), sequences, sum(len(r.prompt_ids) for r in requests), sum(map(_scores, requests)))
+
+
+def decide(load: Load, call: Call, limits: Limits) -> None:
+    """Raise RequestError where the call is too large to come in ever, Busy where it is not now. Sequences that have a slot do not wait.
+
+    One call may fill the slots and half of the queue, never all of it, so that the others are not refused for as long as it lasts.
+    """
+    most, most_tokens = load.slots + limits.max_waiting // 2, limits.max_waiting_tokens
+    if call.sequences > most:
+        said = f"{call.prompts} prompts" + (f" x {call.sequences // call.prompts} choices" if call.sequences > call.prompts else "")
+        raise RequestError(
+            f"{said} in one call are {call.sequences} sequences; this server takes {most}: send several calls",
+            param="prompt" if call.prompts > 1 else "n",
+        )
+    most_scores = max(SCORES, (MAX_LOGPROBS + 1) * load.length)
+    if call.scores > most_scores:
+        raise RequestError(
+            f"the call asks for {call.scores} probabilities (alternatives + 1 for every token); this server gives {most_scores} a call:"
+            " ask for fewer alternatives, choices or tokens, or send several calls",
+            param="logprobs",
+        )
+    if most_tokens is not None and call.prompts > 1 and call.tokens > most_tokens:
+        raise RequestError(f"the prompts have {call.tokens} tokens; this server takes {most_tokens}: send several calls", param="prompt")
+    waiting = max(0, load.sequences - load.slots)
+    if load.sequences + call.sequences > load.slots + limits.max_waiting:
+        raise Busy(
+            f"{waiting} sequences wait, and this call brings {call.sequences}; the limit is {limits.max_waiting}",
+            retry_after_s=limits.retry_after_s,
+        )
+    if most_tokens is not None and load.waiting_tokens and load.waiting_tokens + max(1, call.tokens) > most_tokens:
+        raise Busy(
+            f"{load.waiting_tokens} prompt tokens wait, and this call brings {call.tokens}; the limit is {most_tokens}",
+            retry_after_s=limits.retry_after_s,
+        )
+
+
+def room(prompt: int, asked: int | None, limit: int, *, prompt_name: str = "prompt", name: str = "max_tokens") -> int:
+    """Output tokens that fit behind a prompt where both together are at most `limit`. RequestError where the prompt or `asked` does not.
+
+    `asked` 0 only scores the prompt, which may then fill the limit; None asks for whatever fits. The names are those of the fields.
+    """
+    left = limit - prompt
+    if left < 0 or (left == 0 and asked != 0):
+        raise RequestError(
+            f"the prompt has {prompt} tokens, but this model takes at most {limit} tokens, prompt and output together"
+            + (", which leaves none for the output" if left == 0 else ""),
+            param=prompt_name,
+        )
+    if asked is not None and asked > left:
+        raise RequestError(
+            f"{name} is {asked} and the prompt has {prompt} tokens, {prompt + asked} together, but this model takes at most {limit};"
+            f" ask for at most {left} or leave {name} out",
+            param=name,
+        )
+    return left
+
+
+def _scores(request: Request) -> int:
+    """Probabilities of a request: each prompt token once, each output token of each choice."""
+    params = request.params
+    prompt = 0 if params.prompt_logprobs is None else len(request.prompt_ids) * (params.prompt_logprobs + 1)
+    output = 0 if params.logprobs is None else params.n * (params.max_tokens or 0) * (params.logprobs + 1)
+    return prompt + output
