@@ -19,6 +19,7 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
+from rayneuron.parallel import cores
 from rayneuron.parallel.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
 from rayneuron.parallel.layout import Layout, partition
 from rayneuron.parallel.memory import Memory
@@ -55,12 +56,20 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise file.located(name, wrong) from None
-    for entry in file.content["applications"]:
-        hand_set = [entry, *(changed.get("ray_actor_options") or {} for changed in entry.get("deployments") or ())]
-        if entry.get("name", "default") in file.deployments:
-            for options in hand_set:
-                cores.refuse_hand_set((options.get("runtime_env") or {}).get("env_vars") or {}, f"{file.path}: runtime_env")
+    refuse_chosen_cores(file.content)
     return notes
+
+
+def refuse_chosen_cores(content: Mapping[str, Any]) -> None:
+    """Refuse a deployment file whose runtime_env chooses cores by hand. Raises ConfigError."""
+    for entry in content["applications"]:
+        name = entry.get("name", "default")
+        own = [(f"application {name}", entry.get("runtime_env"))]
+        for deployment in entry.get("deployments") or ():
+            options = deployment.get("ray_actor_options") or {}
+            own.append((f"deployment {deployment.get('name')} of application {name}", options.get("runtime_env")))
+        for where, found in own:
+            cores.refuse_hand_set((found or {}).get("env_vars") or {}, f"runtime_env of {where}")
 
 
 def inspect(config: Deployment, able: bool | None = None) -> list[str]:

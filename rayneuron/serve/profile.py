@@ -77,7 +77,6 @@ def stand_in_env(deployments: Iterable[Deployment], visible: str | None = None) 
 
 def ray_environment(content: Mapping[str, Any], deployments: Sequence[Deployment], profile: str, root: Path = Path("/")) -> dict[str, str]:
     """The environment of a Ray that starts here to serve a deployment file: `content`, checked `deployments`. Raises ConfigError."""
-    refuse_chosen_cores(content)
     visible = settings.given(VISIBLE)
     counted = [d for d in deployments if d.instance]
     driven = [d for d in counted if devices.ranks_per_process(d.device) > 1]  # a process drives many cores: this machine's own
@@ -89,15 +88,3 @@ def ray_environment(content: Mapping[str, Any], deployments: Sequence[Deployment
             declared = {"RAY_OVERRIDE_RESOURCES": json.dumps({CORES: len(left)})}
     found = settings.environment({**profile_env(profile), **declared, "RAY_USAGE_STATS_ENABLED": "0"})
     return cores.raylet_environment(found) if counted else found
-
-
-def refuse_chosen_cores(content: Mapping[str, Any]) -> None:
-    """Refuse a deployment file whose runtime_env chooses cores by hand. Raises ConfigError."""
-    for entry in content["applications"]:
-        name = entry.get("name", "default")
-        own = [(f"application {name}", entry.get("runtime_env"))]
-        for deployment in entry.get("deployments") or ():
-            options = deployment.get("ray_actor_options") or {}
-            own.append((f"deployment {deployment.get('name')} of application {name}", options.get("runtime_env")))
-        for where, found in own:
-            cores.refuse_hand_set((found or {}).get("env_vars") or {}, f"runtime_env of {where}")
