@@ -56,20 +56,20 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise file.located(name, wrong) from None
-    refuse_chosen_cores(file.content)
+    refuse_chosen_cores(file)
     return notes
 
 
-def refuse_chosen_cores(content: Mapping[str, Any]) -> None:
+def refuse_chosen_cores(file: DeploymentFile) -> None:
     """Refuse a deployment file whose runtime_env chooses cores by hand. Raises ConfigError."""
-    for entry in content["applications"]:
+    for entry in file.content["applications"]:
         name = entry.get("name", "default")
         own = [(f"application {name}", entry.get("runtime_env"))]
         for deployment in entry.get("deployments") or ():
             options = deployment.get("ray_actor_options") or {}
             own.append((f"deployment {deployment.get('name')} of application {name}", options.get("runtime_env")))
         for where, found in own:
-            cores.refuse_hand_set((found or {}).get("env_vars") or {}, f"runtime_env of {where}")
+            cores.refuse_hand_set((found or {}).get("env_vars") or {}, f"{file.path}: runtime_env of {where}")
 
 
 def inspect(config: Deployment, able: bool | None = None) -> list[str]:

@@ -36,7 +36,7 @@ def test_demo_model_prints_the_directory(tmp_path: Path) -> None:
 
 def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", SMOLLM2, "--set", "limits.max_waiting=3"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)["smollm2"]
+    printed = yaml.safe_load(capsys.readouterr().out)["applications"][0]["args"]
     assert printed["limits"]["max_waiting"] == 3 and printed["tensor_parallel"] == 1 and printed["model"]["path"] == "demo:smollm2"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayneuron import deployment_file
+from rayneuron import deployment_file, preflight
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
 
@@ -132,10 +132,9 @@ def test_ray_counts_what_is_left_to_us(
     ],
 )
 def test_a_file_that_chooses_cores_by_hand(more: dict[str, Any]) -> None:
-    from rayneuron.serve.profile import ray_environment
-
-    with pytest.raises(ConfigError, match="runtime_env of .*application m sets NEURON_RT_.*write tensor_parallel: N"):
-        ray_environment(*entries("cpu", **more), "plain")
+    content, _ = entries("cpu", **more)
+    with pytest.raises(ConfigError, match=r"f\.yaml: runtime_env of .*application m sets NEURON_RT_.*write tensor_parallel: N"):
+        preflight.refuse_chosen_cores(deployment_file.DeploymentFile(Path("f.yaml"), content, {}))
 
 
 def test_override_of_one_application_of_several(file) -> None:
