@@ -31,7 +31,7 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
 
 def _compile(config: Deployment, out: Path | None, tell: Tell, progress: Count) -> Path:
     from rayneuron import loading
-    from rayneuron.parallel.ahead import stage_folder
+    from rayneuron.group.ahead import stage_folder
 
     checked, stages = loading.check(config), config.pipeline_parallel
     for stage in range(stages):
@@ -47,8 +47,8 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
     """The cache's entry of one stage."""
     from rayneuron import devices, loading, models, settings
     from rayneuron.engine.buckets import inventory
+    from rayneuron.group.ahead import ahead
     from rayneuron.models import decoder
-    from rayneuron.parallel.ahead import ahead
 
     config, arch, capacity = checked.config, checked.arch, checked.capacity
     made = ahead(config, capacity.length, stage=stage, hidden=arch.hidden, raw=checked.raw)

@@ -284,7 +284,7 @@ def test_no_step_looks_for_the_compiler(tiny, monkeypatch):
     import subprocess
 
     from rayneuron import config, loading
-    from rayneuron.devices.cpu_ops import library
+    from rayneuron.devices.cpu import library
 
     library.present.cache_clear()
     small = {"model": {"path": str(tiny)}, "dtype": "fp32", "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
