@@ -93,7 +93,7 @@ def _add_plan(commands: Any) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     from rayneuron import demo, deployment_file, devices, settings
-    from rayneuron.parallel.listing import describe
+    from rayneuron.placement.listing import describe
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
     print(
@@ -259,7 +259,7 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     from rayneuron import settings
     from rayneuron.errors import NotReady
-    from rayneuron.parallel import doctor
+    from rayneuron.placement import doctor
 
     visible = settings.given("NEURON_RT_VISIBLE_CORES")
     for line in doctor.report(settings.ledger_dir(), args.instance, clean=args.clean, visible=visible):

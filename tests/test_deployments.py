@@ -107,9 +107,9 @@ def test_ray_counts_what_is_left_to_us(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Faults 23, 24 and 26: the environment of the Ray that `rayneuron serve` starts."""
-    from rayneuron.parallel.instances import INSTANCES
+    from rayneuron.placement.instances import INSTANCES
     from rayneuron.serve.profile import ray_environment
-    from tests.parallel.test_cores import listed, neuron_ls
+    from tests.placement.test_cores import listed, neuron_ls
 
     for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "RAY_OVERRIDE_RESOURCES", "RAYNEURON_EXPORTED"):
         monkeypatch.delenv(name, raising=False)

@@ -10,10 +10,10 @@ from typing import Any
 
 from rayneuron import devices, settings
 from rayneuron.config import Deployment
-from rayneuron.devices.neuron_sdk import VISIBLE
+from rayneuron.devices.neuron.releases import VISIBLE
 from rayneuron.errors import ConfigError
-from rayneuron.parallel import cores, instances
-from rayneuron.parallel.layout import CORES
+from rayneuron.placement import cores, instances
+from rayneuron.placement.layout import CORES
 
 # What Serve's controller and proxies read as they start, in either profile. Deployment files say the same under `controller_options`, whose
 # environment the proxies inherit, so that a bare `serve run` has it too.

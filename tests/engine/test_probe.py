@@ -39,11 +39,11 @@ def test_a_model_without_weights_does_not_start(
     with pytest.raises(CheckpointError, match=message):
         LLM(path, dtype="fp32", max_model_len=64, max_num_seqs=2, threads=1, **options)
     children = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
-    assert not [pid for pid in children if "rayneuron.parallel.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert not [pid for pid in children if "rayneuron.group.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_generation_config_is_read_before_any_rank_starts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayneuron.parallel import group
+    from rayneuron.group import group
 
     shutil.copytree(tiny, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text("[]")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from rayneuron.devices import collectives
+from rayneuron.collectives import gloo
+from tests.collectives.ranks import forked
 from tests.models import runs
-from tests.parallel.ranks import forked
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
 
 def run(address: str, rank: int, ranks: int, out: str, folders: list[str]) -> None:
     """One rank."""
-    comm = collectives.join(address, rank, ranks, timeout_s=120.0)
+    comm = gloo.join(address, rank, ranks, timeout_s=120.0)
     found = {}
     with torch.no_grad():
         for folder in folders:
@@ -29,10 +29,10 @@ def run(address: str, rank: int, ranks: int, out: str, folders: list[str]) -> No
             found[folder] = runs.run(runs.Runner.open(Path(folder), comm), ids, 17)
     found["verbs"] = verbs(comm)
     torch.save(found, Path(out) / f"{rank}.pt")
-    collectives.leave()
+    gloo.leave()
 
 
-def verbs(comm: collectives.Gloo) -> dict[str, torch.Tensor]:
+def verbs(comm: gloo.Gloo) -> dict[str, torch.Tensor]:
     """Every verb once, on values that tell the ranks apart."""
     me, n = comm.rank, comm.ranks
     x = torch.arange(n * 6, dtype=torch.float32).view(2, n * 3).add(100 * me)

@@ -1,0 +1,203 @@
+"""`device: neuron` through Ray Serve over the stand-in: two and eight ranks in the replica, and a group over two nodes of a cluster.
+
+Cores come from the ledger, text is the CPU device's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rayneuron import LLM, SamplingParams, demo
+from rayneuron.placement.instances import INSTANCES as TYPES
+from tests.cluster.conftest import Cluster, deploy, remove, started, status
+from tests.placement.test_cores import listed, neuron_ls
+from tests.serve.scripted import eventually, free_port
+from tests.test_deployments_run import ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ARGS = {
+    "dtype": "fp32", "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "threads": 1,
+    "buckets": {"context_encoding": [16], "token_generation": [64], "batch": [2]},
+}  # fmt: skip
+
+
+FOLDERS = (Path(__file__).parent / "standin", Path(__file__).parents[2])
+INSTANCES = {2: "inf2.xlarge", 8: "inf2.24xlarge"}
+
+
+@pytest.fixture(scope="module")
+def wide() -> Path:
+    """A random Llama with eight KV heads."""
+    return demo.random("tp8", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def want(wide: Path) -> str:
+    """What the CPU device says."""
+    with LLM(str(wide), **ARGS) as cpu:
+        return cpu.generate(["hello there"], SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
+
+
+@pytest.fixture(params=INSTANCES)
+def url(request: pytest.FixtureRequest, wide: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A Ray of its own that declares so many Neuron cores, and the model at /."""
+    import ray
+    from ray import serve
+
+    ranks = request.param
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(FOLDERS[0]))  # the application's builder checks the deployment in this process
+    for name in ("STANDIN_CORES", "NEURON_COMPILE_CACHE_URL", "RAYNEURON_LEDGER"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        probe.bind(("127.0.0.1", free_port()))
+        port = probe.getsockname()[1]
+        (Path(folder) / "ray").mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        probe.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(
+                address="local", num_cpus=2, resources={"neuron_cores": ranks}, include_dashboard=False,
+                object_store_memory=100 * 2**20, log_to_driver=False,
+            )  # fmt: skip
+            try:
+                from ray.serve.schema import ServeDeploySchema
+
+                args = {
+                    "model": {"path": str(wide), "name": "tiny"}, "device": "neuron", "instance": INSTANCES[ranks],
+                    "tensor_parallel": ranks, "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
+                }  # fmt: skip
+                application = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
+                http = {"host": "127.0.0.1", "port": port}
+                serve.start(http_options=http)
+                file = ServeDeploySchema.model_validate({"http_options": http, "applications": [application]})
+                serve.context._get_global_client().deploy_apps(file, _blocking=False)
+                eventually(lambda: str(serve.status().applications["model"].status.value) == "RUNNING", 240, serve.status)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                serve.shutdown()
+                ray.shutdown()
+
+
+def said(url: str) -> str:
+    asked = {"model": "tiny", "prompt": "hello there", "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=120).json()
+    return str(answer["choices"][0]["text"])
+
+
+def test_text_is_the_cpu_devices(url: str, want: str) -> None:
+    assert said(url) == want
+
+
+HERE = {"operator": ("4-7", None, "4,5"), "container": (None, [2, 3, 4], "4,5,6,7")}
+
+
+@contextmanager
+def serving(model: Path, ranks: int, visible: str | None, devices: list[int] | None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The real `rayneuron serve`, in a mount namespace of its own where neuron-ls lists some devices of an inf2.48xlarge."""
+    args = {
+        "model": {"path": str(model), "name": "tiny"}, "device": "neuron", "instance": "inf2.48xlarge", "tensor_parallel": ranks,
+        "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
+    }  # fmt: skip
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "ray").mkdir()
+        application = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
+        (folder / "file.yaml").write_text(json.dumps({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("NEURON_", "RAYNEURON_"))} | {
+            "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
+            "STANDIN_CORES": f"{name}/cores", "RAYNEURON_LEDGER": f"{name}/ledger", "NEURON_COMPILE_CACHE_URL": f"{name}/graphs",
+            "NEURON_RT_LOG_LEVEL": "WARN", "NEURON_RT_INSPECT_ENABLE": "0", "NEURON_RT_EXEC_TIMEOUT": "77",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml")]
+        if visible is not None:
+            environment["NEURON_RT_VISIBLE_CORES"] = visible
+        if devices is not None:
+            neuron_ls(folder / "root", listed(TYPES["inf2.48xlarge"], devices))
+            command = ["unshare", "--mount", "sh", "-c", f'mount --bind {name}/root/opt /opt && exec "$@"', "sh", *command]
+        with open(folder / "log", "wb") as log:
+            process = subprocess.Popen(command, env=environment, cwd=name, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            yield f"http://127.0.0.1:{port}", process
+        except BaseException:
+            print((folder / "log").read_text()[-6000:])
+            raise
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_serve_takes_only_what_is_here_and_left_to_us(here: str, wide: Path, want: str) -> None:
+    """Faults 23, 24 and 26 with the real process: `NEURON_RT_VISIBLE_CORES=4-7 rayneuron serve`, and three of twelve devices mounted."""
+    visible, devices, taken = HERE[here]
+    if devices is not None and subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    with serving(wide, taken.count(",") + 1, visible, devices) as (url, process):
+
+        def there() -> bool:
+            assert process.poll() is None, "serve has ended"
+            try:
+                return httpx.get(f"{url}/v1/models", timeout=5).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        eventually(there, 330, lambda: f"{url} does not answer")
+        assert said(url) == want
+        (replica,) = ranks(process)
+        inherited = dict(word.split(b"=", 1) for word in Path(f"/proc/{replica}/environ").read_bytes().split(b"\0") if b"=" in word)
+        assert (inherited[b"NEURON_RT_LOG_LEVEL"], inherited[b"NEURON_RT_INSPECT_ENABLE"]) == (b"WARN", b"0")
+        ledgers = Path(os.fsdecode(inherited[b"RAYNEURON_LEDGER"]))
+        (record,) = [json.loads(path.read_text()) for path in ledgers.glob("*/*.json")]
+        assert (record["pid"], ",".join(map(str, range(record["first"], record["last"] + 1)))) == (replica, taken)
+        held = {int(Path(os.readlink(fd)).name) for fd in Path(f"/proc/{replica}/fd").iterdir() if "/cores/" in os.readlink(fd)}
+        assert held == set(map(int, taken.split(","))), "what the runtime claimed"
+
+
+class Nodes(Cluster):
+    """A cluster whose nodes have the stand-in, each its own cores, and one compile cache."""
+
+    def environment(self) -> dict[str, str]:
+        ours = {"NEURON_COMPILE_CACHE_URL": str(self.folder / "graphs"), "STANDIN_CORES": str(self.folder / f"cores-{len(self.nodes)}")}
+        found = super().environment()
+        return {**found, **ours, "PYTHONPATH": os.pathsep.join([*map(str, FOLDERS), found["PYTHONPATH"]])}
+
+
+GROUPS = {
+    "tp8 over two nodes": {"tensor_parallel": 8, "nodes": 2, "instance": "cores:4"},
+    "two stages of tp2 on two nodes": {"tensor_parallel": 2, "pipeline_parallel": 2, "nodes": 2, "instance": "cores:4"},
+}
+
+
+def test_groups_over_two_nodes(wide: Path, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDERS[0]))
+    with started(Nodes) as cluster:
+        for name, shape in GROUPS.items():
+            args = {
+                "model": {"path": str(wide), "name": "tiny"}, "device": "neuron", "group": {"start_s": 90, "load_s": 120, "step_s": 60},
+                "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **shape, **ARGS,
+            }  # fmt: skip
+            assert deploy(cluster, args) == "RUNNING", status()
+            assert len(cluster.workers) == 1 and len(cluster.replicas) == 1, name
+            assert said(cluster.url) == want, name
+            remove(cluster)
