@@ -93,7 +93,7 @@ def _add_plan(commands: Any) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     from rayneuron import demo, deployment_file, devices
-    from rayneuron.parallel.listing import describe
+    from rayneuron.placement.listing import describe
 
     file = deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
     print(
@@ -265,7 +265,7 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     from rayneuron import settings
     from rayneuron.errors import NotReady
-    from rayneuron.parallel import doctor, instances
+    from rayneuron.placement import doctor, instances
 
     kind = instances.instance(args.instance) if args.instance else None
     for line in doctor.report(settings.ledger_dir(), kind, clean=args.clean):

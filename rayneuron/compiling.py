@@ -24,7 +24,7 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
     `tell` is given the list of graphs before anything is compiled. Raises ConfigError, CheckpointError, CompileError.
     """
     from rayneuron import loading
-    from rayneuron.parallel.ahead import stage_folder
+    from rayneuron.group.ahead import stage_folder
 
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
@@ -42,8 +42,8 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
     """The cache's entry of one stage."""
     from rayneuron import devices, loading, models, settings
     from rayneuron.engine.buckets import inventory
+    from rayneuron.group.ahead import ahead
     from rayneuron.models import decoder
-    from rayneuron.parallel.ahead import ahead
 
     config, arch, capacity = checked.config, checked.arch, checked.capacity
     made = replace(ahead(config, capacity.length, stage=stage, hidden=arch.hidden), local_ranks=1, artifact=None, required=False)

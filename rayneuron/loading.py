@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rayneuron.engine.buckets import Capacity
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
+    from rayneuron.group.children import Processes
+    from rayneuron.group.group import Group
     from rayneuron.models.arch import Arch
-    from rayneuron.parallel.children import Processes
-    from rayneuron.parallel.group import Group
-    from rayneuron.parallel.layout import Layout
+    from rayneuron.placement.layout import Layout
     from rayneuron.text import Text
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Checked:
     @property
     def ahead(self) -> Ahead:
         """What a device is told where this process holds the whole model."""
-        from rayneuron.parallel.ahead import ahead
+        from rayneuron.group.ahead import ahead
 
         return ahead(self.config, self.capacity.length)
 
@@ -68,10 +68,10 @@ class Checked:
 def check(config: Deployment) -> Checked:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
     from rayneuron import devices, models
+    from rayneuron.group.assignment import group_layout
     from rayneuron.models import hub
-    from rayneuron.parallel.fitting import capacity_of
-    from rayneuron.parallel.layout import partition
-    from rayneuron.parallel.seating import group_layout
+    from rayneuron.placement.fitting import capacity_of
+    from rayneuron.placement.layout import partition
 
     devices.check(config.device)
     layout = group_layout(config, devices.ranks_per_process(config.device))
@@ -139,7 +139,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 
     config = checked.config
     if len(checked.layout.workers) > 1 or config.instance is not None:
-        from rayneuron.parallel.group import Group
+        from rayneuron.group.group import Group
 
         kind = str(checked.dtype).removeprefix("torch.")
         group = Group(config, checked.layout, checked.arch, checked.capacity, kind, checked.path, processes=processes, on_lost=on_lost)
@@ -185,7 +185,7 @@ def compute_dtype(name: str, raw: dict[str, Any]) -> torch.dtype:
     """The torch dtype of `dtype`, where it is auto that of `memory.dtype`."""
     import torch
 
-    from rayneuron.parallel import memory
+    from rayneuron.placement import memory
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[memory.dtype(name, raw)]
 
@@ -193,7 +193,7 @@ def compute_dtype(name: str, raw: dict[str, Any]) -> torch.dtype:
 def program(config: Deployment, arch: Arch, dtype: torch.dtype, stage: int = 0) -> Program:
     """What a step of the `stage`-th stage of this deployment is, alone or in a group."""
     from rayneuron.engine.neuron_sampling import rule_of
-    from rayneuron.parallel import pipeline
+    from rayneuron.group import pipeline
 
     return pipeline.program(arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
 
@@ -226,7 +226,7 @@ def rank_weights(checked: Checked, made: Ahead, report: Progress, stage: int = 0
 
 def estimate(checked: Checked) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
-    from rayneuron.parallel.fitting import Wanted, stage_memory
+    from rayneuron.placement.fitting import Wanted, stage_memory
 
     config = checked.config
     ranks = stage_memory(Wanted(config, checked.raw), checked.capacity, config.tensor_parallel, config.pipeline_parallel)

@@ -11,7 +11,7 @@ import yaml
 
 from rayneuron import LLM, SamplingParams, cli
 from rayneuron.deployment_file import IMPORT_PATH
-from tests.devices.conftest import standin, standin_modules  # noqa: F401
+from tests.devices.neuron.conftest import standin, standin_modules  # noqa: F401
 
 ARGS = {
     "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,

@@ -41,9 +41,10 @@ def step_overhead(workers: int, rounds: int) -> tuple[float, float]:
     """Milliseconds from packed batch to last answer, p50 and p99; the workers are processes with the group's own channel and messages."""
     import torch
 
+    from rayneuron import wire
     from rayneuron.devices.base import Shape
-    from rayneuron.devices.cpu import idle
-    from rayneuron.parallel import arrays, messages, wire
+    from rayneuron.devices.cpu.device import idle
+    from rayneuron.group import arrays, messages
 
     shape = Shape("decode", 16, 1, 256, "greedy")
     batch = idle(shape, 16)
@@ -76,7 +77,8 @@ def echo(address: str) -> None:
     """A worker without a model: unpack the batch, answer."""
     import torch
 
-    from rayneuron.parallel import arrays, messages, wire
+    from rayneuron import wire
+    from rayneuron.group import arrays, messages
 
     torch.set_num_threads(1)
     channel: wire.Channel[messages.ToWorker] = wire.Channel(wire.connect(address, 30.0), messages.ToWorker)
@@ -93,7 +95,7 @@ def echo(address: str) -> None:
 
 def reduce_cost(rounds: int) -> dict[str, dict[int, tuple[float, float]]]:
     """Microseconds of an all-reduce between two processes by way and size, p50 and p99."""
-    from rayneuron.devices.shared_memory import Segment
+    from rayneuron.collectives.shared_memory import Segment
 
     segment = Segment.create(2)
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -109,8 +111,8 @@ def reduce_rank(place: str, rank: int) -> None:
     """One of the two."""
     import torch
 
-    from rayneuron.devices.collectives import join, leave
-    from rayneuron.devices.shared_memory import Segment, SharedMemory
+    from rayneuron.collectives.gloo import join, leave
+    from rayneuron.collectives.shared_memory import Segment, SharedMemory
 
     pid, descriptor, port, rounds = map(int, place.split(","))
     torch.set_num_threads(1)
@@ -161,7 +163,7 @@ def bubbles(model: str, micro_batches: Sequence[int], rounds: int) -> dict[int, 
     A stage is busy while it does anything but wait for the stage before it; every step starts and ends with one stage idle.
     """
     from rayneuron import LLM, SamplingParams
-    from rayneuron.parallel.group import Group
+    from rayneuron.group.group import Group
 
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     prompts = [[2 + (7 * i + j) % 400 for j in range(128)] for i in range(16)]
@@ -218,7 +220,7 @@ def main() -> None:
             ratio = statistics.median(v / base for v, base in zip(values, rates["TP 1"], strict=True))
             print(f"decode {args.rows} rows, {name}: {statistics.median(values):.1f} tokens/s, {ratio:.2f} x TP 1")
     if "bubble" in args.parts:
-        from rayneuron.parallel.pipeline import bubble
+        from rayneuron.group.pipeline import bubble
 
         for count, shares in bubbles(args.bubble_model, (1, 2, 4), args.rounds).items():
             words = f"median {statistics.median(shares):.1%} idle of {len(shares)} rounds, {bubble(2, count):.0%} in theory"

@@ -34,12 +34,12 @@ import torch_xla.debug.metrics as metrics  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rayneuron import models  # noqa: E402
-from rayneuron.devices import neuron_graphs as graphs  # noqa: E402
 from rayneuron.devices.base import FOLLOWS, Shape, Solo  # noqa: E402
-from rayneuron.devices.neuron_graphs import WHOLE, Border  # noqa: E402
+from rayneuron.devices.neuron import graphs as graphs  # noqa: E402
+from rayneuron.devices.neuron.graphs import WHOLE, Border  # noqa: E402
+from rayneuron.group import pipeline  # noqa: E402
+from rayneuron.group.pipeline import Stage  # noqa: E402
 from rayneuron.models import decoder, ops, weights  # noqa: E402
-from rayneuron.parallel import pipeline  # noqa: E402
-from rayneuron.parallel.pipeline import Stage  # noqa: E402
 
 ROWS, LENGTH = 3, 32
 TARGETS = (

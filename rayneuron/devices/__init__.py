@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayneuron.devices.base import Device, Program, Progress, Shape
-from rayneuron.devices.neuron_sdk import CompilerOptions
+from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.errors import CompileError, ConfigError
 
 if TYPE_CHECKING:
-    from rayneuron.devices.cache import Cache
+    from rayneuron.compile_cache.cache import Cache
 
 NAMES = ("cpu", "neuron", "null")
 
@@ -44,7 +44,7 @@ class Ahead:
 
     def opened(self) -> Cache:
         """The compile cache."""
-        from rayneuron.devices.cache import Cache
+        from rayneuron.compile_cache.cache import Cache
 
         return Cache(self.cache, require=self.required)
 
@@ -54,7 +54,7 @@ def check(name: str) -> None:
     if name not in NAMES:
         raise ConfigError(f"device {name!r} is unknown; write one of {', '.join(NAMES)}")
     if name == "neuron":
-        from rayneuron.devices.neuron import probe
+        from rayneuron.devices.neuron.sdk import probe
 
         probe()
     elif name == "null":
@@ -70,8 +70,8 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     """The device `name`. options: dtype, kv_dtype, threads, comm; `ahead` for one that is compiled ahead. Raises ConfigError."""
     check(name)
     if name == "neuron":
-        from rayneuron.devices.neuron_device import Neuron, NeuronAhead
-        from rayneuron.devices.neuron_graphs import Border
+        from rayneuron.devices.neuron.device import Neuron, NeuronAhead
+        from rayneuron.devices.neuron.graphs import Border
 
         a = ahead or Ahead()
         return (NeuronAhead if a.async_mode else Neuron)(
@@ -89,7 +89,7 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
             async_mode=a.async_mode,
             border=Border(a.first, a.last, a.hidden, options["dtype"], a.async_mode),
         )
-    from rayneuron.devices.cpu import Cpu
+    from rayneuron.devices.cpu.device import Cpu
 
     if ahead is not None and ahead.artifact is not None:
         _native().adopt(ahead.artifact, "cpu-kernels")
@@ -105,13 +105,13 @@ def precompile(device: Device, program: Program, shapes: Sequence[Shape], tell: 
 
     Raises CompileError where nothing can be built.
     """
-    from rayneuron.devices.neuron_device import Neuron
+    from rayneuron.devices.neuron.device import Neuron
 
     if isinstance(device, Neuron):
         targets = device.targets(shapes)
         tell(device.listing(targets))
         return device.artifact(program, targets, progress, shapes[0])
-    from rayneuron.devices.cpu_ops import library
+    from rayneuron.devices.cpu import library
 
     counts = ", ".join(f"{sum(s.tag == tag for s in shapes)} {tag}" for tag in dict.fromkeys(s.tag for s in shapes))
     tell(f"the CPU runs its {len(shapes)} shapes ({counts}) with one library of C++ kernels, built once for this processor")
@@ -128,6 +128,6 @@ def precompile(device: Device, program: Program, shapes: Sequence[Shape], tell: 
 
 def _native() -> Cache:
     from rayneuron import settings
-    from rayneuron.devices.cache import Cache
+    from rayneuron.compile_cache.cache import Cache
 
     return Cache(str(settings.cache_dir() / "native"))

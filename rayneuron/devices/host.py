@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rayneuron.devices.cpu_ops import draws, library
+from rayneuron.devices.cpu import draws, library
 
 
 def draw(logits: Tensor, *how: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import Batch, Device, Program, Progress, Shape, StepOutput, Weights
-from rayneuron.devices.neuron_graphs import follow
+from rayneuron.devices.neuron.graphs import follow
 
 Made = TypeVar("Made")
 

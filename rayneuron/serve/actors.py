@@ -11,9 +11,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayneuron.errors import ConfigError, NotReady
-from rayneuron.parallel.cores import NOSET
-from rayneuron.parallel.layout import CORES, Layout, Worker
-from rayneuron.parallel.worker import Invitation, serve_rank
+from rayneuron.group.worker import Invitation, serve_rank
+from rayneuron.placement.cores import NOSET
+from rayneuron.placement.layout import CORES, Layout, Worker
 
 
 class RankActor:

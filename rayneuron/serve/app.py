@@ -19,8 +19,8 @@ from rayneuron import config as deployment
 from rayneuron import devices, loading
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
-from rayneuron.parallel.layout import Layout
-from rayneuron.parallel.seating import group_layout
+from rayneuron.group.assignment import group_layout
+from rayneuron.placement.layout import Layout
 from rayneuron.serve.actors import Actors, check_room, worker_options
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer, Opener

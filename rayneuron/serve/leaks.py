@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rayneuron.parallel.layout import CORES
+from rayneuron.placement.layout import CORES
 from rayneuron.serve.actors import free_resources
 
 PREFIXES = ("SERVE_REPLICA::", "SERVE_GANG::")

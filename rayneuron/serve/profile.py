@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
-from rayneuron.parallel import instances
-from rayneuron.parallel.layout import CORES
+from rayneuron.placement import instances
+from rayneuron.placement.layout import CORES
 
 # A proxy is given up and started anew where it is not ready in time: 5 s else, too little where models are loading beside it.
 PATIENT: dict[str, str] = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}

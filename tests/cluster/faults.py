@@ -121,8 +121,8 @@ def ever() -> tuple[int, int]:
 
 def holders(cluster: Cluster) -> list[int]:
     """Pids that hold cores on any node of the cluster."""
-    from rayneuron.parallel.instances import declared
-    from rayneuron.parallel.ledger import Ledger
+    from rayneuron.placement.instances import declared
+    from rayneuron.placement.ledger import Ledger
 
     nodes = (cluster.folder / "cores").glob("*")
     return sorted(holder.pid for node in nodes for holder in Ledger(node, declared(4, 4)).holders())

@@ -85,8 +85,8 @@ def _check_cores(cluster: Cluster, shape: dict[str, Any], workers: int) -> None:
     """Each process was told its cores, contiguous and disjoint on its node, and they are locked in the node's ledger."""
     if "instance" not in shape:
         return
-    from rayneuron.parallel.instances import instance
-    from rayneuron.parallel.ledger import Ledger
+    from rayneuron.placement.instances import instance
+    from rayneuron.placement.ledger import Ledger
 
     held = [
         core

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rayneuron.devices.cpu_ops import draws, library
+from rayneuron.devices.cpu import draws, library
 from rayneuron.engine.logits import describe
 from rayneuron.engine.sampling import greedy, sample, uniforms
 

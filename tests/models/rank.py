@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from rayneuron.devices import collectives
+from rayneuron.collectives import gloo
 from tests.models import runs
 
 
 def main() -> None:
     address, rank, ranks, out, *folders = sys.argv[1:]
     torch.set_num_threads(1)
-    comm = collectives.join(address, int(rank), int(ranks), timeout_s=120.0)
+    comm = gloo.join(address, int(rank), int(ranks), timeout_s=120.0)
     found = {}
     with torch.no_grad():
         for folder in folders:
@@ -22,10 +22,10 @@ def main() -> None:
             found[folder] = runs.run(runs.Runner.open(Path(folder), comm), ids, 17)
     found["verbs"] = verbs(comm)
     torch.save(found, Path(out) / f"{rank}.pt")
-    collectives.leave()
+    gloo.leave()
 
 
-def verbs(comm: collectives.Gloo) -> dict[str, torch.Tensor]:
+def verbs(comm: gloo.Gloo) -> dict[str, torch.Tensor]:
     """Every verb once, on values that tell the ranks apart."""
     me, n = comm.rank, comm.ranks
     x = torch.arange(n * 6, dtype=torch.float32).view(2, n * 3).add(100 * me)

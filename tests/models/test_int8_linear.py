@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayneuron.devices import int8
+from rayneuron.devices.cpu import int8
 from rayneuron.models import linear, quantization
 
 

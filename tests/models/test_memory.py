@@ -52,7 +52,7 @@ def test_counting_a_large_model_takes_no_memory_nor_time() -> None:
 
 def test_planning_needs_no_torch() -> None:
     script = (
-        "import sys, rayneuron.parallel.plan; from rayneuron import models\n"
+        "import sys, rayneuron.placement.plan; from rayneuron import models\n"
         "for name in models.FAMILIES: models.family({'model_type': name})\n"
         "print('torch' in sys.modules)"
     )

@@ -1,0 +1,134 @@
+"""The C++ of this folder as a library: compiled once for a source, compiler and processor, kept in the cache, loaded by every process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+import shutil
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+from rayneuron import settings
+from rayneuron.compile_cache import cache
+from rayneuron.devices.cpu import isa
+from rayneuron.devices.cpu.isa import processor_flags
+from rayneuron.errors import RayNeuronError
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O2", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-w")  # contraction off: the same source rounds the same everywhere
+NEEDED = frozenset({"avx2", "fma", "f16c"})
+AVX512, BF16, INT8, TILES = 1, 2, 4, 8  # bits of rn_features
+_LONGEST_S = 300.0
+_P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
+SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "rn_features": (_I, []),
+    "rn_tiles_work": (_I, []),
+    "rn_pool_open": (_P, [_I]),
+    "rn_pool_close": (None, [_P]),
+    "rn_linear": (None, [_P, _P, _P, _I, _I, _P, _I]),
+    "rn_best": (None, [_P, _P, _P, _I, _I, _I, _P]),
+    "rn_norm": (None, [_P, _P, _I, _I, _I, _P, _P, _I, _F, _P]),
+    "rn_draw": (None, [_P, _P, _I, _I, _L, _P, _P]),
+    "rn_describe": (None, [_P, _I, _I, _L, _P, _I, _P, _P, _P, _P]),
+    "rn_attend": (None, [_P, _P, _P, _I]),
+    "rn_stack_open": (_P, [_P, _P]),
+    "rn_stack_close": (None, [_P]),
+    "rn_stack_run": (_I, [_P, _P, _I, _I, _I]),
+}
+
+
+@lru_cache
+def library(name: str | None = None, extra: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The kernels, None where they cannot be had (said once in the log). `name`: an instruction set of `isa`, None: the best here."""
+    missing = NEEDED - processor_flags()
+    if missing:
+        log.info("this processor lacks %s: torch's own CPU ops are used", ", ".join(sorted(missing)))
+        return None
+    try:
+        found = declared(ctypes.CDLL(str(built(name or best(), extra))))
+    except (OSError, subprocess.SubprocessError, RayNeuronError) as problem:
+        log.warning("the CPU kernels could not be built (%s): torch's own CPU ops are used, at a third of the speed", problem)
+        return None
+    if not found.rn_tiles_work():
+        log.warning("the AMX tiles of this processor give wrong products (please report it): the kernels do without them")
+        return library(isa.NATIVE, extra)
+    return found
+
+
+@lru_cache
+def present() -> ctypes.CDLL | None:
+    """The kernels if they were built before; nothing is compiled here, for whoever has another way and no time."""
+    if NEEDED - processor_flags():
+        return None
+    try:
+        entry = _cache().get(_key(best()))
+    except OSError:
+        return None
+    return library() if entry is not None else None
+
+
+@lru_cache
+def best() -> str:
+    """The instruction set for this processor, operating system and compiler; said in the log where tiles are part of the question."""
+    if not isa.has_tiles():
+        return isa.NATIVE
+    try:
+        _run([_compiler(), *isa.flags(isa.AMX), "-fsyntax-only", "-x", "c++", "/dev/null"])
+    except (OSError, subprocess.SubprocessError) as problem:
+        log.info("this processor has AMX, but the compiler does not know it (%s): the kernels do without", problem)
+        return isa.NATIVE
+    log.info("bf16 and int8 products use AMX: compiled and emulated by the tests, never run on hardware by the authors")
+    return isa.AMX
+
+
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions set."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def built(name: str, extra: tuple[str, ...] = ()) -> Path:
+    """The library's file, compiled at most once a machine kind. Raises OSError where there is no compiler or it fails."""
+
+    def build(target: Path) -> None:
+        _run([_compiler(), *FLAGS, *extra, *isa.flags(name), "-shared", "-o", str(target / "kernels.so"), *map(str, _sources())])
+
+    return _cache().get_or_build(_key(name, extra), build) / "kernels.so"
+
+
+def _key(name: str, extra: tuple[str, ...] = ()) -> cache.Key:
+    return cache.key(
+        "cpu-kernels",
+        source=cache.source_version(*_sources(), *Path(__file__).parent.glob("*.h")),
+        compiler=_run([_compiler(), "--version"]).splitlines()[0],
+        flags=[*FLAGS, *extra, name, *isa.flags(name)],
+        processor=sorted(processor_flags()) if isa.is_native(name) else name,
+        libc=list(platform.libc_ver()),
+    )
+
+
+def _cache() -> cache.Cache:
+    return cache.Cache(str(settings.cache_dir() / "native"))
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.cpp"))
+
+
+def _compiler() -> str:
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise FileNotFoundError("there is no C++ compiler; install g++")
+    return found
+
+
+def _run(command: list[str]) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+    if ran.returncode != 0:
+        raise OSError(f"{command[0]} failed: {ran.stderr.strip()[:300]}")
+    return ran.stdout

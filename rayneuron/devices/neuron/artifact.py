@@ -1,0 +1,149 @@
+"""Compiled graphs as a folder: its key, the manifest `neuron_config.json` with NxD's names, the list before compiling, what disagrees."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayneuron.compile_cache import cache as caching
+from rayneuron.compile_cache import folder
+from rayneuron.compile_cache.cache import Key
+from rayneuron.devices.base import Program, Shape, Weights
+from rayneuron.devices.neuron import graphs
+from rayneuron.devices.neuron.graphs import Target
+from rayneuron.errors import CompileError, ConfigError
+
+CONFIG = "neuron_config.json"
+_PACKAGE = Path(__file__).parent.parent
+_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py", "devices/neuron/graphs.py")
+_GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for small graphs, no promise
+
+
+def graphs_key(
+    program: Program, targets: Sequence[Target], weights: Weights, kv: Sequence[tuple[int, ...]], kv_dtype: Any, ranks: int, lnc: int,
+    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False,
+) -> Key:  # fmt: skip
+    """The key of all graphs of an engine. The ranks of a node are no part of it: one compile serves every node."""
+    more = {"feedback": True} if feedback else {}
+    said = bound(program)
+    files = {*(_PACKAGE / name for name in _SOURCES), *(_PACKAGE / "models").glob("*.py"), Path(inspect.getfile(_parts(program)[0]))}
+    return caching.key(
+        "graphs",
+        program=said,
+        graphs=sorted(graphs.name(t) for t in targets),
+        parameters=graphs.signature(weights),
+        first_layer=weights.get("first", 0),
+        kv=[list(shape) for shape in kv],
+        kv_dtype=kv_dtype,
+        tp_degree=ranks,
+        logical_nc_config=lnc,
+        device=chip,
+        compiler=dict(versions),
+        flags=dict(arguments),
+        source=caching.source_version(*files),
+        **more,
+    )
+
+
+def _parts(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The function of a step program, and what is bound to it."""
+    if isinstance(program, functools.partial):
+        return program.func, program.args, program.keywords
+    return program, (), {}
+
+
+def bound(program: Program) -> dict[str, Any]:
+    """A step program as data. Raises CompileError for one that holds anything else than data."""
+    function, args, keywords = _parts(program)
+    try:
+        name = f"{function.__module__}.{function.__qualname__}"
+        return {"function": name, "args": caching.plain(args), "keywords": caching.plain(keywords)}
+    except ValueError as problem:
+        raise CompileError(f"this step program cannot be compiled ahead of time: {problem}") from None
+
+
+def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
+    """Write the manifest of compiled graphs."""
+    fields = dict(key.fields)
+    shapes = [t for t in targets if isinstance(t, Shape)]
+    said = {
+        "neuron_config": {
+            "tp_degree": fields["tp_degree"],
+            "world_size": fields["tp_degree"],
+            "logical_nc_config": fields["logical_nc_config"],
+            "target": fields["device"],
+            "max_batch_size": max(s.rows for s in shapes),
+            "tkg_batch_size": max((s.rows for s in shapes if s.tag == "decode"), default=1),
+            "seq_len": max(s.length for s in shapes),
+            "max_context_length": max(s.tokens for s in shapes),
+            "context_encoding_buckets": sorted({s.tokens for s in shapes if s.tag == "prefill"}),
+            "token_generation_buckets": sorted({s.length for s in shapes if s.tag == "decode"}),
+            "token_generation_batches": sorted({s.rows for s in shapes if s.tag == "decode"}),
+            "kv_cache_batch_size": fields["kv"][0][1],
+            "attention_dtype": fields["kv_dtype"],
+            "is_continuous_batching": True,
+            "save_sharded_checkpoint": False,
+        },
+        "graphs": [graphs.name(t) for t in targets],
+        "key": fields,
+        "digest": key.digest,
+    }
+    (draft / CONFIG).write_text(json.dumps(said, indent=1, sort_keys=True))
+
+
+def opened(path: Path, key: Key) -> Path:
+    """A folder that `rayneuron compile --out` wrote, if it is whole and fits. Raises ConfigError with what both sides say."""
+    try:
+        said = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        raise ConfigError(f"{path} holds no {CONFIG}; write the folder with `rayneuron compile DEPLOYMENT.yaml --out {path}`") from None
+    problem = folder.damage(path)
+    if problem is not None:
+        raise ConfigError(f"{path} is damaged: {problem}; compile it again")
+    differing = caching.difference(dict(key.fields), said["key"])
+    if differing:
+        raise ConfigError(
+            f"the compiled graphs in {path} do not fit this deployment: {caching.said(differing)}. Change the deployment, or compile again"
+        )
+    return path
+
+
+def check_cores(visible: str | None, ranks: int) -> None:
+    """Refuse to start where NEURON_RT_VISIBLE_CORES is unset (the runtime takes that for all cores) or of another number. ConfigError."""
+    if visible is None:
+        raise ConfigError(
+            "NEURON_RT_VISIBLE_CORES is not set, and the runtime would take every core; name the instance in the deployment "
+            f"(instance: inf2.48xlarge), or export NEURON_RT_VISIBLE_CORES=0-{ranks - 1}"
+        )
+    cores = expand(visible)
+    if len(cores) != ranks or cores != list(range(cores[0], cores[0] + ranks)):
+        raise ConfigError(f"NEURON_RT_VISIBLE_CORES={visible} is not the {ranks} cores in a row that {ranks} ranks need")
+
+
+def expand(visible: str) -> list[int]:
+    """ "0-2,5" -> [0, 1, 2, 5]."""
+    out: list[int] = []
+    for part in visible.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ConfigError(f"NEURON_RT_VISIBLE_CORES={visible!r} is no list of cores; write 0-3 or 0,1,2,3")
+        out += range(int(first), int(last or first) + 1)
+    return out
+
+
+def listing(targets: Sequence[Target], kv: Sequence[tuple[int, ...]], kv_bytes: int, weights_bytes: int) -> str:
+    """What is going to be compiled, a line a kind of graph, with the estimated sizes."""
+    lines = [f"{len(targets)} graphs:"]
+    for tag in dict.fromkeys(t.tag for t in targets):
+        mine = [graphs.name(t).removeprefix(f"{tag}_") for t in targets if t.tag == tag]
+        lines.append(f"  {tag:<10} {len(mine):>4}  {' '.join(mine)}")
+    states = sum(kv_bytes * functools.reduce(lambda a, b: a * b, shape) for shape in kv)
+    lines.append(
+        f"a rank holds {weights_bytes / 2**20:.1f} MiB of weights and {states / 2**20:.1f} MiB of KV; "
+        f"the compiled graphs take about {len(targets) * _GRAPH_BYTES / 2**20:.0f} MiB"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,238 @@
+"""The Neuron device: all local ranks of a tensor-parallel model in one process, over graphs compiled ahead. Not run on hardware.
+
+B rows, T new tokens, H KV heads of a rank, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayneuron import settings
+from rayneuron.compile_cache.cache import Cache, Key
+from rayneuron.devices.base import Batch, Program, Progress, Shape, StepOutput, Weights
+from rayneuron.devices.cpu.device import idle
+from rayneuron.devices.neuron import artifact, graphs, releases
+from rayneuron.devices.neuron.graphs import WHOLE, Border, Graph, Move, Target
+from rayneuron.devices.neuron.releases import CompilerOptions
+from rayneuron.devices.neuron.sdk import InGraph, build, sdk, start
+from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models import ops as plain
+
+MOVED_POSITIONS = 128  # of one row, by one kv_export or kv_import
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step under way: its outputs are on the device until `wait`."""
+
+    outputs: Sequence[Tensor]
+    shape: Shape
+    inputs: Mapping[str, Tensor]  # the device may still read them
+
+    def wait(self) -> StepOutput:
+        """The step's outputs on the host. Logits that `sample` needs only for a row whose nucleus was cut are fetched only then."""
+        if self.shape.output == "hidden":
+            return StepOutput(hidden=self.outputs[0].cpu())
+        if self.shape.output == "scores":
+            return StepOutput(logits=self.outputs[0].cpu())
+        ids = self.outputs[0].cpu()
+        if self.shape.output == "greedy":
+            return StepOutput(ids=ids)
+        complete = self.outputs[1].cpu().bool()
+        unread = self.shape.output == "sample" and bool(complete.all())
+        return StepOutput(ids=ids, complete=complete, logits=None if unread else self.outputs[2].cpu())
+
+
+class Neuron:
+    """`ranks` tensor-parallel ranks, of which this process drives `local_ranks` from `start_rank` on. Its cores end with the process."""
+
+    ranks_per_process = 1024
+
+    def __init__(
+        self,
+        *,
+        dtype: Any,
+        kv_dtype: Any = None,
+        ranks: int = 1,
+        start_rank: int = 0,
+        local_ranks: int | None = None,
+        length: int = 0,
+        chip: str | None = None,
+        lnc: int | None = None,
+        options: CompilerOptions | None = None,
+        cache: Cache | None = None,
+        artifact: Path | None = None,
+        async_mode: bool = False,
+        border: Border = WHOLE,
+    ) -> None:
+        self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
+        if async_mode:
+            settings.export(releases.IN_FLIGHT)  # before the SDK is imported: the runtime reads it once
+        self.sdk = sdk()
+        if chip is not None and chip != self.sdk.chip:
+            raise ConfigError(
+                f"the deployment's instance has {chip}, and the SDK here is for {self.sdk.chip}; correct `instance:`, or compile ahead "
+                f"for it with NEURON_PLATFORM_TARGET_OVERRIDE={chip}"
+            )
+        self.comm = InGraph(self.sdk, ranks)
+        self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
+        self.ops = plain.PLAIN
+        self.lnc = lnc or (2 if self.sdk.chip in releases.LNC_CHIPS else 1)
+        self._length, self._options = length, options or CompilerOptions()
+        self._cache, self._artifact = cache, artifact
+        self._mode = "async" if async_mode else "ranked"
+        self._border = border
+        self._model: Any = None
+        self._targets: frozenset[Target] = frozenset()
+        self._kv: list[tuple[int, ...]] = []
+        self._held: list[Weights] = []
+
+    def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
+        """Take the weights of every local rank (`weights["ranks"]`, or one rank's) and the shapes of one rank's KV."""
+        self._held = list(weights.get("ranks") or [weights])
+        if len(self._held) != self.local_ranks:
+            raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
+        self._kv = [tuple(shape) for shape in kv]
+
+    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Compile, or find compiled, every graph; load them on the cores; run each once. Raises CompileError, ConfigError."""
+        if not self._held:
+            raise CompileError("load weights before compiling")
+        artifact.check_cores(settings.visible_cores(), self.local_ranks)
+        targets = self.targets(shapes)
+        path = self.artifact(program, targets, progress, shapes[0])
+        self._model = start(self.sdk, path, self.start_rank, [dict(graphs.named(w)) for w in self._held])
+        self._targets = frozenset(targets)
+        self._held = []
+        scratch = self._kv[0][1] - 1
+        met: set[Target] = set()
+        for i, shape in enumerate(shapes):
+            target = graphs.served(shape, self._border)
+            if target not in met:
+                met.add(target)
+                self.run(shape, self._idle(shape, scratch))
+            progress(i + 1, len(shapes), shape)
+        self.kv_write(scratch, 0, self.kv_read(scratch, 0, 1))
+
+    def targets(self, shapes: Sequence[Shape]) -> list[Target]:
+        """The graphs that serve `shapes`."""
+        return graphs.targets(shapes, min(MOVED_POSITIONS, self._kv[0][3]), self._border)
+
+    def listing(self, targets: Sequence[Target]) -> str:
+        """What is going to be compiled, for people."""
+        weights = sum(t.numel() * t.dtype.itemsize for _, t in graphs.named(self._held[0]))
+        return artifact.listing(targets, self._kv, self.kv_dtype.itemsize, weights)
+
+    def key(self, program: Program, targets: Sequence[Target]) -> Key:
+        """What the compiled graphs depend on."""
+        return artifact.graphs_key(
+            program, targets, self._held[0], self._kv, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
+            {t.tag: self._arguments(t) for t in targets}, self._border.feedback,
+        )  # fmt: skip
+
+    def artifact(self, program: Program, targets: Sequence[Target], progress: Progress, shape: Shape) -> Path:
+        """The folder of the compiled graphs: the artifact the deployment names, or the cache's, compiled if it is nowhere."""
+        key = self.key(program, targets)
+        if self._artifact is not None:
+            return artifact.opened(self._artifact, key)
+        return (self._cache or Cache()).get_or_build(
+            key,
+            lambda draft: self._build(program, targets, draft, progress, shape),
+            lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
+        )
+
+    def _start(self, shape: Shape, batch: Batch) -> Started:
+        """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
+        target = graphs.served(shape, self._border)
+        if target not in self._targets:
+            raise CompileError(f"{shape} was not listed when this engine started")
+        inputs = {n: getattr(batch, n) for n in graphs.input_names(target, self._border)}
+        asked = target if target.output == "hidden" else shape
+        return Started([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], asked, inputs)
+
+    def run(self, shape: Shape, batch: Batch) -> StepOutput:
+        """One step, to its end."""
+        return self._start(shape, batch).wait()
+
+    def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
+        """[2, H x local ranks, stop-start, D] a layer, the ranks' heads side by side."""
+        parts = []
+        for inputs, count in self._moves(row, start, stop):
+            ranked = self._forward(self._move("kv_export"), {n: [t] * self.local_ranks for n, t in inputs.items()})[0]
+            parts.append(torch.cat([t.cpu()[:, :, :, :count] for t in ranked], 2))
+        whole = torch.cat(parts, 3)
+        return list(whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole)
+
+    def kv_write(self, row: int, start: int, values: Sequence[Tensor]) -> None:
+        """Write what `kv_read` returned."""
+        whole = torch.stack([v.view(torch.uint8) if v.dtype.itemsize == 1 else v.to(self.kv_dtype) for v in values])
+        done = 0
+        for inputs, count in self._moves(row, start, start + whole.shape[3]):
+            part = torch.nn.functional.pad(whole[:, :, :, done : done + count], (0, 0, 0, len(inputs["columns"]) - count))
+            ranked = {n: [t] * self.local_ranks for n, t in inputs.items()}
+            ranked["values"] = [t.contiguous() for t in part.chunk(self.local_ranks, 2)]
+            for written in self._forward(self._move("kv_import"), ranked)[0]:
+                written.cpu()  # a failure belongs to this call, and the values may be given back
+            done += count
+
+    def stats(self) -> dict[str, Any]:
+        """What the runtime says of its cores' memory; empty where it says nothing."""
+        runtime = getattr(getattr(torch.classes, "neuron", None), "Runtime", None)
+        reader = getattr(runtime(), "get_vnc_memory_stats", None) if runtime else None
+        return {"device_memory": reader()} if reader else {}
+
+    def close(self) -> None:
+        """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
+        self._model, self._held, self._targets = None, [], frozenset()
+
+    def _idle(self, shape: Shape, scratch: int) -> Batch:
+        batch = idle(shape, scratch)
+        if not self._border.first:
+            batch.hidden = torch.zeros(shape.rows, shape.tokens, self._border.hidden, dtype=self._border.dtype)
+        return batch
+
+    def _moves(self, row: int, start: int, stop: int) -> list[tuple[dict[str, Tensor], int]]:
+        size, scratch = min(MOVED_POSITIONS, self._kv[0][3]), self._kv[0][3] - 1
+        out = []
+        for at in range(start, stop, size):
+            columns = torch.full((size,), scratch, dtype=torch.int32)
+            count = min(size, stop - at)
+            columns[:count] = torch.arange(at, at + count, dtype=torch.int32)
+            out.append(({"row": torch.tensor([row], dtype=torch.int32), "columns": columns}, count))
+        return out
+
+    def _move(self, tag: Any) -> Move:
+        return Move(tag, min(MOVED_POSITIONS, self._kv[0][3]))
+
+    def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
+        """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
+        if self._model is None:
+            raise CompileError("this device is closed, or nothing was compiled yet")
+        outputs: list[list[Tensor]] = self._model.forward(model_name=graphs.name(target), forward_mode=self._mode, **ranked)
+        return outputs
+
+    def _arguments(self, target: Target) -> str:
+        dtypes = {self.kv_dtype, *(t.dtype for _, t in graphs.named(self._held[0]))}
+        float8 = any(d.is_floating_point and d.itemsize == 1 for d in dtypes)
+        return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
+
+    def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress, shape: Shape) -> None:
+        graph = Graph(program, self.ops, self.comm, self._held[0], self._kv, self.kv_dtype, self._border)
+        examples = [graphs.example(t, self._kv[0], len(self._kv), self.kv_dtype, self._border) for t in targets]
+        arguments = {graphs.name(t): self._arguments(t) for t in targets}
+        build(self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft, lambda n: progress(n, len(targets), shape))
+        artifact.write(draft, self.key(program, targets), targets)
+
+
+class NeuronAhead(Neuron):
+    """In async mode: a step may be begun while one runs, with ids that the device has kept."""
+
+    def start(self, shape: Shape, batch: Batch) -> Started:
+        """Begin one step; the runtime queues it."""
+        return self._start(shape, batch)

@@ -1,0 +1,205 @@
+"""The Neuron SDK: the only file that imports torch_neuronx and neuronx_distributed, and only when a device opens. Not run on hardware."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from rayneuron.devices.neuron import graphs, releases
+from rayneuron.devices.neuron.graphs import Graph, Target
+from rayneuron.devices.neuron.releases import INSTALL
+from rayneuron.errors import CompileError, ConfigError
+
+log = logging.getLogger(__name__)
+
+MODEL = "model.pt"
+MAX = "max"  # torch_xla's REDUCE_MAX
+_DISTRIBUTIONS = ("torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla")
+# Where each symbol used here is defined; tests/devices/neuron/symbols.py records their parameters and checks them against the real source.
+_SYMBOLS = {
+    "ModelBuilder": "neuronx_distributed.trace.model_builder_v2",
+    "NxDModel": "neuronx_distributed.trace.nxd_model.nxd_model",
+    "NxDParallelState": "neuronx_distributed.trace.parallel_context",
+    "reduce_from_tensor_model_parallel_region": "neuronx_distributed.parallel_layers.mappings",
+    "_gather_along_dim": "neuronx_distributed.parallel_layers.mappings",
+    "_reduce_scatter_along_dim": "neuronx_distributed.parallel_layers.mappings",
+    "get_platform_target": "torch_neuronx.utils",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sdk:
+    """The installed SDK: its symbols by name, the chip it compiles for, the versions of its parts."""
+
+    symbols: Mapping[str, Callable[..., Any]]
+    chip: str
+    versions: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.symbols[name]
+
+
+def sdk() -> Sdk:
+    """Import and check the SDK. Raises ConfigError: absent, an empty package of the public index, or one that does not serve this chip."""
+    symbols = {name: _symbol(module, name) for name, module in _SYMBOLS.items()}
+    versions = {name: _version(name) for name in _DISTRIBUTIONS}
+    try:
+        chip = str(symbols["get_platform_target"]())
+    except Exception as problem:
+        raise ConfigError(
+            f"this machine has no Neuron chip ({problem}); NEURON_PLATFORM_TARGET_OVERRIDE=inf2 (trn1, trn2) compiles for one"
+        ) from None
+    releases.check(versions["neuronx-distributed"], chip)
+    return Sdk(symbols, chip, versions)
+
+
+def probe() -> None:
+    """Look for the SDK's files without importing it: the runtime reads its environment once, so cores come first. Raises ConfigError."""
+    for name, module in _SYMBOLS.items():
+        top, _, rest = module.partition(".")
+        try:
+            spec = importlib.util.find_spec(top)
+        except ValueError:  # a module somebody made by hand
+            spec = None
+        inside = [Path(p).joinpath(*rest.split(".")) for p in (spec.submodule_search_locations or ())] if spec else []
+        if not any(p.with_suffix(".py").is_file() or (p / "__init__.py").is_file() for p in inside):
+            raise ConfigError(_absent(f"{module}.{name}"))
+
+
+def _absent(what: str) -> str:
+    return (
+        f"device neuron needs AWS's own packages, and {what} is not there (those of the public index are empty); "
+        f"install SDK {releases.PINNED.sdk} from AWS's repository: {INSTALL}"
+    )
+
+
+def _symbol(module: str, name: str) -> Callable[..., Any]:
+    """One symbol, probed for: the packages of these names on the public index import and hold nothing."""
+    try:
+        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as problem:
+        top = module.split(".")[0]
+        if problem.name is not None and problem.name.split(".")[0] not in (top, "torch_neuronx", "libneuronxla", "neuronxcc"):
+            raise ConfigError(f"the Neuron SDK needs {problem.name}, which is not installed; pip install {problem.name}") from None
+        found = None
+    if found is None:
+        raise ConfigError(_absent(f"{module}.{name}"))
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        module: ModuleType | None
+        try:
+            module = importlib.import_module(distribution.replace("-", "_"))
+        except ModuleNotFoundError:
+            module = None
+        return str(getattr(module, "__version__", "unknown"))
+
+
+class InGraph:
+    """Collectives as part of the traced graph. The rank is data there: one graph serves all of them, so no Python may ask for it."""
+
+    rank: int
+
+    def __init__(self, sdk: Sdk, ranks: int) -> None:
+        self._sdk, self.ranks = sdk, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "rank":
+            raise CompileError("a graph for Neuron serves every rank, so a step may not depend on comm.rank; make it a weight")
+        raise AttributeError(name)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks."""
+        return self._sdk["reduce_from_tensor_model_parallel_region"](x) if self.ranks > 1 else x
+
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate along `dim` in rank order."""
+        return self._sdk["_gather_along_dim"](x, dim % x.dim()) if self.ranks > 1 else x
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Sum, then this rank's share of `dim`."""
+        return self._sdk["_reduce_scatter_along_dim"](x, dim % x.dim()) if self.ranks > 1 else x
+
+    def share(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's equal share of what all ranks hold alike: the largest of equals, so that nobody need know its rank (as NxDI does)."""
+        return self._sdk["_reduce_scatter_along_dim"](x, dim % x.dim(), computation=MAX) if self.ranks > 1 else x
+
+    def send(self, x: Tensor, rank: int) -> None:
+        raise CompileError("a graph for Neuron cannot send to one rank")
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        raise CompileError("a graph for Neuron cannot receive from one rank")
+
+    def broadcast(self, x: Tensor, rank: int) -> None:
+        raise CompileError("a graph for Neuron does not broadcast: every rank is given the inputs")
+
+
+def build(
+    sdk: Sdk, graph: Graph, targets: Sequence[Target], examples: Sequence[dict[str, Tensor]], arguments: Mapping[str, str],
+    world: tuple[int, int], folder: Path, progress: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Trace and compile every target of `graph` into `folder`. `world`: ranks, LNC; `progress`: graphs compiled so far."""
+    names = [graphs.name(t) for t in targets]
+    priority = next((n for n, t in zip(names, targets, strict=True) if t.tag == "decode"), None)  # its weight layout serves all graphs
+    ranks, lnc = world
+    try:
+        with sdk["NxDParallelState"](world_size=ranks, tensor_model_parallel_size=ranks, lnc_size=lnc):
+            builder = sdk["ModelBuilder"](graph)
+            for graph_name, target, inputs in zip(names, targets, examples, strict=True):
+                graph.target = target
+                builder.trace(kwargs=inputs, tag=graph_name)
+            with Watch(folder / "work", len(targets), progress):
+                model = builder.compile(priority_model_key=priority, compiler_workdir=folder / "work", compiler_args=dict(arguments))
+            model.save(str(folder / MODEL))
+    except RuntimeError as problem:
+        cause = f" ({problem.__cause__})" if problem.__cause__ else ""
+        raise CompileError(f"the graphs could not be compiled: {problem}{cause}; the compiler's log is log-neuron-cc.txt") from problem
+
+
+def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[str, Tensor]]) -> Any:
+    """The compiled model of `folder` on this process's cores, with the weights of the local ranks. Raises CompileError."""
+    model = sdk["NxDModel"].load(str(folder / MODEL), start_rank=start_rank, local_ranks_size=len(checkpoints))
+    if not isinstance(model, sdk.symbols["NxDModel"]):  # type: ignore[arg-type]
+        raise CompileError(f"{folder / MODEL} was saved by another neuronx-distributed; delete that entry or compile it again")
+    model.set_weights(list(checkpoints))
+    model.to_neuron()
+    return model
+
+
+class Watch:
+    """Counts finished graphs below `folder` while the compiler, which tells nobody, is at work."""
+
+    def __init__(self, folder: Path, total: int, told: Callable[[int], None]) -> None:
+        self._folder, self._total, self._told = folder, total, told
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rayneuron-compile", daemon=True)
+
+    def _watch(self) -> None:
+        last = -1
+        while not self._ended.wait(1.0):
+            done = min(len(list(self._folder.rglob("graph.neff"))), self._total)
+            self._told(done)  # every second: a graph may take longer than a group waits without a sign of life
+            if done != last:
+                last = done
+                log.info("compiled %d of %d graphs", done, self._total)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()

@@ -1,0 +1,297 @@
+"""Several workers as one runner: what the engine calls `run` on when a model needs more than one rank.
+
+Worker 0, rank 0 of stage 0, is this process. It packs every step once, sends it to all others, runs its own share, and collects.
+Every wait has a deadline and names who is missing; the first loss breaks all waits, ends every worker, and is told once to `on_lost`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rayneuron import settings, wire
+from rayneuron.config import Deployment
+from rayneuron.devices.base import StepOutput
+from rayneuron.engine.batch import pack
+from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.scheduler import Plan
+from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
+from rayneuron.group import arrays, assignment, messages, pipeline
+from rayneuron.group.children import Children, Processes
+from rayneuron.group.messages import Done, Failed, Placed, Progress, Ready
+from rayneuron.group.rank import Count, Rank
+from rayneuron.group.rendezvous import Meeting, Member
+from rayneuron.group.watch import KINDS, Watch
+from rayneuron.group.worker import Invitation
+from rayneuron.models.arch import Arch
+from rayneuron.placement.layout import Layout
+from rayneuron.placement.records import this_process
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
+_ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the latter after a loss
+
+
+class Group:
+    """Stands where `engine.runner.Runner` stands. Call `start`, `meet`, `load`, `warm`, each once, then `run`; `close` after a failure too.
+
+    `lost`: who was lost, None while all is well; `refused`: connections turned away; `step_s` and `busy_s`: all steps' and all ranks' time.
+    """
+
+    def __init__(
+        self,
+        config: Deployment,
+        layout: Layout,
+        arch: Arch,
+        capacity: Capacity,
+        dtype: str,
+        model: Path,
+        *,
+        processes: Processes | None = None,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config, self.layout = config, layout
+        self.arch, self.capacity, self.dtype, self.model = arch, capacity, dtype, model
+        self.processes = processes or Children()
+        self.members: list[Member] = []
+        self.refused = 0
+        self.steps = 0
+        self.step_s = self.busy_s = self._began_s = 0.0
+        self.rank = Rank()
+        self._on_lost = on_lost
+        self._meeting: Meeting | None = None
+        self._watch: Watch | None = None
+        self._closed = False
+
+    @property
+    def lost(self) -> str | None:
+        """Who was lost first and how, None while the group is whole."""
+        return self._watch.lost if self._watch is not None else None
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all steps' time in which a rank had nothing to do (the bubble), 1 - busy / (ranks x time); 0 in async mode."""
+        return 1 - self.busy_s / (len(self.layout.workers) * self.step_s) if self.step_s and not self.ahead else 0.0
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The cores this process holds in the node's ledger, for its whole share of the group."""
+        return self.rank.grant.cores if self.rank.grant else ()
+
+    def start(self) -> Group:
+        """Start the workers' processes, and wait for nothing. Raises ConfigError."""
+        files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
+        wire.allow_files(files)
+        others = self.layout.workers[1:]
+        self._meeting = meeting = Meeting(self.processes.node_ips)
+        invitations = [self._invitation(meeting, worker.index, worker.node, files) for worker in others]
+        try:
+            self.processes.start(invitations, [worker.node for worker in others])
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def meet(self) -> None:
+        """Wait for the workers, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
+        meeting, limits, ips = (self if self._meeting else self.start())._meeting, self.config.group, tuple(self.processes.node_ips)
+        assert meeting is not None
+        try:
+            self.members = meeting.gather(self.layout.workers[1:], ips, limits.start_s, self.processes.gone)
+        finally:
+            self.refused = meeting.refused
+            meeting.close()
+        for member in self.members:
+            member.channel.limit_bytes = assignment.longest_answer(self.capacity, self.arch.vocab)
+        self._watch = Watch(self.members, self._break, limits.silence_s)
+        placed = self._take_places(meeting.token, ips)
+        begins = assignment.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())
+        for member, begin in zip(self.members, begins[1:], strict=True):
+            self._tell(member, wire.frame(begin))
+        self._locally(lambda: self.rank.begin(begins[0], self._check))
+        self._all(Ready, "has not connected to the others", limits.start_s)
+
+    def load(self, progress: Count = lambda done, total: None) -> None:
+        """Read the weights, every rank its share, all at once."""
+        self._send(messages.Load())
+        self._locally(lambda: self.rank.load(self._checked(progress)))
+        self._all(Ready, "has not loaded its weights, and made no progress", self.config.group.load_s)
+
+    def warm(self, progress: Count = lambda done, total: None) -> None:
+        """Make every shape ready, all ranks together."""
+        self._send(messages.Warm())
+        self._locally(lambda: self.rank.warm(self._checked(progress)))
+        self._all(Ready, "has not warmed up, and made no progress", self.config.group.load_s)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step may begin while one runs."""
+        return self.config.compile.async_mode
+
+    def run(self, plan: Plan) -> StepOutput:
+        """One step on all ranks. Raises WorkerLost; then nothing runs here any more."""
+        return self.begin(plan).wait()
+
+    def begin(self, plan: Plan) -> pipeline.UnderWay:
+        """Begin one step on all ranks; where the device cannot queue it, this process's share is done here. Raises WorkerLost."""
+        self._check()
+        self._began_s = time.perf_counter()
+        divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
+        self.steps += 1
+        parts = [(shape, pack(p.works, shape, self.capacity.rows, self.capacity.length)) for shape, p in divided]
+        self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts]))
+        begun = self._locally(lambda: self.rank.begin_step(plan.copies, parts))
+        return pipeline.UnderWay(self.steps, begun, [len(p.works) for _, p in divided], self._end)
+
+    def _end(self, step: pipeline.UnderWay) -> StepOutput:
+        outputs = self._locally(lambda: [part.wait() for part in step.parts])
+        answers = self._all(Done, f"has not finished step {step.number}", self.config.group.step_s)
+        self.step_s += time.perf_counter() - self._began_s
+        self.busy_s += self.rank.busy_s + sum(answer.busy_s for answer in answers)
+        outputs = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
+        return pipeline.merge(outputs, step.rows)
+
+    def close(self) -> None:
+        """End every worker and give everything back. Harmless twice."""
+        if self._closed:
+            return
+        self._closed = True
+        orderly = self.lost is None
+        try:
+            self._dismiss(orderly)
+        finally:
+            self.rank.close()
+
+    def _dismiss(self, orderly: bool) -> None:
+        """See the other workers off."""
+        if self._watch is not None:
+            self._watch.stop()
+        for member in self.members:
+            try:
+                if orderly:
+                    member.channel.send(messages.Stop(), 1.0)
+                else:
+                    member.channel.shutdown()
+            except (wire.WireError, TimeoutError):
+                pass  # it has ended already
+        if self._meeting is not None:
+            self._meeting.close()
+        self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
+        for member in self.members:
+            member.channel.close()
+
+    def _invitation(self, meeting: Meeting, index: int, node: int, files: int) -> Invitation:
+        leader, longest = this_process() if node == 0 else None, assignment.longest_step(self.capacity)
+        return Invitation(index, meeting.token, meeting.addresses(node), self.config.group.start_s, leader, longest, files)
+
+    def _take_places(self, token: bytes, ips: Sequence[str]) -> list[Placed]:
+        places = assignment.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))
+        for member, place in zip(self.members, places[1:], strict=True):
+            self._tell(member, wire.frame(place))
+        mine = self._locally(lambda: self.rank.place(places[0]))
+        limit_s = self.config.group.start_s + self.config.group.cores_s
+        return [mine, *self._all(Placed, "has not taken its place", limit_s)]
+
+    def _hellos(self) -> dict[int, tuple[int, int]]:
+        return {0: this_process()} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
+
+    def _common(self) -> assignment.Common:
+        share = max(1, settings.threads() // max(len(self.layout.on_node(n)) for n in range(self.layout.nodes)))
+        return assignment.Common(self.capacity, self.dtype, self.config.threads or share, str(self.model))
+
+    def _send(self, message: messages.ToWorker) -> None:
+        frame = wire.frame(message)
+        for member in self.members:
+            self._tell(member, frame)
+
+    def _tell(self, member: Member, frame: bytearray) -> None:
+        try:
+            member.channel.send_frame(frame, self.config.group.step_s)
+        except (wire.WireError, TimeoutError) as problem:
+            raise self._lose(f"{member.name} is gone ({problem})", member) from None
+
+    def _locally(self, work: Callable[[], Answer]) -> Answer:
+        """This process's own share. What breaks because another one died is reported as that one's death."""
+        try:
+            return work()
+        except BaseException as error:
+            if self.lost is None and isinstance(error, WorkerLost):
+                self._blame()
+            if self._watch is not None and self._watch.lost is not None:
+                raise self._watch.why() from error
+            if isinstance(error, WorkerLost):
+                raise self._lose(f"worker 0 waited in vain: {error}") from error
+            if not isinstance(error, ConfigError | CheckpointError | Busy):
+                self._lose(f"worker 0 failed: {type(error).__name__}: {error}")
+            raise
+
+    def _blame(self) -> None:
+        """A wait broke before the watch has seen why: take the words of a worker that could still say it."""
+        for member in self.members:
+            try:
+                answer = member.channel.receive_now()
+            except wire.WireError as problem:
+                self._lose(f"{member.name} is gone ({problem})", member)
+                return
+            if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
+                self._lose(f"{member.name} failed: {answer.kind}: {answer.error}")
+                return
+
+    def _all(self, kind: type[Answer], late: str, timeout_s: float) -> list[Answer]:
+        """One answer of each worker, in order. Progress restarts the clock."""
+        return [self._answer(member, kind, late, timeout_s) for member in self.members]
+
+    def _answer(self, member: Member, kind: type[Answer], late: str, timeout_s: float) -> Answer:
+        while True:
+            try:
+                answer = member.channel.receive(timeout_s, self._check)
+            except TimeoutError:
+                raise self._lose(f"{member.name} {late} within {timeout_s:g} s") from None
+            except wire.WireError as problem:
+                raise self._lose(f"{member.name} is gone ({problem})", member) from None
+            if isinstance(answer, kind):
+                return answer
+            if isinstance(answer, Failed):
+                raise self._failed(member, answer)
+            if not isinstance(answer, Progress):
+                raise self._lose(f"{member.name} answered {type(answer).__name__} where {kind.__name__} was due")
+
+    def _failed(self, member: Member, answer: Failed) -> RayNeuronError:
+        if answer.kind in KINDS:
+            self._lose(f"{member.name}: {answer.error}")
+            return KINDS[answer.kind](f"{member.name}: {answer.error}")
+        return self._lose(f"{member.name} failed: {answer.kind}: {answer.error}")
+
+    def _checked(self, progress: Count) -> Count:
+        def report(done: int, total: int) -> None:
+            self._check()
+            progress(done, total)
+
+        return report
+
+    def _check(self) -> None:
+        if self._watch is not None and self._watch.lost is not None:
+            raise self._watch.why()
+        if self._closed:
+            raise WorkerLost("the group is closed")
+
+    def _lose(self, reason: str, *gone: Member) -> RayNeuronError:
+        """Note a loss, unless there was one before; the error to raise names the first."""
+        if self._watch is not None:
+            self._watch.lose(reason, gone)
+        return self._watch.why() if self._watch is not None and self._watch.lost is not None else WorkerLost(reason)
+
+    def _break(self, reason: str) -> None:
+        """On the first loss, from whatever thread saw it: end everybody's waiting."""
+        log.error("the group is lost: %s", reason)
+        self.rank.abort()
+        for member in self.members:
+            member.channel.shutdown()
+        if self._on_lost is not None:
+            self._on_lost(reason)

@@ -1,0 +1,249 @@
+"""One rank of a group, from its place to its steps: the same in worker 0 and in every other worker.
+
+`place` takes what others ask about (cores, shared memory, listeners), `begin` connects, `load`, `warm` and `run` work, `abort` breaks
+every wait.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayneuron import settings, wire
+from rayneuron.config import Deployment, parse
+from rayneuron.devices.base import Ended, Pending, Queues, StepOutput
+from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.group.messages import Begin, Place, Placed
+from rayneuron.placement import cores
+from rayneuron.placement.ledger import Grant, Ledger
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayneuron.devices.base import Batch, Collectives, Shape
+    from rayneuron.engine.runner import Runner
+    from rayneuron.group.links import Incoming, Outgoing
+
+Count = Callable[[int, int], None]  # done, total
+Check = Callable[[], None]  # raises when the group is lost
+
+
+class Rank:
+    """What one process holds for the group. Methods belong to one thread, `abort` to any."""
+
+    def __init__(self) -> None:
+        self.grant: Grant | None = None
+        self.runner: Runner | None = None
+        self.busy_s = 0.0  # of the last step: without the time it waited for the stage before
+        self._listener: socket.socket | None = None
+        self._store_socket: socket.socket | None = None
+        self._probes: list[socket.socket] = []
+        self._store: Any = None
+        self._segment: Any = None
+        self._comm: Any = None
+        self._before: Incoming | None = None
+        self._after: Outgoing | None = None
+        self._place: Place
+        self._begin: Begin
+        self._config: Deployment
+
+    @property
+    def reports(self) -> bool:
+        """Whether worker 0 needs this rank's outputs: rank 0 of the last of several stages."""
+        return self._begin.stages > 1 and self._begin.stage == self._begin.stages - 1 and self._begin.rank == 0
+
+    def place(self, place: Place) -> Placed:
+        """Take cores, memory and listeners. Raises ConfigError or Busy with who holds the cores."""
+        self._place = place
+        if place.take:
+            kind = cores.this_node(place.instance, None, 1)
+            ledger = Ledger(Path(place.directory), kind)
+            self.grant = ledger.take(place.take, place.deployment, wait_s=place.wait_s)
+        if place.share:
+            from rayneuron.collectives.shared_memory import Segment
+
+            self._segment = Segment.create(place.share)
+        if place.listen:
+            self._listener = wire.listen(place.node_ip if place.listen == "tcp" else None, backlog=4)
+        return Placed(
+            cores=self.grant.cores if self.grant else (),
+            segment=self._segment.address if self._segment else None,
+            store=self._open_store(place) if place.gather else "",
+            link=wire.address(self._listener) if self._listener else "",
+            ports=self._hold_ports(place.node_ip),
+        )
+
+    def begin(self, begin: Begin, check: Check) -> None:
+        """Export the environment, then join the stage's collectives and the neighbouring stages."""
+        settings.export(begin.environment)
+        import torch
+
+        torch.set_num_threads(begin.threads)
+        while self._probes:
+            self._probes.pop().close()
+        self._begin, self._config = begin, parse(begin.config)
+        self._connect(begin, check)
+        self._comm = self._collectives(begin)
+
+    def load(self, progress: Count) -> None:
+        """Read this rank's share of the weights. Raises CheckpointError."""
+        from rayneuron import devices, models
+        from rayneuron.engine.neuron_sampling import rule_of
+        from rayneuron.engine.runner import Runner
+        from rayneuron.group.ahead import ahead
+        from rayneuron.group.pipeline import program, stage_of
+        from rayneuron.models import hub, presharded
+
+        begin, config = self._begin, self._config
+        path = Path(begin.model)
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} is not on this node; every node of a group needs the model under the same path")
+        raw = hub.read_config(path)
+        together = devices.ranks_per_process(config.device) > 1  # then the workers of a stage share its ranks
+        ranks = config.tensor_parallel if together else begin.ranks
+        arch = models.check(raw, tp=ranks, max_model_len=begin.capacity.length, **config.model_options())
+        dtype = _dtype(begin.dtype)
+        stage = stage_of(config, dtype, begin.stage)
+        kv_dtype = models.kv_type(config.kv_dtype)
+        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks, begin.stage, arch.hidden)
+        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
+        comm = getattr(device, "comm", self._comm)
+        self.runner = Runner(arch, device, begin.capacity, comm, program(arch, stage, rule_of(config)))
+        first, count = (made.start_rank, made.local_ranks or 1) if together else (begin.rank, 1)
+        loaded = [
+            presharded.open_weights(
+                path, raw, arch, dtype=dtype, rank=rank, ranks=ranks, fused=config.fused_qkv, stage=begin.stage,
+                stages=begin.stages, quantization=config.quantization, allow_pickle=config.model.allow_pickle, progress=progress,
+            )
+            for rank in range(first, first + count)
+        ]  # fmt: skip
+        self.runner.load(loaded[0] if count == 1 else {**loaded[0], "ranks": loaded})
+
+    def warm(self, progress: Count) -> None:
+        """Make every shape ready; all ranks of the group do so together."""
+        assert self.runner is not None
+        self.runner.warm(lambda done, total, shape: progress(done, total))
+
+    def run(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
+        """One step: KV copies, then the micro-batches in order."""
+        assert self.runner is not None
+        began, before_s = time.perf_counter(), self._waited_s()
+        self.runner.copy(copies)
+        outputs = [self._part(shape, batch) for shape, batch in parts]
+        self.busy_s = time.perf_counter() - began - (self._waited_s() - before_s)
+        return outputs
+
+    def _waited_s(self) -> float:
+        return self._before.waited_s if self._before is not None else 0.0
+
+    def begin_step(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> Sequence[Pending]:
+        """As `run`; where the device takes a step while one runs, without waiting for its end."""
+        assert self.runner is not None
+        device = self.runner.device
+        if not isinstance(device, Queues):
+            return [Ended(out) for out in self.run(copies, parts)]
+        self.runner.copy(copies)
+        return [device.start(shape, batch) for shape, batch in parts]
+
+    def _part(self, shape: Shape, batch: Batch) -> StepOutput:
+        """One micro-batch; hidden states come from the previous stage and go to the next."""
+        import torch
+
+        assert self.runner is not None
+        if self._before is not None:
+            made = torch.empty(shape.rows, shape.tokens, self.runner.arch.hidden, dtype=_dtype(self._begin.dtype))
+            batch.hidden = self._before.receive(made)
+        out = self.runner.device.run(shape, batch)
+        if self._after is None:
+            return out
+        assert out.hidden is not None
+        self._after.send(out.hidden)
+        return StepOutput()
+
+    def abort(self) -> None:
+        """Break every wait of this rank, and of the ranks it shares memory with. For any thread."""
+        for part in (self._comm, self._before, self._after):
+            abort = getattr(part, "abort", None)
+            if abort is not None:
+                abort()
+
+    def close(self) -> None:
+        """Give everything back, the cores last."""
+        if self.runner is not None:
+            self.runner.close()
+        for part in (self._after, self._before, self._comm, self._segment, self._listener, self._store_socket, *self._probes):
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()
+        self._store = self._comm = self._segment = self._before = self._after = self.runner = None
+        if self.grant is not None:
+            self.grant.release()
+
+    def _open_store(self, place: Place) -> str:
+        """The meeting point of gloo, on this node's own address and a port that is bound before anybody hears of it."""
+        import torch.distributed as dist
+
+        self._store_socket = wire.listen(place.node_ip)
+        port = self._store_socket.getsockname()[1]
+        descriptor = self._store_socket.dup().detach()
+        limit = timedelta(seconds=place.wait_s + 120)
+        store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        self._store = store(place.node_ip, port, place.gather, True, limit, wait_for_workers=False, master_listen_fd=descriptor)
+        return f"{place.node_ip}:{port}"
+
+    def _hold_ports(self, ip: str) -> tuple[int, int]:
+        """Two ports for the runtime's own meetings; held until all of the group have theirs, so that none is given twice."""
+        self._probes = [wire.listen(ip), wire.listen(ip)]
+        first, second = (probe.getsockname()[1] for probe in self._probes)
+        return first, second
+
+    def _connect(self, begin: Begin, check: Check) -> None:
+        from rayneuron.group import links
+
+        place, rank = self._place, begin.rank
+        if begin.link:
+            name = f"rank {rank} of stage {begin.stage + 1}"
+            self._after = links.Outgoing(links.dial(begin.link, place.token, place.index, name, begin.timeout_s), name)
+        if self._listener is not None:
+            name = f"rank {rank} of stage {begin.stage - 1}"
+            connection = links.accept(self._listener, place.token, name, begin.timeout_s, check)
+            self._before = links.Incoming(connection, name, begin.step_timeout_s)
+            self._listener.close()
+            self._listener = None
+
+    def _collectives(self, begin: Begin) -> Collectives:
+        """Shared memory within this node, and between nodes one rank of each."""
+        near = self._near(begin)
+        if begin.hosts == 1:
+            return near
+        from rayneuron.collectives.gloo import meet
+        from rayneuron.collectives.two_levels import TwoLevels
+
+        host, limits, ip = begin.rank // near.ranks, (begin.timeout_s, begin.step_timeout_s), self._place.node_ip
+        far = meet(self._store, begin.store, ip, host, begin.hosts, *limits) if near.rank == 0 else None
+        return far if near.ranks == 1 and far is not None else TwoLevels(near, far, host, begin.hosts)
+
+    def _near(self, begin: Begin) -> Collectives:
+        here = begin.ranks // begin.hosts
+        if here == 1 or begin.segment is None:
+            from rayneuron.devices.base import Solo
+
+            return Solo()
+        from rayneuron.collectives.shared_memory import Segment, SharedMemory
+
+        if self._segment is None:
+            self._segment = Segment.attach(begin.segment, here)
+        return SharedMemory(self._segment, begin.rank % here, here, peers=begin.peers, timeout_s=begin.step_timeout_s)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype")
+    return found

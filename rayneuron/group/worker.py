@@ -1,0 +1,160 @@
+"""The loop of every worker but the first: come, take a place, connect, load, warm, then step after step until told to stop.
+
+One function, `serve_rank`, for both ways a worker starts: as a child process (`python -m rayneuron.group.worker`, the invitation on
+standard input) and inside a Ray actor. The process ends with the group: a second thread ends it when worker 0 is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from rayneuron import wire
+from rayneuron.errors import RayNeuronError, WorkerLost
+from rayneuron.group import messages
+from rayneuron.group.messages import Beat, Begin, Failed, Hello, Load, Place, Progress, Ready, Step, Stop, ToWorker, Warm
+from rayneuron.group.rank import Rank
+from rayneuron.placement.records import process_started
+
+log = logging.getLogger(__name__)
+
+LOST = 70  # exit code of a worker whose group has ended without saying so
+_SEND_S = 30.0
+_PROGRESS_S = 0.5  # no more often; also what keeps worker 0 patient
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """What a worker needs to find its group. `addresses`: worker 0's listeners, the nearest first; `files`: how many it will open."""
+
+    index: int
+    token: bytes
+    addresses: tuple[str, ...]
+    timeout_s: float
+    leader: tuple[int, int] | None = None  # pid and start of worker 0, where it is on this host
+    limit_bytes: int = wire.MOST_BYTES
+    files: int = 1024
+
+
+def serve_rank(invitation: Invitation, leave: Callable[[int], None] = os._exit) -> None:
+    """Serve one rank to the end of its group. Returns after Stop; on any failure it tells worker 0 and calls `leave`."""
+    wire.allow_files(invitation.files)
+    channel = _join(invitation)
+    rank = Rank()
+    threading.Thread(target=_watch, args=(channel, invitation, leave), name="rayneuron-watch", daemon=True).start()
+    try:
+        _serve(channel, rank)
+    except wire.Closed:
+        log.error("worker %d: worker 0 is gone", invitation.index)
+        leave(LOST)
+    except BaseException as error:
+        log.exception("worker %d has failed", invitation.index)
+        _tell(channel, Failed(type(error).__name__, str(error)))
+        rank.abort()
+        leave(1)
+    rank.close()
+    channel.close()
+
+
+def _join(invitation: Invitation) -> wire.Channel[ToWorker]:
+    problems = []
+    for address in invitation.addresses:
+        try:
+            connection = wire.connect(address, invitation.timeout_s)
+        except TimeoutError as problem:
+            problems.append(str(problem))
+            continue
+        channel: wire.Channel[ToWorker] = wire.Channel(connection, ToWorker, invitation.limit_bytes)
+        pid = os.getpid()
+        channel.send(Hello(invitation.token, invitation.index, pid, process_started(pid) or 0))
+        return channel
+    raise WorkerLost(f"worker {invitation.index} cannot reach worker 0: {'; '.join(problems)}")
+
+
+def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
+    while True:
+        message = channel.receive()
+        match message:
+            case Step():
+                _step(channel, rank, message)
+            case Place():
+                channel.send(rank.place(message))
+            case Begin():
+                rank.begin(message, _nothing)
+                channel.send(Ready())
+            case Load():
+                rank.load(_reporter(channel))
+                channel.send(Ready())
+            case Warm():
+                rank.warm(_reporter(channel))
+                channel.send(Ready())
+            case Beat():
+                pass
+            case Stop():
+                return
+
+
+def _step(channel: wire.Channel[ToWorker], rank: Rank, step: Step) -> None:
+    from rayneuron.group import arrays  # torch: only once the environment is as Begin said
+
+    outputs = rank.run(step.copies, [(part.shape, arrays.batch(part)) for part in step.parts])
+    sent = () if not rank.reports else [arrays.output(out) for out in outputs]
+    channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
+
+
+def _reporter(channel: wire.Channel[ToWorker]) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _PROGRESS_S:
+            last = time.monotonic()
+            channel.send(Progress(done, total))
+
+    return report
+
+
+def _watch(channel: wire.Channel[ToWorker], invitation: Invitation, leave: Callable[[int], None]) -> None:
+    """End this process when worker 0 is gone, whatever the other thread is doing: computing, loading, or waiting for a dead rank."""
+    poll = select.poll()
+    wire.hang_up(poll, channel.fileno())
+    if invitation.leader is not None and process_started(invitation.leader[0]) == invitation.leader[1]:
+        poll.register(os.pidfd_open(invitation.leader[0]), select.POLLIN)  # its socket may live on in a process it has forked
+    poll.poll()
+    if channel.fileno() >= 0:  # else it was closed here, after Stop
+        leave(LOST)
+
+
+def _tell(channel: wire.Channel[ToWorker], message: Failed) -> None:
+    try:
+        channel.send(message, 1.0)
+    except (wire.WireError, TimeoutError):
+        pass  # nobody is there any more
+
+
+def _nothing() -> None:
+    return None
+
+
+def main() -> None:
+    """A child process: the invitation is on standard input, since arguments and environments can be read by others."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; worker 0 says when to end
+    invitation = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Invitation)
+    try:
+        serve_rank(invitation)
+    except RayNeuronError as error:
+        log.error("worker %d: %s", invitation.index, error)
+        os._exit(1)
+    os._exit(0)  # nothing is left to give back, and taking an interpreter with torch apart takes a second
+
+
+if __name__ == "__main__":
+    main()

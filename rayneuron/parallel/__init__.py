@@ -1,1 +1,0 @@
-"""Several processes that act as one runner: cores, layout, environment, workers."""

@@ -1,0 +1,131 @@
+"""The environment of one worker process: every variable the Neuron runtime and its libraries read, as a pure function of its place.
+
+It must be in place before the process imports torch: the runtime reads most of it once. Meanings and sources: research/neuron.md B2, C3.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayneuron.devices.neuron.releases import IN_FLIGHT
+from rayneuron.errors import ConfigError
+from rayneuron.placement.cores import COUNT, NOSET, VISIBLE, visible
+from rayneuron.placement.instances import Instance
+from rayneuron.placement.layout import Layout, Worker
+
+_EXEC_TIMEOUT_S = 600  # the documents name 2, 30 and 600 as the default: set it
+_MALLOC_ARENAS = 64  # more arenas multiply host memory while weights load
+_FORK_SAFE_SINCE = (5, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the group meets. `nodes`: each node's internal IP in node order, as Ray knows it (never what HOST_IP or a host name says).
+
+    `roots`: one device-collectives port a stage, on the node of the stage's rank 0. `host`: the port of host messages, on node 0.
+    """
+
+    nodes: tuple[str, ...]
+    roots: tuple[int, ...]
+    host: int
+
+    def __post_init__(self) -> None:
+        for ip in self.nodes:
+            _check_address(ip)
+        loopback = [ipaddress.ip_address(ip).is_loopback for ip in self.nodes]
+        if any(loopback) and not all(loopback):
+            raise ConfigError(f"{self.nodes[loopback.index(True)]} cannot be reached from the other nodes ({', '.join(self.nodes)})")
+        ports = (*self.roots, self.host)
+        if len(set(ports)) != len(ports) or not all(0 < port < 65536 for port in ports):
+            raise ConfigError(f"ports {', '.join(map(str, ports))} of one group must differ from each other and lie in 1-65535")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a node's environment depends on beside the instance type. `kernel`: as `uname -r` prints it. `vcpus` None: the instance's.
+
+    `async_mode`: steps are queued while one runs.
+    """
+
+    kernel: str
+    vcpus: int | None = None
+    cache_url: str | None = None
+    async_mode: bool = False
+
+
+def environment(
+    layout: Layout, worker: Worker, instance: Instance, cores: Sequence[int], endpoints: Endpoints, host: Host, deployment: str
+) -> dict[str, str]:
+    """All variables of one worker. `cores`: those the ledger granted to it, contiguous. Raises ConfigError."""
+    if len(cores) != len(worker.ranks):
+        raise ConfigError(f"worker {worker.index} of {deployment} drives {len(worker.ranks)} ranks but was given {len(cores)} cores")
+    vcpus = instance.vcpus if host.vcpus is None else host.vcpus
+    out = {
+        NOSET: "1",
+        VISIBLE: visible(cores),
+        COUNT: str(len(cores)),  # agrees with the list, for a library that only looks here
+        "NEURON_RT_EXEC_TIMEOUT": str(_EXEC_TIMEOUT_S),
+        "NEURON_PROCESS_TAG": deployment if layout.pipeline_parallel == 1 else f"{deployment}/stage{worker.stage}",
+        "OMP_NUM_THREADS": str(max(1, vcpus * len(cores) // instance.cores)),
+        "MALLOC_ARENA_MAX": str(_MALLOC_ARENAS),
+    }
+    if len(instance.lncs) > 1:
+        out["NEURON_LOGICAL_NC_CONFIG"] = str(instance.lnc)
+    if host.cache_url:
+        out["NEURON_COMPILE_CACHE_URL"] = host.cache_url
+    if host.async_mode:
+        out |= IN_FLIGHT
+    return out | _rendezvous(layout, worker, endpoints) | _network(layout, instance, host)
+
+
+def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[str, str]:
+    out = {}
+    if layout.tensor_parallel > 1 or (layout.style != "own" and layout.pipeline_parallel > 1):
+        out["NEURON_RT_ROOT_COMM_ID"] = root(layout, worker.stage, endpoints)
+    if layout.nodes > 1 or layout.pipeline_parallel > 1:
+        out["NEURON_RANK_ID"] = str(layout.place(worker))
+    if layout.nodes_per_stage > 1:
+        out["NEURON_LOCAL_TP"] = str(layout.local_tp)
+    if layout.pipeline_parallel > 1:
+        out["NEURON_PP_STAGES"] = str(layout.pipeline_parallel)
+        out["CPU_COMM_ID"] = join(endpoints.nodes[0], endpoints.host)
+    return out
+
+
+def root(layout: Layout, stage: int, endpoints: Endpoints) -> str:
+    """ip:port where a stage's device collectives meet: its own rank 0. transformers-neuronx has one meeting place for all stages."""
+    if layout.style == "transformers-neuronx":
+        stage = 0
+    return join(endpoints.nodes[layout.stage(stage)[0].node], endpoints.roots[stage])
+
+
+def _network(layout: Layout, instance: Instance, host: Host) -> dict[str, str]:
+    if layout.nodes == 1 or not instance.efa:
+        return {}
+    out = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    return out if fork_safe(host.kernel) else out | {"FI_EFA_FORK_SAFE": "1"}
+
+
+def fork_safe(kernel: str) -> bool:
+    """True where a process that uses EFA may fork: kernels from 5.15 on. An unreadable version counts as old: the flag does no harm."""
+    match = re.match(r"(\d+)\.(\d+)", kernel)
+    return match is not None and (int(match[1]), int(match[2])) >= _FORK_SAFE_SINCE
+
+
+def join(ip: str, port: int) -> str:
+    """ip:port, with brackets around an IPv6 address."""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def _check_address(ip: str) -> None:
+    try:
+        address = ipaddress.ip_address(ip)
+    except ValueError:
+        raise ConfigError(
+            f"{ip!r} is no IP address; the runtime wants a literal one, as `ray.nodes()` shows it (NodeManagerAddress)"
+        ) from None
+    if address.is_unspecified or address.is_multicast:
+        raise ConfigError(f"{ip} is no address of one node; use the node's internal IP, as `ray.nodes()` shows it (NodeManagerAddress)")

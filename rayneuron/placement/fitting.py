@@ -1,0 +1,127 @@
+"""Does a model fit the cores it asks for, and if not, the smallest change of one setting that makes it fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayneuron import models
+from rayneuron.config import Deployment
+from rayneuron.engine.buckets import SMALLEST_CONTEXT, Capacity, capacity
+from rayneuron.engine.prefix_buckets import SMALLEST_PREFILL, prefixes
+from rayneuron.errors import ConfigError
+from rayneuron.placement.instances import MACHINE, Instance
+from rayneuron.placement.layout import Layout, Style, partition
+from rayneuron.placement.memory import Memory, memory
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model could do more: LMI's and vLLM-neuron's choice
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One application: its checked configuration, the model's config.json, and how many ranks its device drives from one process."""
+
+    config: Deployment
+    raw: Mapping[str, Any]
+    ranks_per_process: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """The most replicas it may ever have: what an autoscaler may take is reserved."""
+        scaling = self.config.serving.autoscaling
+        return int(scaling.get("max_replicas", 1)) if scaling else self.config.serving.num_replicas
+
+
+def model_length(config: Deployment, raw: Mapping[str, Any]) -> int:
+    """max_model_len, or the model's own up to DEFAULT_MODEL_LEN (logged, since a longer one costs memory and start-up time)."""
+    if config.max_model_len is not None:
+        return config.max_model_len
+    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
+    if own > DEFAULT_MODEL_LEN:
+        log.info("max_model_len defaults to %d; the model can do %d: set max_model_len to use more", DEFAULT_MODEL_LEN, own)
+    return min(int(own), DEFAULT_MODEL_LEN)
+
+
+def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
+    """Rows, lengths and bucket lists the engine will have."""
+    length = model_length(config, raw)
+    prefix = prefixes(config.buckets.prefix, length)
+    return capacity(
+        rows=config.max_num_seqs,
+        length=length,
+        prefix=prefix,
+        smallest_context=SMALLEST_PREFILL if prefix else SMALLEST_CONTEXT,
+        chunk=config.prefill_chunk_tokens,
+        kv_tokens=config.kv_cache_tokens,
+        batch=config.buckets.batch,
+        context=config.buckets.context_encoding,
+        lengths=config.buckets.token_generation,
+        smallest=config.buckets.smallest,
+    )
+
+
+def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int, style: Style = "own") -> list[Memory]:
+    """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
+    parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel, style)
+    return [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+
+
+def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> list[Memory]:
+    """`stage_memory`, refused with what would fit where a core has less. Raises ConfigError."""
+    held = stage_memory(want, c, made.tensor_parallel, made.pipeline_parallel, made.style)
+    worst = max(held, key=lambda m: m.total)
+    if worst.total <= instance.core_memory_bytes:
+        return held
+    raise ConfigError(
+        f"needs {gib(worst.total)} GiB a {'core' if instance.name != MACHINE else 'rank'} ({parts(worst)}), "
+        f"{instance.name} has {gib(instance.core_memory_bytes)}; " + _what_fits(want, made, c, instance)
+    )
+
+
+def check_together(held: Sequence[Memory], memory_bytes: int) -> None:
+    """Refuse ranks that share one memory and need more than it has. Raises ConfigError."""
+    total = sum(one.total for one in held)
+    if total > memory_bytes:
+        raise ConfigError(
+            f"all {len(held)} ranks together need {gib(total)} GiB, this machine has {gib(memory_bytes)}; write a smaller max_num_seqs or "
+            "max_model_len, quantization: int8, or fewer replicas"
+        )
+
+
+def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> str:
+    def fits(c: Capacity, tensor_parallel: int = made.tensor_parallel, **settings: Any) -> bool:
+        changed = replace(want, config=want.config.model_copy(update=settings))
+        try:
+            held = stage_memory(changed, c, tensor_parallel, made.pipeline_parallel, made.style)
+        except ConfigError:
+            return False
+        return max(m.total for m in held) <= instance.core_memory_bytes
+
+    found: list[str] = []
+    if made.nodes_per_stage == 1:
+        found += [f"tensor_parallel: {d}" for d in instance.degrees if d > made.tensor_parallel and fits(c, d)][:1]
+    fewer = (replace(c, rows=rows, batch=tuple(b for b in c.batch if b <= rows)) for rows in range(c.rows - 1, 0, -1))
+    found += [f"max_num_seqs: {less.rows}" for less in fewer if fits(less)][:1]
+    shorter = (replace(c, length=n, context=tuple(t for t in c.context if t <= n) or (n,)) for n in reversed(c.lengths) if n < c.length)
+    found += [f"max_model_len: {less.length}" for less in shorter if fits(less)][:1]
+    if want.config.quantization is None and fits(c, quantization="int8"):
+        found.append("quantization: int8")
+    return (
+        "write " + ", or ".join(found)
+        if found
+        else f"no one setting makes it fit {instance.name}; write nodes: N with pipeline_parallel: N"
+    )
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, two places."""
+    return f"{size / 2**30:.2f}"
+
+
+def parts(m: Memory) -> str:
+    """The summands of a core's memory, for people."""
+    return f"weights {gib(m.weights)} + KV {gib(m.kv)} + buckets {gib(m.scratch)} + runtime {gib(m.runtime)}"

@@ -1,0 +1,233 @@
+"""The layout of one group: tensor_parallel x pipeline_parallel x nodes -> stages, workers, ranks, cores, Ray bundles.
+
+A bundle is a node's share of the group, so ranks can neither straddle nodes unevenly nor interleave: bundle i is node i, wherever it lands.
+A stage's ranks are numbered 0 .. tp-1 in node order. Worker 0 is the Serve replica itself, in bundle 0. A device that drives many ranks
+from one process (SPMD) has one worker for each node and stage; a device of one rank a process has one for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rayneuron.errors import ConfigError
+from rayneuron.placement.instances import Instance
+
+# Whose rules a group must obey: ours, or those of a library whose artifacts or launch scripts are to be kept.
+Style = Literal["own", "nxd", "transformers-neuronx"]
+CORES = "neuron_cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process. `ranks` are TP ranks inside its stage; `offset` counts its first core within the stage's run of cores on its node.
+
+    `leads`: takes that run from the node's core ledger, on behalf of the other workers of the same stage and node.
+    """
+
+    index: int
+    stage: int
+    node: int
+    ranks: tuple[int, ...]
+    offset: int
+
+    @property
+    def leads(self) -> bool:
+        return self.offset == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the ranks of one replica run. `bundles` and `strategy` go into the Serve deployment's placement group as they are."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    nodes: int
+    style: Style
+    workers: tuple[Worker, ...]
+    bundles: tuple[Mapping[str, float], ...]
+    strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nodes_per_stage(self) -> int:
+        """Nodes that share the TP ranks of one stage."""
+        return max(1, self.nodes // self.pipeline_parallel)
+
+    @property
+    def local_tp(self) -> int:
+        """TP ranks of one stage on one node."""
+        return self.tensor_parallel // self.nodes_per_stage
+
+    def stage(self, stage: int) -> tuple[Worker, ...]:
+        """The workers of one stage in rank order; the first holds rank 0."""
+        return tuple(worker for worker in self.workers if worker.stage == stage)
+
+    def on_node(self, node: int) -> tuple[Worker, ...]:
+        """The workers of one node, stage by stage."""
+        return tuple(worker for worker in self.workers if worker.node == node)
+
+    def place(self, worker: Worker) -> int:
+        """Number of the worker's (stage, node) pair, 0 for the first: what NEURON_RANK_ID counts."""
+        return worker.stage * self.nodes_per_stage + worker.ranks[0] // self.local_tp
+
+
+def layout(
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    nodes: int = 1,
+    *,
+    ranks_per_process: int = 1,
+    instance: Instance | None = None,
+    cpus_per_worker: float = 1.0,
+    style: Style = "own",
+) -> Layout:
+    """Lay out one replica. `instance`: the type of every node, None where cores are not counted (a plain CPU box).
+
+    Without `nodes` everything is on one node. With it, stages go to nodes first; nodes left over split each stage's TP ranks equally.
+    Raises ConfigError with what to write instead.
+    """
+    stages_per_node, nodes_per_stage = _spread(tensor_parallel, pipeline_parallel, nodes)
+    local = tensor_parallel // nodes_per_stage
+    notes = _check_instance(instance, tensor_parallel, local, stages_per_node, nodes_per_stage) if instance else []
+    _check_style(style, instance, tensor_parallel, pipeline_parallel, nodes, nodes_per_stage)
+    together = min(local, ranks_per_process)
+    if local % together:
+        raise ConfigError(f"{local} ranks a node cannot be shared equally by processes of {together}; write tensor_parallel: {together}")
+    workers = _workers(tensor_parallel, pipeline_parallel, nodes, local, together)
+    return Layout(
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        nodes=nodes,
+        style=style,
+        workers=workers,
+        bundles=tuple(_bundle([w for w in workers if w.node == node], cpus_per_worker, instance) for node in range(nodes)),
+        strategy="STRICT_SPREAD" if nodes > 1 else "STRICT_PACK",
+        notes=tuple(notes),
+    )
+
+
+def partition(layers: int, stages: int, style: Style = "own") -> tuple[range, ...]:
+    """The layers of each stage, contiguous. Ours differ by at most one; transformers-neuronx: ceil(layers / stages), the last the rest.
+
+    Raises ConfigError where a stage would have none.
+    """
+    if style == "transformers-neuronx":
+        each = -(-layers // stages)
+        edges = [min(i * each, layers) for i in range(stages + 1)]
+    else:
+        edges = [i * (layers // stages) + min(i, layers % stages) for i in range(stages + 1)]
+    parts = tuple(range(a, b) for a, b in zip(edges, edges[1:], strict=False))
+    if not all(parts):
+        most = max(n for n in range(1, stages) if len(range(0, layers, -(-layers // n))) == n)
+        raise ConfigError(
+            f"pipeline_parallel {stages} leaves a stage without any of the {layers} layers; write pipeline_parallel: {most}",
+            param="pipeline_parallel",
+        )
+    return parts
+
+
+def check_placed(nodes: Sequence[str], local: int) -> None:
+    """Refuse ranks (given as the node of each, in rank order) that are not an equal, uninterrupted share a node. Raises ConfigError."""
+    blocks = [nodes[i : i + local] for i in range(0, len(nodes), local)]
+    if all(len(set(block)) == 1 and len(block) == local for block in blocks) and len({block[0] for block in blocks}) == len(blocks):
+        return
+    counts = {node: list(nodes).count(node) for node in dict.fromkeys(nodes)}
+    raise ConfigError(
+        f"TP ranks must lie {local} a node, node after node, but are placed {', '.join(nodes)} "
+        f"({', '.join(f'{n} on {node}' for node, n in counts.items())}); write `nodes:` so that each node gets an equal share"
+    )
+
+
+def _spread(tensor_parallel: int, pipeline_parallel: int, nodes: int) -> tuple[int, int]:
+    """(stages a node, nodes a stage); one of them is 1."""
+    if pipeline_parallel % nodes == 0:
+        return pipeline_parallel // nodes, 1
+    if nodes % pipeline_parallel == 0 and tensor_parallel % (nodes // pipeline_parallel) == 0:
+        return 1, nodes // pipeline_parallel
+    good = [
+        n
+        for n in range(1, nodes)
+        if pipeline_parallel % n == 0 or (n % pipeline_parallel == 0 and tensor_parallel % (n // pipeline_parallel) == 0)
+    ]
+    raise ConfigError(
+        f"tensor_parallel {tensor_parallel} x pipeline_parallel {pipeline_parallel} does not divide equally over {nodes} nodes; "
+        f"write nodes: {good[-1] if good else 1}",
+        param="nodes",
+    )
+
+
+def _check_instance(instance: Instance, tensor_parallel: int, local: int, stages_per_node: int, nodes_per_stage: int) -> list[str]:
+    if nodes_per_stage == 1:
+        notes = [instance.check_degree(tensor_parallel)]
+    else:
+        notes = [instance.check_degree(local)]
+        _check_wide(instance, tensor_parallel, local, nodes_per_stage)
+    if stages_per_node * local > instance.cores:
+        fits = instance.cores // local
+        raise ConfigError(
+            f"{stages_per_node} stages of {local} cores want {stages_per_node * local} cores of one node, "
+            f"{instance.name} has {instance.cores}; write pipeline_parallel: {fits}, or nodes: {-(-stages_per_node // fits)}",
+            param="pipeline_parallel",
+        )
+    return [note for note in notes if note]
+
+
+def _check_wide(instance: Instance, tensor_parallel: int, local: int, nodes_per_stage: int) -> None:
+    """TP over nodes: whole nodes, of a type with a network for it."""
+    if not instance.tp_across_nodes:
+        raise ConfigError(
+            f"tensor_parallel {tensor_parallel} over {nodes_per_stage} nodes needs EFA, which {instance.name} has not; "
+            f"write tensor_parallel: {instance.degrees[-1]} and pipeline_parallel for the further nodes",
+            param="tensor_parallel",
+        )
+    if instance.efa and local != instance.cores:
+        raise ConfigError(
+            f"tensor_parallel {tensor_parallel} over {nodes_per_stage} nodes takes {local} of the {instance.cores} cores of each "
+            f"{instance.name}; over nodes the runtime wants whole ones: write tensor_parallel: {instance.cores * nodes_per_stage}",
+            param="tensor_parallel",
+        )
+
+
+def _check_style(
+    style: Style, instance: Instance | None, tensor_parallel: int, pipeline_parallel: int, nodes: int, nodes_per_stage: int
+) -> None:
+    if style == "own":
+        return
+    if style == "nxd":
+        if pipeline_parallel > 1:
+            raise ConfigError("NxD has no pipeline schedule for inference; write pipeline_parallel: 1", param="pipeline_parallel")
+        return
+    if pipeline_parallel > 1 and nodes_per_stage > 1:
+        raise ConfigError(
+            f"transformers-neuronx does not allow pipeline_parallel {pipeline_parallel} together with TP over {nodes_per_stage} nodes: "
+            "its stages hand activations over on the device, between single nodes; write pipeline_parallel: 1 or leave this mode",
+            param="pipeline_parallel",
+        )
+    if pipeline_parallel > 1 and pipeline_parallel != nodes:
+        raise ConfigError(
+            f"transformers-neuronx places one pipeline stage a node; write nodes: {pipeline_parallel}, or leave the compatible mode",
+            param="nodes",
+        )
+    if nodes > 1 and instance is not None and instance.family not in ("trn1", "declared"):
+        raise ConfigError(
+            f"transformers-neuronx runs over several nodes on Trn1 and Trn1n only, not {instance.name}; write nodes: 1", param="nodes"
+        )
+
+
+def _workers(tensor_parallel: int, pipeline_parallel: int, nodes: int, local: int, together: int) -> tuple[Worker, ...]:
+    workers: list[Worker] = []
+    shares = tensor_parallel // local  # nodes a stage
+    for stage in range(pipeline_parallel):
+        for first in range(0, tensor_parallel, together):
+            node = (stage * shares + first // local) if shares > 1 else stage * nodes // pipeline_parallel
+            workers.append(Worker(len(workers), stage, node, tuple(range(first, first + together)), first % local))
+    return tuple(workers)
+
+
+def _bundle(workers: Sequence[Worker], cpus_per_worker: float, instance: Instance | None) -> Mapping[str, float]:
+    bundle: dict[str, float] = {"CPU": cpus_per_worker * len(workers)}
+    if instance is not None:
+        bundle[CORES] = sum(len(worker.ranks) for worker in workers)
+    return bundle

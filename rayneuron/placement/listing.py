@@ -1,0 +1,76 @@
+"""A plan as text for people: what `rayneuron plan` prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rayneuron.config import Deployment
+from rayneuron.placement.fitting import Wanted, gib, parts
+from rayneuron.placement.plan import Group, Place, Plan, address, plan, read_raw, target
+from rayneuron.policies import packing
+
+
+def describe(
+    deployments: Mapping[str, Deployment],
+    *,
+    named: str | None = None,
+    nodes: int | None = None,
+    vcpus: int,
+    ranks_per_process: Callable[[str], int],
+    resolve: Callable[[str], Path] = Path,
+) -> str:
+    """What `rayneuron plan` prints. `ranks_per_process` maps a device's name to how many ranks one of its processes drives."""
+    wanted = {name: Wanted(config, read_raw(config, resolve), ranks_per_process(config.device)) for name, config in deployments.items()}
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return format(plan(wanted, target(wanted, named, vcpus, memory_bytes), nodes))
+
+
+def format(made: Plan) -> str:
+    """The plan for people: placement, ranks, memory and environment of every worker."""
+    lines = _head(made)
+    for group in made.groups:
+        lines += ["", _title(group, made.counted)]
+        for place in group.places:
+            lines += _worker(place, made)
+    tail = [f"node {i} free: {packing.compact(cores)}" for i, cores in enumerate(made.free)] if made.counted else []
+    tail += [f"note: {note}" for note in made.notes]
+    return "\n".join([*lines, *([""] if tail else []), *tail]) + "\n"
+
+
+def _head(made: Plan) -> list[str]:
+    kind = made.instance
+    if not made.counted:
+        shared = f" shared by {kind.cores} ranks" if kind.cores > 1 else ""
+        return [f"{kind.name}: {kind.vcpus} CPUs, {gib(kind.host_memory_bytes)} GiB{shared}; no instance is named, so no cores are counted"]
+    return [
+        f"{made.nodes} x {kind.name}: {kind.cores} cores of {gib(kind.core_memory_bytes)} GiB, "
+        f"tensor_parallel {', '.join(map(str, kind.degrees))}",
+        f"addresses and ports are stand-ins ({address(0)} is node 0); real ones are found at start",
+    ]
+
+
+def _title(group: Group, counted: bool) -> str:
+    shape = group.layout
+    words = (
+        f"{group.name} replica {group.replica}: tensor_parallel {shape.tensor_parallel} x pipeline_parallel {shape.pipeline_parallel} "
+        f"on {shape.nodes} node{'s' * (shape.nodes > 1)}, {group.graphs} graphs"
+    )
+    if not counted and len(shape.workers) == 1:
+        return words  # the replica alone, in no placement group
+    same = len({tuple(bundle.items()) for bundle in shape.bundles}) == 1
+    bundles = [f"{{{', '.join(f'{k}: {v:g}' for k, v in bundle.items())}}}" for bundle in shape.bundles]
+    listed = f"{len(bundles)} x {bundles[0]}" if same and len(bundles) > 1 else f"[{', '.join(bundles)}]"
+    return f"{words}, bundles {listed} {shape.strategy}"
+
+
+def _worker(place: Place, made: Plan) -> list[str]:
+    worker, held, kind = place.worker, place.memory, made.instance
+    cores = f", cores {packing.compact(place.cores)}" if made.counted else ""
+    return [
+        f"  worker {worker.index}: node {place.node}, stage {worker.stage}, ranks {packing.compact(worker.ranks)}{cores}",
+        f"    GiB a {'core' if made.counted else 'rank'}: {parts(held)} = {gib(held.total)} of {gib(kind.core_memory_bytes)} "
+        f"({100 * held.total / kind.core_memory_bytes:.0f} %)",
+        *(f"    {name}={value}" for name, value in place.environment.items()),
+    ]

@@ -1,0 +1,377 @@
+"""`device: neuron` end to end over the stand-in: the CPU device's tokens, cached graphs, KV moves, gates and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayneuron import LLM, SamplingParams, demo, devices
+from rayneuron.devices.base import Shape
+from rayneuron.devices.neuron import artifact, releases
+from rayneuron.devices.neuron.releases import CompilerOptions
+from rayneuron.errors import CompileError, ConfigError
+
+OPTIONS = {
+    "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,
+    "buckets": {"context_encoding": [16], "token_generation": [64], "batch": [2]},
+}  # fmt: skip
+PROMPTS = [{"prompt_token_ids": [5, 9, 100, 3]}, {"prompt_token_ids": list(range(20, 45))}, {"prompt_token_ids": [7]}]
+PARAMS = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, temperature=0.9, seed=4, top_p=0.8),
+          SamplingParams(max_tokens=8, temperature=1.0, seed=5, logprobs=2)]  # fmt: skip
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def wide() -> Path:
+    """A random Llama with eight KV heads, for eight ranks."""
+    return demo.random("tp8", dtype="fp32")
+
+
+def cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", f"0-{count - 1}" if count > 1 else "0")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_the_cpu_devices(standin: Path, tiny: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, ranks)
+    with LLM(str(tiny), **OPTIONS) as cpu:
+        want = tokens(cpu)
+    with LLM(str(tiny), device="neuron", tensor_parallel=ranks, **OPTIONS) as llm:
+        assert tokens(llm) == want
+
+
+def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs for prefill x prefix, listed by `compile`, served by a deployment that may build nothing; the same tokens."""
+    from rayneuron.compiling import compile_ahead
+    from rayneuron.config import parse
+
+    cores(monkeypatch, 1)
+    with LLM(str(tiny), **OPTIONS) as cpu:
+        want = tokens(cpu)
+    options = OPTIONS | {"device": "neuron", "buckets": {**OPTIONS["buckets"], "prefix": [16, 32]}}
+    said: list[str] = []
+    compile_ahead(parse({"model": {"path": str(tiny)}, **options}), None, said.append, lambda done, total: None)
+    listed = "\n".join(said).split()
+    assert [f"b1_t16_l{n}_greedy" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_greedy" not in listed
+    with LLM(str(tiny), compile={"required": True}, **options) as llm:
+        assert tokens(llm) == want
+
+
+def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NxD's sampling rule, asked for in the deployment, draws the same on both devices, and not what the default draws."""
+    cores(monkeypatch, 1)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, top_k=50, top_p=0.3)
+    drawn = []
+    for more in ({}, {"device": "neuron"}):
+        with LLM(str(tiny), on_device_sampling={"neuron_compat": True}, **more, **OPTIONS) as llm:
+            drawn.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)])
+    with LLM(str(tiny), **OPTIONS) as llm:
+        default = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+    assert drawn[0] == drawn[1] != default
+
+
+def test_eight_ranks_in_one_process(standin: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(wide), **OPTIONS) as cpu:
+        want = tokens(cpu)
+    with LLM(str(wide), device="neuron", tensor_parallel=8, **OPTIONS) as llm:
+        assert tokens(llm) == want
+    from neuronx_distributed.trace.model_builder_v2 import ModelBuilder
+
+    def compiles(*_: object, **__: object) -> None:
+        raise AssertionError("compiled although it was cached")
+
+    monkeypatch.setattr(ModelBuilder, "compile", compiles)
+    with LLM(str(wide), device="neuron", tensor_parallel=8, **{**OPTIONS, "seed": 3}) as llm:
+        assert tokens(llm) == want
+
+
+def test_cores_from_the_ledger(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deployment that names its instance takes its cores from the node's ledger and exports them before the SDK is imported."""
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
+    with LLM(str(tiny), **OPTIONS) as cpu:
+        want = tokens(cpu)
+    with LLM(str(tiny), device="neuron", instance="inf2.xlarge", tensor_parallel=2, **OPTIONS) as llm:
+        assert os.environ["NEURON_RT_VISIBLE_CORES"] == "0,1"
+        assert tokens(llm) == want
+
+
+def opened(standin: Path, tiny: Path, ranks: int, **options):
+    """A loaded device of two graphs, beside its weights."""
+    from functools import partial
+
+    from rayneuron import models
+    from rayneuron.engine.step import step
+    from rayneuron.models import decoder, hub, weights
+
+    raw = hub.read_config(tiny)
+    arch = models.architecture(raw)
+    device = devices.open("neuron", ahead=devices.Ahead(ranks=ranks, length=32, **options), dtype=torch.float32)
+    loaded = [weights.load(arch, models.family(raw), hub.Checkpoint(tiny), dtype=torch.float32, rank=r, ranks=ranks) for r in range(ranks)]
+    device.load({**loaded[0], "ranks": loaded}, decoder.kv_shapes(arch, 3, 33, ranks))
+    shapes = [Shape("decode", 2, 1, 32, "greedy"), Shape("decode", 2, 1, 32, "sample")]
+    return device, partial(step, arch), shapes, arch
+
+
+def silent(done: int, total: int, shape: Shape) -> None:
+    return None
+
+
+def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two ranks and over a boundary of what one graph moves, without touching other rows or positions."""
+    cores(monkeypatch, 2)
+    monkeypatch.setattr("rayneuron.devices.neuron.device.MOVED_POSITIONS", 8)
+    device, program, shapes, arch = opened(standin, tiny, 2)
+    device.compile(program, shapes, silent)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(2, arch.kv_heads, 19, arch.head_dim, generator=generator) for _ in range(arch.layers)]
+    before = device.kv_read(1, 0, 32)
+    device.kv_write(0, 5, values)
+    assert all(torch.equal(a, b) for a, b in zip(device.kv_read(0, 5, 24), values, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(device.kv_read(1, 0, 32), before, strict=True))
+    assert all(not t.any() for t in device.kv_read(0, 0, 5)) and all(not t.any() for t in device.kv_read(0, 24, 32))
+    held = device._model.read_from_neuron_buffer("kv.0", 1)  # the second rank holds the second half of the heads
+    assert torch.equal(held[:, 0, :, 5:24], values[0][:, arch.kv_heads // 2 :])
+
+
+def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayneuron.devices.cpu.device import idle
+
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1)
+    heard = []
+    device.compile(program, shapes, lambda done, total, shape: heard.append((done, total)))
+    assert heard[-1] == (2, 2)
+    other = Shape("decode", 1, 1, 32, "greedy")
+    with pytest.raises(CompileError, match="was not listed"):
+        device.run(other, idle(other, 2))
+    out = device.run(shapes[1], idle(shapes[1], 2))
+    assert out.ids.dtype == torch.int32 and (out.logits is None) == bool(out.complete.all())
+    batch = idle(shapes[1], 2)
+    batch.top_k = torch.tensor([5, 5], dtype=torch.int32)  # the kept set is whole: nobody needs the logits, and they stay on the device
+    out = device.run(shapes[1], batch)
+    assert out.complete.all() and out.logits is None
+    device.close()
+    with pytest.raises(CompileError, match="not listed|closed"):
+        device.run(shapes[0], idle(shapes[0], 2))
+
+
+def test_asynchronous_steps(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayneuron.devices.cpu.device import idle
+
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1, async_mode=True)
+    device.compile(program, shapes, silent)
+    pending = [device.start(shapes[0], idle(shapes[0], 2)) for _ in range(2)]
+    assert torch.equal(pending[0].wait().ids, pending[1].wait().ids)
+
+
+def test_a_step_that_asks_for_its_rank_is_refused(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, 2)
+    device, _, shapes, _ = opened(standin, tiny, 2)
+    with pytest.raises(CompileError, match="make it a weight"):
+        device.comm.rank  # noqa: B018
+    with pytest.raises(CompileError, match="cannot be part of a compile key"):
+        from functools import partial
+
+        device.compile(partial(print, object()), shapes, silent)
+
+
+@pytest.mark.parametrize(
+    ("visible", "said"),
+    [(None, "not set.*instance: inf2.48xlarge"), ("0-3", "is not the 2 cores in a row"), ("0,2", "in a row"), ("a", "no list of cores")],
+)
+def test_cores_must_be_named(standin: Path, tiny: Path, visible: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    if visible is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible)
+    device, program, shapes, _ = opened(standin, tiny, 2)
+    with pytest.raises(ConfigError, match=said):
+        device.compile(program, shapes, silent)
+
+
+def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, 1)
+    monkeypatch.setenv("STANDIN_CORE_BYTES", "1000")
+    device, program, shapes, _ = opened(standin, tiny, 1)
+    with pytest.raises(RuntimeError, match="Failed to allocate"):
+        device.compile(program, shapes, silent)
+    monkeypatch.delenv("STANDIN_CORE_BYTES")
+    device, program, shapes, _ = opened(standin, tiny, 1)
+    device.compile(program, shapes, silent)
+    with pytest.raises(KeyError):
+        device._model.forward(model_name="decode_b2_t1_l32_greedy", forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
+    from neuronx_distributed.trace.nxd_model import nxd_model
+
+    monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # claimed in another test's folder, and for good
+    nxd_model.claim(1)
+    script = "from neuronx_distributed.trace.nxd_model.nxd_model import claim; claim(1)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "standin")}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 1 and "0 is in use by another process" in ran.stderr
+
+
+def test_an_instance_with_another_chip(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BR-18: graphs for Trn2 would be compiled for, or loaded on, an Inf2; and the logical cores are those of the deployment's instance."""
+    from rayneuron.config import parse
+    from rayneuron.group.ahead import ahead
+
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    made = ahead(parse({"model": {"path": str(tiny)}, "device": "neuron", "instance": "inf2.xlarge"}), 64)
+    with pytest.raises(ConfigError, match="the deployment's instance has inf2, and the SDK here is for trn2; .*TARGET_OVERRIDE=inf2"):
+        devices.open("neuron", ahead=made, dtype=torch.float32)
+    made = ahead(parse({"model": {"path": str(tiny)}, "device": "neuron", "instance": "trn2.48xlarge"}), 64)
+    assert devices.open("neuron", ahead=made, dtype=torch.float32).lnc == made.lnc == 2
+
+
+def test_tensor_parallel_the_chip_does_not_know(standin: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's own refusal arrives as ours."""
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    device, program, shapes, _ = opened(standin, wide, 4)
+    cores(monkeypatch, 4)
+    from neuronx_distributed.trace import parallel_context
+
+    monkeypatch.setitem(parallel_context.LEGAL, "trn2", (1, 2))
+    with pytest.raises(CompileError, match="unsupported topology"):
+        device.compile(program, shapes, silent)
+
+
+def test_artifact_and_flags_that_disagree(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BR-96: an artifact is loaded without compiling, and refused with both sides' words where it does not fit."""
+    import shutil
+
+    cores(monkeypatch, 2)
+    device, program, shapes, _ = opened(standin, tiny, 2)
+    folder = device.artifact(program, device.targets(shapes), silent, shapes[0])
+    out = standin / "out"
+    shutil.copytree(folder, out)
+    shutil.rmtree(standin / "cache")
+    again, _, _, _ = opened(standin, tiny, 2, artifact=out)
+    again.compile(program, shapes, silent)
+    assert not (standin / "cache").exists()
+    said = json.loads((out / "neuron_config.json").read_text())["neuron_config"]
+    assert said["tp_degree"] == 2 and said["token_generation_buckets"] == [32] and said["tkg_batch_size"] == 2
+    more, _, _, _ = opened(standin, tiny, 2, artifact=out)
+    with pytest.raises(ConfigError, match=r"do not fit this deployment: graphs has decode_b1_t1_l32_greedy only here"):
+        more.compile(program, [*shapes, Shape("decode", 1, 1, 32, "greedy")], silent)
+    cores(monkeypatch, 1)
+    one, _, _, _ = opened(standin, tiny, 1, artifact=out)
+    with pytest.raises(ConfigError, match="tp_degree is 2 there, 1 here"):
+        one.compile(program, shapes, silent)
+    (out / "model.pt").write_bytes(b"x")
+    cores(monkeypatch, 2)
+    broken, _, _, _ = opened(standin, tiny, 2, artifact=out)
+    with pytest.raises(ConfigError, match="is damaged: model.pt"):
+        broken.compile(program, shapes, silent)
+
+
+def test_who_waits_for_another_compiler_gives_signs_of_life(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group ends a worker that makes no progress; waiting an hour for the node that compiles is progress."""
+    import threading
+
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1)
+    targets = device.targets(shapes)
+    heard, found = threading.Event(), []
+    with device._cache.folder.lock(device.key(program, targets).digest):
+        waiting = threading.Thread(target=lambda: found.append(device.artifact(program, targets, lambda *_: heard.set(), shapes[0])))
+        waiting.start()
+        assert heard.wait(60) and not found
+    waiting.join(60)
+    assert found and found[0].is_dir()
+
+
+def test_what_is_required_and_absent(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores(monkeypatch, 1)
+    device, program, shapes, _ = opened(standin, tiny, 1)
+    device.compile(program, shapes, silent)
+    fewer, _, _, _ = opened(standin, tiny, 1, required=True)
+    fewer.compile(program, shapes[::-1], silent)  # the same graphs in another order are the same
+    other, _, _, _ = opened(standin, tiny, 1, required=True, options=CompilerOptions(optimization=3))
+    with pytest.raises(CompileError, match=r"nearest differs: flags.decode is .*-O2.* there, .*-O3.* here"):
+        other.compile(program, shapes, silent)
+
+
+# The SDK and its releases, as tables.
+
+
+@pytest.mark.parametrize(
+    ("distributed", "chip", "sdk"),
+    [
+        ("0.17.26814", "inf2", "2.28"), ("0.17.26814", "trn1", "2.28"), ("0.17.26814", "trn2", "2.28"), ("0.15.22404", "inf2", None),
+        ("0.18.27753", "trn2", "2.29"), ("0.18.27753", "inf2", None), ("0.19.28492", "trn1", None), ("0.16.1", "trn1", "2.27"),
+        ("0.99.1", "trn2", None), ("unknown", "inf2", None),
+    ],
+)  # fmt: skip
+def test_releases_and_chips(distributed: str, chip: str, sdk: str | None) -> None:
+    """BR-18: SDK 2.29 and later serve models on Trn2 and newer only."""
+    if sdk is not None:
+        assert releases.check(distributed, chip).sdk == sdk
+        return
+    with pytest.raises(ConfigError, match="install SDK 2.28: pip install --extra-index-url .*neuronx-distributed==0.17.26814"):
+        releases.check(distributed, chip)
+
+
+def test_the_pins_are_the_extra_of_the_package() -> None:
+    import tomllib
+
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["neuron"]
+    assert extra == releases.INSTALL.split(releases.INDEX)[1].split()
+
+
+BASE = (
+    "--auto-cast=none --model-type=transformer "
+    "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor={} --vectorize-strided-dma '"
+)
+FP8 = " --experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+LONG = " --internal-disable-fma-on-ios --hbm-scratchpad-page-size=1024 --disable-mixed-precision-accumulation"
+MODULAR = " --internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 --verify-hlo=true'"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("prefill", 4096, "inf2", 1, False, CompilerOptions()), BASE.format(2) + " -O1" + MODULAR),
+        (("decode", 4096, "inf2", 1, False, CompilerOptions()), BASE.format(1) + " -O2"),
+        (("verify", 4096, "trn2", 2, False, CompilerOptions()), BASE.format(1) + " --lnc=2 -O2"),
+        (("decode", 4096, "inf2", 1, True, CompilerOptions(optimization=1)), BASE.format(1) + " -O1" + FP8),
+        (("prefill", 32768, "trn1", 1, False, CompilerOptions(tiling=1)),
+         BASE.format(1) + " -O1" + MODULAR + LONG),
+        (("decode", 4096, "inf2", 1, False, CompilerOptions(mixed_accumulation=True, flags="--verbose=35")),
+         BASE.format(1) + " -O2 --enable-mixed-precision-accumulation --verbose=35"),
+    ],
+)  # fmt: skip
+def test_compiler_arguments(given: tuple, expected: str) -> None:
+    """As NxD Inference's model_wrapper composes them (research/neuron.md A6)."""
+    assert releases.arguments(*given) == expected
+
+
+def test_visible_cores() -> None:
+    assert artifact.expand("0-2,5") == [0, 1, 2, 5]
+    artifact.check_cores("8,9,10,11", 4)
+
+
+EMPTY = """
+import sys, types
+for name in ("torch_neuronx", "neuronx_distributed"):
+    sys.modules[name] = types.ModuleType(name)
+from rayneuron import LLM
+LLM("demo:random:tiny", device="neuron")
+"""
+
+
+@pytest.mark.parametrize("script", [EMPTY, "from rayneuron import LLM\nLLM('demo:random:tiny', device='neuron')"], ids=["empty", "absent"])
+def test_empty_and_absent_packages_say_what_to_install(script: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert "ConfigError" in ran.stderr.splitlines()[-1] or "ConfigError" in ran.stderr
+    assert "install SDK 2.28 from AWS's repository: pip install --extra-index-url https://pip.repos.neuron.amazonaws.com" in ran.stderr

@@ -1,0 +1,157 @@
+"""`device: neuron` over several processes and two nodes, over the stand-in: local ranks of one world, stages, the CPU device's tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayneuron import SamplingParams, demo, loading
+from rayneuron.config import parse
+from rayneuron.devices.neuron.releases import IN_FLIGHT
+from rayneuron.group.children import Children
+from rayneuron.group.group import Group
+from rayneuron.group.worker import Invitation
+from rayneuron.placement.records import process_started
+from rayneuron.types import Request
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,
+    "buckets": {"context_encoding": [16], "token_generation": [64], "batch": [2]},
+    "group": {"start_s": 120, "load_s": 120, "step_s": 60, "cores_s": 5},
+}  # fmt: skip
+PROMPTS = [[5, 9, 100, 3], list(range(20, 45)), [7]]
+PARAMS = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True),
+          SamplingParams(max_tokens=8, temperature=1.0, seed=5, logprobs=2)]  # fmt: skip
+
+
+class Nodes(Children):
+    """Child processes that believe to be on two nodes of this machine, each with its own cores."""
+
+    node_ips: Sequence[str] = ("127.0.0.2", "127.0.0.3")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def start(self, invitations: Sequence[Invitation], nodes: Sequence[int]) -> None:
+        before = os.environ["STANDIN_CORES"]
+        for invitation, node in zip(invitations, nodes, strict=True):
+            os.environ["STANDIN_CORES"] = str(self._folder / f"cores-{node}")  # as a node's own environment would say
+            super().start([invitation], [node])
+        os.environ["STANDIN_CORES"] = before
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One compile cache for this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def nodes(standin: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two nodes' cores, ledgers, and one compile cache; no child may stay."""
+    from neuronx_distributed.trace.nxd_model import nxd_model
+
+    monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # this process may have claimed for another test
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
+    monkeypatch.setenv("STANDIN_CORES", str(standin / "cores-0"))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(compiled))
+    for name in IN_FLIGHT:
+        monkeypatch.setenv(name, "")  # taken back at the end, whoever exports it
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    yield standin
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not [pid for pid in pids if process_started(int(pid)) is not None and b"parallel.worker" in _command(pid)]
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def tokens(model: Path, processes: Children | None = None, **options: Any) -> list[list[int]]:
+    config = parse({"model": {"path": str(model)}, **SMALL, **options})
+    engine = loading.open_engine(config, processes=processes).engine
+    try:
+        for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            engine.add(Request(id=str(i), prompt_ids=prompt, params=params))
+        out: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.error is None
+                out[delta.request_id] += delta.token_ids
+        engine.check_ledger()
+        if processes is not None:
+            assert isinstance(engine.runner, Group) and len(engine.runner.members) == len(engine.runner.layout.workers) - 1 > 0
+        return list(out.values())
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Path:
+    """A random Llama with eight KV heads and two layers."""
+    return demo.random("tp8", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def want(wide: Path) -> list[list[int]]:
+    """What one process on the CPU says."""
+    return tokens(wide)
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "tp4 over two nodes": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2"},
+    "tp8 over two nodes": {"tensor_parallel": 8, "nodes": 2, "instance": "cores:4"},
+    "two stages on two nodes": {"pipeline_parallel": 2, "nodes": 2, "instance": "cores:1"},
+    "two stages of tp2 on two nodes": {"tensor_parallel": 2, "pipeline_parallel": 2, "nodes": 2, "instance": "cores:2"},
+    "two stages on one node": {"tensor_parallel": 2, "pipeline_parallel": 2, "instance": "cores:4"},
+    "two stages in three micro-batches": {"pipeline_parallel": 2, "micro_batches": 2, "nodes": 2, "instance": "cores:1"},
+    "tp4 over two nodes, ahead": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "compile": {"async_mode": True}},
+    "sequence parallel over two nodes": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "sequence_parallel": True},
+}
+
+
+QUICK = ("tp8 over two nodes", "two stages of tp2 on two nodes")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in GROUPS])
+def test_tokens_are_the_cpu_devices(name: str, nodes: Path, wide: Path, want: list[list[int]]) -> None:
+    assert tokens(wide, Nodes(nodes), device="neuron", **GROUPS[name]) == want
+
+
+def test_sequence_parallel_in_one_process(standin: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is data: a rank's share of T is cut by a collective. The graphs are others than without."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
+    assert tokens(wide, device="neuron", tensor_parallel=4, sequence_parallel=True) == want
+    assert tokens(wide, device="neuron", tensor_parallel=4) == want
+    assert len([p for p in (standin / "cache").rglob("neuron_config.json")]) == 2
+
+
+def test_what_compile_writes_serves_every_stage(nodes: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rayneuron compile --out` of two stages of two ranks: a folder a stage, loaded by a group that may build nothing."""
+    from rayneuron.compiling import compile_ahead
+    from rayneuron.errors import ConfigError
+
+    said: list[str] = []
+    options = {"device": "neuron", "tensor_parallel": 2, "pipeline_parallel": 2, "nodes": 2, "instance": "cores:2"}
+    config = parse({"model": {"path": str(wide)}, **SMALL, **options})
+    out = compile_ahead(config, nodes / "out", said.append, lambda done, total: None)
+    assert sorted(p.name for p in out.iterdir()) == ["stage0", "stage1"]
+    listed = "\n".join(said)
+    assert "stage 0 of 2" in listed and "b2_t1_l64_hidden" in listed and "b2_t1_l64_greedy" in listed
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(nodes / "empty"))
+    assert tokens(wide, Nodes(nodes), compile={"artifact": str(out), "required": True}, **options) == want
+    assert not (nodes / "empty").exists()
+    with pytest.raises(ConfigError, match="tp_degree is 2 there, 1 here"):
+        tokens(wide, Nodes(nodes), compile={"artifact": str(out)}, **(options | {"tensor_parallel": 1}))
+
+
+def test_neuron_compat_in_a_group(nodes: Path, wide: Path, want: list[list[int]]) -> None:
+    """NxD's sampling rule on the last of two stages draws what one process on the CPU draws by it."""
+    compat = {"on_device_sampling": {"neuron_compat": True, "global_topk": 8}}
+    alone = tokens(wide, **compat)
+    assert tokens(wide, Nodes(nodes), device="neuron", pipeline_parallel=2, nodes=2, instance="cores:1", **compat) == alone != want

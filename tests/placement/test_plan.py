@@ -1,0 +1,259 @@
+"""Plans: placement of whole deployment files, memory limits, refusals that say what fits; every file in deployments/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayneuron import deployment_file
+from rayneuron.config import parse
+from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.placement.fitting import Wanted
+from rayneuron.placement.instances import INSTANCES, declared, instance
+from rayneuron.placement.listing import describe, format
+from rayneuron.placement.plan import Plan, plan, read_raw, target
+from tests.placement.test_memory import LLAMA_3_70B, LLAMA_31_8B, LLAMA_31_405B
+
+ROOT = Path(__file__).resolve().parents[2]
+SPMD = 1024
+INF2, TRN1 = instance("inf2.48xlarge"), instance("trn1.32xlarge")
+
+
+def want(raw: dict[str, Any] = LLAMA_31_8B, processes: int = SPMD, **settings: Any) -> Wanted:
+    return Wanted(parse({"model": {"path": "/m"}, "dtype": "bf16", "max_model_len": 4096, "max_num_seqs": 8, **settings}), raw, processes)
+
+
+def placed(made: Plan) -> list[tuple[str, int, int, str]]:
+    """(group, node, stage, cores) of each worker."""
+    return [
+        (f"{g.name}{g.replica}", p.node, p.worker.stage, f"{p.cores[0]}-{p.cores[-1]}") for g in made.groups for p in g.places
+    ]  # fmt: skip
+
+
+def test_two_models_on_one_host_get_exact_disjoint_cores() -> None:  # BR-11
+    made = plan({"a": want(tensor_parallel=2), "b": want(tensor_parallel=8)}, INF2)
+    assert placed(made) == [("b0", 0, 0, "0-7"), ("a0", 0, 0, "8-9")]
+    assert made.free == (frozenset(range(10, 24)),)
+    assert made.groups[1].places[0].environment["NEURON_RT_VISIBLE_CORES"] == "8,9"
+
+
+def test_what_an_autoscaler_may_take_is_reserved() -> None:  # BR-11
+    scaling = {"serving": {"autoscaling": {"min_replicas": 0, "max_replicas": 4}}}
+    made = plan({"a": want(tensor_parallel=2, **scaling), "b": want(tensor_parallel=8, serving={"num_replicas": 2})}, INF2)
+    assert placed(made) == [
+        ("b0", 0, 0, "0-7"), ("b1", 0, 0, "8-15"),
+        ("a0", 0, 0, "16-17"), ("a1", 0, 0, "18-19"), ("a2", 0, 0, "20-21"), ("a3", 0, 0, "22-23"),
+    ]  # fmt: skip
+    assert made.free == (frozenset(),)
+    tags = [group.places[0].environment["NEURON_PROCESS_TAG"] for group in made.groups]
+    assert tags == ["b#0", "b#1", "a#0", "a#1", "a#2", "a#3"]
+    roots = [group.places[0].environment["NEURON_RT_ROOT_COMM_ID"] for group in made.groups]
+    assert len(set(roots)) == 6, "no two groups of a node meet at one port (BR-13)"
+
+
+def test_groups_over_nodes_are_in_node_order() -> None:  # BR-12
+    made = plan({"big": want(LLAMA_31_405B, tensor_parallel=64, nodes=2, max_num_seqs=1), "small": want(tensor_parallel=8)}, TRN1, 3)
+    assert placed(made) == [("big0", 0, 0, "0-31"), ("big0", 1, 0, "0-31"), ("small0", 2, 0, "0-7")]
+    first, second = (place.environment for place in made.groups[0].places)
+    assert first["NEURON_RT_ROOT_COMM_ID"] == second["NEURON_RT_ROOT_COMM_ID"]
+    assert (first["NEURON_RANK_ID"], second["NEURON_RANK_ID"]) == ("0", "1")
+
+
+def test_stages_on_one_and_on_several_nodes() -> None:
+    config = {"tensor_parallel": 8, "pipeline_parallel": 3}
+    assert placed(plan({"m": want(LLAMA_3_70B, **config)}, INF2)) == [("m0", 0, 0, "0-7"), ("m0", 0, 1, "8-15"), ("m0", 0, 2, "16-23")]
+    made = plan({"m": want(LLAMA_3_70B, **config, nodes=3)}, INF2)
+    assert placed(made) == [("m0", 0, 0, "0-7"), ("m0", 1, 1, "0-7"), ("m0", 2, 2, "0-7")]
+    ends = [place.environment["NEURON_RT_ROOT_COMM_ID"].split(":")[0] for place in made.groups[0].places]
+    assert len(set(ends)) == 3, "each stage meets on its own node"
+    held = [place.memory.weights for place in made.groups[0].places]
+    assert held[0] > held[1] and held[2] > held[1], "the embedding is on the first stage, the head on the last"
+
+
+def test_small_models_fill_the_fullest_node() -> None:
+    models = {"a": want(tensor_parallel=24), "b": want(tensor_parallel=8), "c": want(tensor_parallel=8), "d": want(tensor_parallel=4)}
+    assert placed(plan(models, INF2, 2)) == [("a0", 0, 0, "0-23"), ("b0", 1, 0, "0-7"), ("c0", 1, 0, "8-15"), ("d0", 1, 0, "16-19")]
+
+
+def test_one_rank_a_process_divides_the_run() -> None:
+    made = plan({"m": want(processes=1, tensor_parallel=4)}, INF2)
+    assert [p.cores for p in made.groups[0].places] == [(0,), (1,), (2,), (3,)]
+    assert made.groups[0].layout.bundles == ({"CPU": 4.0, "neuron_cores": 4},)
+
+
+REFUSED = [
+    ({"m": want(tensor_parallel=32)}, INF2, None, "m: tensor_parallel 32 is not possible on inf2.48xlarge.*write tensor_parallel: 24"),
+    (
+        {"a": want(tensor_parallel=8), "b": want(tensor_parallel=24)},
+        INF2, None,
+        r"a: replica 0 wants 8 cores, left are node 0: none of 1 x inf2.48xlarge; all .* want 32 cores of 24; write --nodes 2",
+    ),
+    (
+        {"a": want(tensor_parallel=8, serving={"num_replicas": 4})},
+        INF2, None,
+        r"replica 3 wants 8 cores.*want 32 cores of 24; write --nodes 2, or num_replicas: 3 for a",
+    ),
+    (
+        {"a": want(tensor_parallel=12), "b": want(tensor_parallel=8), "c": want(tensor_parallel=8)},
+        INF2, None,
+        r"c: replica 0 wants 8 cores, left are node 0: 12-15.*write --nodes 2, or tensor_parallel: 4 for c",
+    ),
+    (
+        {"m": want(LLAMA_31_405B, tensor_parallel=128, nodes=4, max_num_seqs=1)},
+        TRN1, 2,
+        r"wants 32 cores on each of 4 nodes.*write --nodes 4",
+    ),
+    (
+        {"m": want(LLAMA_3_70B, tensor_parallel=8)},
+        INF2, None,
+        r"m: needs 18\.\d\d GiB a core \(weights 16\.4.* has 16.00; write tensor_parallel: 24, or quantization: int8",
+    ),
+    (
+        {"m": want(tensor_parallel=1, max_num_seqs=64)},
+        instance("trn2.3xlarge"), None,
+        r"needs 4\d\.\d\d GiB a core .*; write tensor_parallel: 4, or max_num_seqs: \d+, or max_model_len: \d+",
+    ),
+    ({"m": want(tensor_parallel=64)}, instance("trn2.48xlarge"), None, "more than the model's 32 attention heads; write .*: 32"),
+    ({"m": want(pipeline_parallel=33)}, declared(40, 8), None, "leaves a stage without any of the 32 layers"),
+    ({"m": want({"model_type": "lama"})}, INF2, None, "m: model_type 'lama' is not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wanted", "kind", "nodes", "says"), REFUSED, ids=lambda value: str(value)[:30])
+def test_refusals_say_what_would_fit(wanted: dict[str, Wanted], kind: Any, nodes: int | None, says: str) -> None:  # BR-07, BR-09, BR-93
+    with pytest.raises((ConfigError, CheckpointError), match=says):
+        plan(wanted, kind, nodes)
+
+
+@pytest.mark.parametrize("setting", ["max_num_seqs", "max_model_len", "tensor_parallel"])
+def test_what_a_refusal_suggests_does_fit(setting: str) -> None:
+    settings = {"tensor_parallel": 2, "max_num_seqs": 96, "max_model_len": 4096}
+    with pytest.raises(ConfigError) as refused:
+        plan({"m": want(**settings)}, INF2)
+    advice = str(refused.value).split("; write ")[1]
+    value = next(part.split(": ")[1] for part in advice.split(", or ") if part.startswith(setting))
+    plan({"m": want(**{**settings, setting: int(value)})}, INF2)
+    if setting == "max_num_seqs":
+        with pytest.raises(ConfigError):
+            plan({"m": want(**{**settings, setting: int(value) + 1})}, INF2)
+
+
+def test_the_guides_example_of_8b_on_a_small_instance() -> None:
+    """'requires about 16GB memory ... a trn1.2xlarge with 32GB device memory is sufficient' (feature guide), batch 1, bf16."""
+    made = plan({"m": want(tensor_parallel=2, max_num_seqs=1)}, instance("trn1.2xlarge"))
+    assert 16e9 < 2 * (made.groups[0].places[0].memory.weights + made.groups[0].places[0].memory.kv) < 18e9
+    with pytest.raises(ConfigError, match="write tensor_parallel: 2"):
+        plan({"m": want(tensor_parallel=1, max_num_seqs=1)}, instance("trn1.2xlarge"))
+
+
+def test_the_text_says_everything() -> None:
+    text = format(plan({"m": want(tensor_parallel=4)}, TRN1))
+    for part in (
+        "1 x trn1.32xlarge: 32 cores of 16.00 GiB",
+        "m replica 0: tensor_parallel 4 x pipeline_parallel 1 on 1 node",
+        "bundles [{CPU: 1, neuron_cores: 4}] STRICT_PACK",
+        "worker 0: node 0, stage 0, ranks 0-3, cores 0-3",
+        "GiB a core: weights 3.",
+        "    NEURON_RT_VISIBLE_CORES=0,1,2,3\n",
+        "node 0 free: 4-31",
+        "note: m: TP 4 on Trn1 needs Neuron runtime 2.23",
+    ):
+        assert part in text, part
+
+
+def test_the_instance_to_plan_for() -> None:
+    files = {"a": want(instance="inf2.48xlarge"), "b": want(instance="trn1.32xlarge")}
+    with pytest.raises(ConfigError, match="different instances .*say which one with --instance inf2.48xlarge"):
+        target(files, None, 2, 8 * 2**30)
+    assert target(files, "trn2.48xlarge", 2, 8 * 2**30) is INSTANCES["trn2.48xlarge"]
+    assert target({"a": files["a"]}, None, 2, 8 * 2**30).name == "inf2.48xlarge"
+    plain = target({"a": want(tensor_parallel=4)}, None, 2, 8 * 2**30)
+    assert (plain.name, plain.cores, plain.core_memory_bytes, plain.vcpus) == ("this machine", 4, 8 * 2**30, 2)
+    assert any(
+        "the file says instance: inf2.48xlarge" in note
+        for note in plan({"a": want(instance="inf2.48xlarge", tensor_parallel=8)}, TRN1).notes
+    )
+
+
+def test_config_of_the_model(tmp_path: Path) -> None:
+    inline = parse({"model": {"path": "/nowhere", "config": LLAMA_31_8B}})
+    assert read_raw(inline) == LLAMA_31_8B
+    with pytest.raises(CheckpointError, match="inline as model.config"):
+        read_raw(parse({"model": {"path": str(tmp_path)}}))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert read_raw(parse({"model": {"path": str(tmp_path)}})) == {"model_type": "llama"}
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="no JSON object"):
+        read_raw(parse({"model": {"path": str(tmp_path)}}))
+
+
+def demo(path: str) -> Path:
+    """A directory with the demo model's config.json: what `rayneuron.demo` writes, without making the weights."""
+    from rayneuron import demo as demos
+
+    return demos.resolve(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_deployment_file_has_a_plan(path: Path, request: pytest.FixtureRequest) -> None:  # BR-09
+    if "demo:smollm2" in path.read_text():
+        request.getfixturevalue("smollm2")
+    read = deployment_file.read(path)
+    text = describe(read.deployments, vcpus=2, ranks_per_process=lambda device: 1 if device == "cpu" else SPMD, resolve=demo)
+    assert all(f"{name} replica 0" in text for name in read.deployments)
+
+
+def test_the_three_named_files() -> None:
+    made = {}
+    for name, kind, nodes in (("llama70b", TRN1, 1), ("llama405b_trn1x4", TRN1, 4), ("inf2_three_models", INF2, 1)):
+        read = deployment_file.read(ROOT / f"deployments/{name}.yaml")
+        made[name] = plan({n: Wanted(d, read_raw(d), SPMD) for n, d in read.deployments.items()}, kind, nodes)
+    assert placed(made["llama70b"]) == [("llama70b0", 0, 0, "0-31")]
+    assert placed(made["llama405b_trn1x4"]) == [("llama405b0", n, 0, "0-31") for n in range(4)]
+    assert placed(made["inf2_three_models"]) == [("chat0", 0, 0, "0-7"), ("mistral0", 0, 0, "8-15"), ("qwen0", 0, 0, "16-23")]
+    assert all(group.graphs <= 40 for one in made.values() for group in one.groups), "each graph is minutes of compiling"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_command_takes_under_two_seconds_and_no_torch(path: Path, request: pytest.FixtureRequest) -> None:
+    if "demo:smollm2" in path.read_text():
+        request.getfixturevalue("smollm2")
+    code = (
+        f"import sys, time; from rayneuron.cli import main; code = main(['plan', {str(path)!r}])\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); print(time.process_time()); sys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert ran.returncode == 0, ran.stderr
+    *lines, took_s = ran.stdout.splitlines()
+    assert " replica 0: tensor_parallel " in "\n".join(lines)
+    assert float(took_s) < 2.0, "of its own CPU, not of a clock that others' work makes later; a tenth of it where this was written"
+
+
+def test_a_plain_machine_is_told_what_will_happen_there() -> None:
+    """No instance, so nothing is counted or exported, and all ranks share the machine's memory."""
+    wanted = {"a": want(processes=1), "b": want(processes=1, tensor_parallel=2)}
+    text = format(plan(wanted, target(wanted, None, 4, 60 * 2**30)))
+    assert text.startswith("this machine: 4 CPUs, 60.00 GiB shared by 3 ranks; no instance is named, so no cores are counted\n")
+    assert "NEURON" not in text and "neuron_cores" not in text and "free" not in text
+    assert "of 60.00 (" in text and "b replica 0: tensor_parallel 2" in text and "bundles [{CPU: 2}] STRICT_PACK" in text
+    assert "\na replica 0: tensor_parallel 1 x pipeline_parallel 1 on 1 node" in text
+    with pytest.raises(ConfigError, match=r"all 3 ranks together need 4\d\.\d\d GiB, this machine has 40\.00; write a smaller"):
+        plan(wanted, target(wanted, None, 4, 40 * 2**30))
+    with pytest.raises(ConfigError, match=r"a: needs 20\.23 GiB a rank .*, this machine has 20\.00; write tensor_parallel: 2"):
+        plan(wanted, target(wanted, None, 4, 20 * 2**30))
+
+
+def test_the_compile_cache_reaches_the_workers() -> None:
+    made = plan({"m": want(tensor_parallel=4, compile={"cache": "s3://bucket/graphs"})}, TRN1)
+    assert made.groups[0].places[0].environment["NEURON_COMPILE_CACHE_URL"] == "s3://bucket/graphs"
+    assert "NEURON_COMPILE_CACHE_URL" not in plan({"m": want(tensor_parallel=4)}, TRN1).groups[0].places[0].environment
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m rayneuron plan deployments/llama405b_trn1x4.yaml --set device=cpu | head -n 1"
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert ran.stdout.startswith("4 x trn1.32xlarge") and ran.stderr == ""
