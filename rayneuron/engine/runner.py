@@ -6,26 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from rayneuron.devices.base import (
-    Batch,
-    Collectives,
-    Device,
-    Output,
-    Pending,
-    Program,
-    Progress,
-    Queues,
-    Shape,
-    Solo,
-    StepOutput,
-    Weights,
-)
+from rayneuron.devices.base import Batch, Device, Output, Pending, Program, Progress, Queues, Shape, StepOutput, Weights
 from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.scheduler import Plan, wants_scores
 from rayneuron.engine.step import step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives, Solo
 
 
 class Runs(Protocol):

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from rayneuron.devices.base import Batch, Collectives, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Shape, StepOutput, Weights
 from rayneuron.engine import neuron_sampling, sampling
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
 
 
 def step(

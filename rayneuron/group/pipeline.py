@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Collectives, Pending, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Pending, Program, Shape, StepOutput, Weights
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.runner import choose
@@ -21,6 +21,7 @@ from rayneuron.engine.scheduler import Plan
 from rayneuron.engine.step import finish, step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
 
 if TYPE_CHECKING:
     from rayneuron.config import Deployment

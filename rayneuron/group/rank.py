@@ -24,9 +24,10 @@ from rayneuron.placement.ledger import Grant, Ledger
 if TYPE_CHECKING:
     import torch
 
-    from rayneuron.devices.base import Batch, Collectives, Shape
+    from rayneuron.devices.base import Batch, Shape
     from rayneuron.engine.runner import Runner
     from rayneuron.group.links import Incoming, Outgoing
+    from rayneuron.models.collectives import Collectives
 
 Count = Callable[[int, int], None]  # done, total
 Check = Callable[[], None]  # raises when the group is lost
@@ -230,7 +231,7 @@ class Rank:
     def _near(self, begin: Begin) -> Collectives:
         here = begin.ranks // begin.hosts
         if here == 1 or begin.segment is None:
-            from rayneuron.devices.base import Solo
+            from rayneuron.models.collectives import Solo
 
             return Solo()
         from rayneuron.collectives.shared_memory import Segment, SharedMemory

@@ -20,7 +20,7 @@ from rayneuron.models.feedforward import feed_forward
 from rayneuron.models.memory import kv_shapes as kv_shapes
 
 if TYPE_CHECKING:
-    from rayneuron.devices.base import Collectives
+    from rayneuron.models.collectives import Collectives
     from rayneuron.models.ops import Ops
 
 

@@ -17,7 +17,7 @@ from rayneuron.models.attention import Step, mask_value
 from rayneuron.models.shard import columns
 
 if TYPE_CHECKING:
-    from rayneuron.devices.base import Collectives
+    from rayneuron.models.collectives import Collectives
     from rayneuron.models.ops import Ops
 
 

@@ -15,7 +15,7 @@ import torch
 from rayneuron.collectives.native import library
 from rayneuron.collectives.shared_memory import Segment, SharedMemory
 from rayneuron.errors import ConfigError, WorkerLost
-from tests.parallel import ranks
+from tests.collectives import ranks
 
 FORMS = ["native", "python"]
 

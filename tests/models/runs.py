@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.models import decoder, hub, ops, weights
+from rayneuron.models.collectives import Solo
 
 
 class Threads:

@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.models import decoder, hub, ops, quantization, weights
+from rayneuron.models.collectives import Solo
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 TOKENS = 512

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Solo
 from rayneuron.models import decoder, ops
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner
 

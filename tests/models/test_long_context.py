@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.models import hub, ops
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 

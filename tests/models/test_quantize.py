@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub, ops, presharded, quantization, quantize, weights
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 

@@ -115,8 +115,8 @@ def test_stages_cover_all_layers_in_order() -> None:
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "bloom"])
 def test_stages_of_a_pipeline_equal_the_whole(name: str, tmp_path: Path) -> None:
     """The first stage hands its residual to the last; head and embedding live on different stages."""
-    from rayneuron.devices.base import Solo
     from rayneuron.models import decoder, ops
+    from rayneuron.models.collectives import Solo
 
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=12)
     first, last = (Runner.open(tmp_path, Solo(), stage=s, stages=2) for s in (0, 1))

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Collectives, Program, Progress, Shape, Solo, StepOutput, Weights
+from rayneuron.devices.base import Batch, Program, Progress, Shape, StepOutput, Weights
 from rayneuron.devices.cpu import int8
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
 from rayneuron.errors import CompileError
 from rayneuron.models import feedforward
 from rayneuron.models import ops as plain
+from rayneuron.models.collectives import Collectives, Solo
 
 
 class Cpu:

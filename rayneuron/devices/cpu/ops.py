@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Collectives
 from rayneuron.devices.cpu import draws, library
 from rayneuron.devices.cpu.packing import BF16, F32, LANES, PANEL, Arena, MatrixFields, Packed, pack, pack_experts, zeros
 from rayneuron.devices.cpu.stack import Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
 from rayneuron.models.quantization import Quantization, quantise, scale_of
 
 KIND = {torch.float32: F32, torch.bfloat16: BF16}

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Collectives
 from rayneuron.devices.cpu.packing import BF16, F32, MatrixFields, Packed, lanes
 from rayneuron.models import rotary, shard
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
 
 ACTS = {"silu": 1, "swish": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3, "quick_gelu": 4, "relu": 5}
 BEGIN, ATTENTION, JOIN_ATTENTION, FEED, JOIN_FEED, END = 1, 2, 4, 8, 16, 32

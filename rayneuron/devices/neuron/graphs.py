@@ -17,7 +17,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from rayneuron.devices.base import Batch, Collectives, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Program, Shape, StepOutput, Weights
+from rayneuron.models.collectives import Collectives
 
 KV = "kv"  # states are kv.0, kv.1, ...
 IDS = "ids"  # and this one, with feedback

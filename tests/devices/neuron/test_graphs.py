@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.devices.base import FOLLOWS, Shape, Solo
+from rayneuron.devices.base import FOLLOWS, Shape
 from rayneuron.devices.neuron import graphs as graphs
 from rayneuron.devices.neuron.graphs import WHOLE, Border
 from rayneuron.group import pipeline
 from rayneuron.models import decoder, hub, ops, weights
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
