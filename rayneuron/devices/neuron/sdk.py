@@ -160,7 +160,7 @@ def build(
         with sdk["NxDParallelState"](world_size=ranks, tensor_model_parallel_size=ranks, lnc_size=lnc):
             builder = sdk["ModelBuilder"](graph)
             for graph_name, target, inputs in zip(names, targets, examples, strict=True):
-                graph.target = target
+                graph.shown = target
                 builder.trace(kwargs=inputs, tag=graph_name)
             with Watch(folder / "work", len(targets), progress):
                 model = builder.compile(priority_model_key=priority, compiler_workdir=folder / "work", compiler_args=dict(arguments))
