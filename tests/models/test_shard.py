@@ -126,9 +126,9 @@ def test_stages_of_a_pipeline_equal_the_whole(name: str, tmp_path: Path) -> None
         and "embed.w" not in last.weights["top"]
     )
     positions, rows = torch.arange(12, dtype=torch.int32).expand(2, 12), torch.tensor([2, 0], dtype=torch.int32)
-    args = (saved.ids, positions, rows, 32)
+    args = (saved.ids, first.places(positions, rows, 32))
     with torch.no_grad():
-        x = decoder.forward(first.arch, ops.PLAIN, Solo(), first.weights, first.kv[:1], *args)
-        x = decoder.forward(last.arch, ops.PLAIN, Solo(), last.weights, last.kv[:1], *args, hidden=x)
+        x = decoder.forward(first.arch, ops.PLAIN, Solo(), first.weights, first.kv, *args)
+        x = decoder.forward(last.arch, ops.PLAIN, Solo(), last.weights, last.kv, *args, hidden=x)
         got = decoder.logits(last.arch, ops.PLAIN, Solo(), last.weights, x)
     assert (got - saved.logits).abs().max() < 1e-4
