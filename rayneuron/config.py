@@ -153,7 +153,7 @@ class Deployment(_Section):
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
     block_size: int | None = Field(
-        None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; default: 64 on a CPU."
+        None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of one rank; default: this rank's share of the cores.")
     fused_qkv: bool = True

@@ -168,7 +168,7 @@ class Device(Protocol):
         """Begin one step, which writes KV. Nobody changes the batch until `wait` has returned. CompileError: a shape not compiled."""
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks: (from, to)."""
+        """Copy whole blocks, (from, to), all at once: no block is both."""
 
     def kv_read(self, blocks: Sequence[int]) -> Tensor:
         """A copy of some blocks: [layers, n, H, 2, columns of a block, D], the local ranks' heads side by side."""

@@ -1,4 +1,4 @@
-"""Every family and shape exports: static shapes, no host read, no data-dependent branch, and nothing written in place (what Neuron compiles)."""
+"""Every family and shape exports: static shapes, no host read, no data-dependent branch, nothing written in place."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from rayneuron import models
+from rayneuron import devices, models
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import decoder, hub, shard, weights
-from rayneuron.models.memory import parameters
+from rayneuron.models import hub, shard, weights
+from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
 from rayneuron.placement.memory import dtype, memory
 from tests.models import cases
@@ -104,9 +104,10 @@ def test_weights_are_what_the_loader_allocates(folder: Path, ranks: int, stages:
 def test_kv_is_what_the_engine_allocates(folder: Path, ranks: int) -> None:
     raw = hub.read_config(folder)
     arch, c = models.architecture(raw), small()
-    shapes = decoder.kv_shapes(arch, c.rows + 1, c.length + 1, ranks)
+    device = devices.open("cpu", dtype=torch.bfloat16)
+    device.load({"top": {}, "layers": []}, kv_shape(arch, c.space, ranks))
     made = memory(deployment(dtype="bf16"), raw, c, ranks, range(arch.layers))
-    assert made.kv == sum(2 * torch.Size(shape).numel() for shape in shapes)
+    assert made.kv == device.kv_read(range(c.blocks + 2)).nbytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

@@ -86,14 +86,14 @@ class Cpu:
     @torch.inference_mode()
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks."""
+        source, target = zip(*pairs, strict=True)
         for units in self._units:
-            for source, target in pairs:
-                units[target] = units[source]
+            bytes_of(units)[list(target)] = bytes_of(units)[list(source)]
 
     @torch.inference_mode()
     def kv_read(self, blocks: Sequence[int]) -> Tensor:
         """[layers, n, K, 2, S, D], copied."""
-        return torch.stack([units[list(blocks)] for units in self._units])
+        return torch.stack([bytes_of(units)[list(blocks)].view(units.dtype) for units in self._units])
 
     @torch.inference_mode()
     def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:

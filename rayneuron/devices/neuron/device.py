@@ -163,7 +163,7 @@ class Neuron:
         return Started([out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})], asked, inputs)
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, in the order of the pairs."""
+        """Copy whole blocks."""
         for part in self._parts(pairs, (self._shape.space.scratch,) * 2):
             source, target = torch.tensor(part, dtype=torch.int32).T.contiguous()
             self._move("kv_copy", {"source": source, "target": target})
