@@ -19,7 +19,7 @@ class KvSpace:
     A slot is a place in a block: block x `block` + offset. Contiguous KV is one block a row, `block` >= `limit`.
     Row `rows` is idle, and position `limit` padding. Two more blocks exist: `null`, which is never written, where a row's table ends, and
     `scratch`, never in the table of a true row, where what is to be forgotten goes. Two, because a masked position is still read, and NaN
-    survives a mask that is added.
+    survives a mask that is added; one, where every row has one block and no table ends.
     """
 
     rows: int
@@ -34,8 +34,13 @@ class KvSpace:
 
     @property
     def scratch(self) -> int:
-        """The block that nobody reads."""
-        return self.blocks + 1
+        """The block that no true row reads, the last one."""
+        return self.blocks + (self.block < self.limit)
+
+    @property
+    def total(self) -> int:
+        """All blocks there are."""
+        return self.scratch + 1
 
     @property
     def nowhere(self) -> int:
@@ -72,13 +77,13 @@ class KvShape:
 
     @property
     def elements(self) -> int:
-        """Numbers in all layers, keys and values, the two extra blocks included."""
-        return 2 * self.layers * (self.space.blocks + 2) * self.heads * self.columns * self.dim
+        """Numbers in all layers, keys and values, null and scratch included."""
+        return 2 * self.layers * self.space.total * self.heads * self.columns * self.dim
 
 
 @dataclass(slots=True)
 class Kv:
-    """The KV of one rank inside a step: a (keys, values) pair a layer, each [N + 2, H, S, D]. A layer that is written is rebound."""
+    """The KV of one rank inside a step: a (keys, values) pair a layer, each [N, H, S, D]. A layer that is written is rebound."""
 
     shape: KvShape
     layers: list[Any]

@@ -84,7 +84,7 @@ def places(space: KvSpace, held: Tensor, positions: Tensor, rows: Tensor, length
 
 def zeros(shape: KvShape, dtype: torch.dtype) -> Kv:
     """KV of nothing but zeros."""
-    size = (shape.space.blocks + 2, shape.heads, shape.columns, shape.dim)
+    size = (shape.space.total, shape.heads, shape.columns, shape.dim)
     return Kv(shape, [(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(shape.layers)])
 
 

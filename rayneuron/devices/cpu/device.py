@@ -60,7 +60,7 @@ class Cpu:
         else:
             self._weights = {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
         zeros = torch.zeros if self.kernels is None else self.kernels.zeros
-        shape = (kv.space.blocks + 2, kv.heads, 2, kv.columns, kv.dim)
+        shape = (kv.space.total, kv.heads, 2, kv.columns, kv.dim)
         self._units = [zeros(shape, dtype=self.kv_dtype) for _ in range(kv.layers)]
         self.kv = Kv(kv, [(units[:, :, 0], units[:, :, 1]) for units in self._units])
 

@@ -125,7 +125,7 @@ class Stack {
                 if (m_.cos) rotate_row(at + h * d, m_.cos + (size_t)position_[i] * m_.half, m_.sin + (size_t)position_[i] * m_.half, m_.half, m_.pairs);
             }
             const int id = slot_[i] / m_.block;
-            for (int g = 0; g < m_.kv_heads && id <= m_.blocks; g++) {
+            for (int g = 0; g < m_.kv_heads && id < m_.blocks; g++) {
                 char* k = to.keys(id, g, slot_[i] % m_.block);
                 narrow_row(at + (m_.heads + g) * d, (Kind)m_.kind, d, k);
                 narrow_row(at + (m_.heads + m_.kv_heads + g) * d, (Kind)m_.kind, d, k + to.half());

@@ -129,7 +129,7 @@ class Graph(nn.Module):
             # A tensor under two names (tied embeddings) would become one parameter of the graph, and the other name unknown.
             self._place(path, tensor.clone() if shared else tensor)
         for name in states(kv):
-            self.register_buffer(name, torch.zeros(kv.space.blocks + 2, kv.heads, kv.columns, kv.dim, dtype=kv_dtype))
+            self.register_buffer(name, torch.zeros(kv.space.total, kv.heads, kv.columns, kv.dim, dtype=kv_dtype))
         if border.feedback:
             self.register_buffer(IDS, torch.zeros(kv.space.rows + 1, dtype=torch.int32))
 

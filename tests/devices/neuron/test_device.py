@@ -62,7 +62,7 @@ def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     compile_ahead(parse({"model": {"path": str(tiny)}, **options}), None, said.append, lambda done, total: None)
     listed = "\n".join(said).split()
-    assert [f"b1_t16_l{n}_greedy" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_greedy" not in listed
+    assert [f"b1_t16_l{n}_likeliest_last" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_likeliest_last" not in listed
     with LLM(str(tiny), compile={"required": True}, **options) as llm:
         assert tokens(llm) == want
 
@@ -213,7 +213,7 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     device, program, shapes, _ = opened(standin, tiny, 1)
     device.compile(program, shapes, silent)
     with pytest.raises(KeyError):
-        device._model.forward(model_name="decode_b2_t1_l32_greedy", forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
+        device._model.forward(model_name="decode_b2_t1_l32_likeliest_last", forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
     from neuronx_distributed.trace.nxd_model import nxd_model
 
     monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # claimed in another test's folder, and for good
@@ -265,7 +265,7 @@ def test_artifact_and_flags_that_disagree(standin: Path, tiny: Path, monkeypatch
     said = json.loads((out / "neuron_config.json").read_text())["neuron_config"]
     assert said["tp_degree"] == 2 and said["token_generation_buckets"] == [32] and said["tkg_batch_size"] == 2
     more, _, _, _ = opened(standin, tiny, 2, artifact=out)
-    with pytest.raises(ConfigError, match=r"do not fit this deployment: graphs has decode_b1_t1_l32_greedy only here"):
+    with pytest.raises(ConfigError, match=r"do not fit this deployment: graphs has decode_b1_t1_l32_likeliest_last only here"):
         more.compile(program, [*shapes, Shape("decode", 1, 1, 32, LIKELIEST)], silent)
     cores(monkeypatch, 1)
     one, _, _, _ = opened(standin, tiny, 1, artifact=out)
