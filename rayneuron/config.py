@@ -21,6 +21,9 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 
 
+_BLOCKS = {"cpu": 64}  # tokens of a KV block by device; elsewhere one block a sequence
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -160,6 +163,9 @@ class Deployment(_Section):
     max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once: KV slots.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
+    block_size: int | None = Field(
+        None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of one rank; default: this rank's share of the cores.")
     fused_qkv: bool = True
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
@@ -174,6 +180,10 @@ class Deployment(_Section):
     group: GroupLimits = GroupLimits.model_construct()
     serving: Serving = Serving.model_construct()
 
+    def kv_block(self, length: int) -> int:
+        """Tokens of a KV block, of sequences of at most `length`."""
+        return min(self.block_size or _BLOCKS.get(self.device, length), length)
+
     def model_options(self) -> dict[str, Any]:
         """What `models.check` is told besides degree and length."""
         names = ("dtype", "quantization", "kv_dtype", "group_query_attention", "shard_over_sequence", "capacity_factor")
@@ -183,6 +193,14 @@ class Deployment(_Section):
     @classmethod
     def _alias(cls, value: object) -> object:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("block_size")
+    @classmethod
+    def _power(cls, value: int | None, info: pydantic.ValidationInfo) -> int | None:
+        longest = info.data.get("max_model_len")
+        if value is None or (value >= 16 and value & (value - 1) == 0) or (longest is not None and value >= longest):
+            return value
+        raise ValueError(f"write a power of two from 16, or max_model_len for one block a sequence, got {value}")
 
     @field_validator("sampling_defaults")
     @classmethod

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity
-from rayneuron.engine.slots import Slots
 from rayneuron.errors import Busy, RequestError
 from rayneuron.types import Request, Snapshot
 
@@ -32,7 +32,7 @@ def admit(limits: EngineLimits, load: Snapshot, inbox: int, inbox_tokens: int) -
         raise Busy(f"{tokens} prompt tokens are waiting; the limit is {limits.max_waiting_tokens}", retry_after_s=limits.retry_after_s)
 
 
-def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots) -> None:
+def validate(request: Request, capacity: Capacity, vocab: int, blocks: Blocks) -> None:
     """Raise RequestError naming the field if the request could never run in this engine."""
     params, prompt = request.params, len(request.prompt_ids)
     if not prompt:
@@ -60,5 +60,5 @@ def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots) -> 
             param="max_tokens",
         )
     most = capacity.length if params.max_tokens is None else prompt + params.max_tokens
-    if not slots.fits(most):
-        raise RequestError(f"{most} tokens do not fit the KV cache of {slots.total_tokens} tokens", param="max_tokens")
+    if not blocks.fits(most):
+        raise RequestError(f"{most} tokens do not fit the KV cache of {blocks.total_tokens} tokens", param="max_tokens")

@@ -32,7 +32,7 @@ def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | N
 
     `rule`: as in `engine.step.step`, for what is sampled here.
     """
-    ids = output.ids.tolist() if output.ids is not None else None
+    ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     deltas: list[TokenDelta | None] = []
     for i, work in enumerate(plan.works):
@@ -40,7 +40,7 @@ def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | N
         if not work.valid:
             deltas.append(None)
             continue
-        sequence.ahead -= work.followed
+        sequence.unseen -= work.followed
         row = None
         if ids is None:
             assert output.logits is not None

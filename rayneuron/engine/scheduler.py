@@ -6,10 +6,10 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.prefix_buckets import chunk_fit
 from rayneuron.engine.sequence import Sequence
-from rayneuron.engine.slots import Slots
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """What one step does. `copies`: (from row, to row, positions) of prompt KV shared by choices of one request, before the step."""
+    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step."""
 
     tag: Literal["prefill", "decode"]
     works: list[Work]
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -47,7 +47,7 @@ class Scheduler:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self.slots = Slots(capacity.rows, capacity.length, capacity.kv_tokens)
+        self.blocks = Blocks(capacity.space)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -58,10 +58,10 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and free its row."""
-        if sequence.row is not None:
-            self.slots.release(sequence.row)
-            sequence.row = None
+        """Forget a sequence, waiting or running, and free what it holds."""
+        if sequence.hold is not None:
+            self.blocks.release(sequence.hold)
+            sequence.hold = None
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
@@ -79,53 +79,50 @@ class Scheduler:
             return None  # nobody is there, or everybody waits for a token under way
         decodes = self._grow(decodes)
         if decodes:
-            decodes.sort(key=lambda s: s.row or 0)  # dense rows let a device attend slices instead of gathering
             return Plan("decode", [Work(s, s.computed, 1) for s in decodes], copies)
         return self.plan()  # growing has preempted every decoding sequence; whoever is left or waits can now be served
 
-    def launch(self, plan: Plan, ahead: bool) -> None:
-        """A step has begun: its KV counts as computed. `ahead`: where the device knows the next token itself, it may be planned already.
+    def launch(self, plan: Plan, overlaps: bool) -> None:
+        """A step has begun: its KV counts as computed. `overlaps`: what the device knows itself of the next token may be planned already.
 
         Not known to the device: a token that the host edits, or samples from the scores of a prompt; not wanted: one after the last.
         """
-        hidden = not ahead or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
+        hidden = not overlaps or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
         for work in plan.works:
             sequence = work.sequence
             sequence.computed = work.start + work.count
-            more = sequence.generated + sequence.ahead + 1 < sequence.max_tokens
+            more = sequence.generated + sequence.unseen + 1 < sequence.max_tokens
             if work.last and more and not hidden and not sequence.params.edits_logits:
                 work.followed = True
-                sequence.ahead += 1
+                sequence.unseen += 1
 
-    def _admit(self) -> list[tuple[int, int, int]]:
+    def _admit(self) -> list[tuple[int, int]]:
         copies = []
         while self.waiting:
             head = self.waiting[0]
-            row = self.slots.reserve(len(head.ids))
-            if row is None:
+            like, known = self._shareable(head)
+            hold = self.blocks.admit(len(head.ids), like, known)
+            if hold is None:
                 victim = max(self.running, key=lambda s: s.rank, default=None)
                 if victim is None or victim.request.priority <= head.request.priority:
                     break
                 self._preempt(victim)
                 continue
             self.waiting.pop(0)
-            head.row = row
+            head.hold, head.computed = hold, known
             self.running.append(head)
-            copied = self._shareable(head)
-            if copied:
-                assert head.leader is not None and head.leader.row is not None
-                copies.append((head.leader.row, row, copied))
-                head.computed = copied
+            if like is not None and known % self.capacity.block:
+                copies.append((like.blocks[hold.shared], hold.blocks[hold.shared]))
         return copies
 
     @staticmethod
-    def _shareable(sequence: Sequence) -> int:
-        """Prompt positions to copy from the leading choice; the last prompt token is computed anew, for its logits."""
+    def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
+        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew, for its logits."""
         leader = sequence.leader
         wanted = sequence.prompt_len - 1
-        if leader is None or leader.row is None or leader.computed < wanted:
-            return 0
-        return wanted
+        if leader is None or leader.hold is None or leader.computed < wanted:
+            return None, 0
+        return leader.hold, wanted
 
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
         prefills.sort(key=lambda s: s.rank)
@@ -149,23 +146,23 @@ class Scheduler:
         order = sorted(decodes, key=lambda s: s.rank)
         kept: list[Sequence] = []
         for sequence in order:
-            if sequence.row is None:
+            if sequence.hold is None:
                 continue
-            while not self.slots.extend(sequence.row, sequence.length):
+            while not self.blocks.extend(sequence.hold, sequence.length):
                 victim = max(self.running, key=lambda s: s.rank)
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
                 kept.append(sequence)
-        return [s for s in kept if s.row is not None]
+        return [s for s in kept if s.hold is not None]
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
-        assert victim.row is not None
-        self.slots.release(victim.row)
+        assert victim.hold is not None
+        self.blocks.release(victim.hold)
         self.running.remove(victim)
-        victim.row = None
+        victim.hold = None
         victim.rewind(0)
         if victim.prompt_logprobs is not None:
             victim.prompt_logprobs = [None]  # they are computed again with the prompt
@@ -174,12 +171,11 @@ class Scheduler:
         self.add(victim)
 
     def check(self) -> None:
-        """Raise AssertionError if a row is owned twice or by nobody."""
-        self.slots.check()
-        rows = [s.row for s in self.running]
-        assert None not in rows and len(set(rows)) == len(rows), rows
-        assert len(rows) + self.slots.free_count == self.capacity.rows, (rows, self.slots.free_count)
-        assert all(s.row is None for s in self.waiting)
+        """Raise AssertionError if a row or block is owned twice or by nobody."""
+        holds = [s.hold for s in self.running if s.hold is not None]
+        assert len(holds) == len(self.running), "a sequence runs that holds nothing"
+        self.blocks.check(holds)
+        assert all(s.hold is None for s in self.waiting)
 
 
 def wants_scores(sequence: Sequence) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rayneuron.engine.blocks import Hold
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt and generated ids, how many of them have KV (`computed`), and the row that holds it (None while waiting).
+    """Prompt and generated ids, how many of them have KV (`computed`), and what holds it (None while waiting).
 
-    `ahead`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed. `epoch` rises when steps
+    `unseen`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed. `epoch` rises when steps
     under way are no longer valid for this sequence.
     """
 
@@ -21,12 +22,12 @@ class Sequence:
     seed: int
     max_tokens: int
     order: int
-    leader: Sequence | None = None  # the choice whose prompt KV may be copied
+    leader: Sequence | None = None  # the choice whose prompt KV may be shared
     prompt_len: int = 0
     computed: int = 0
-    ahead: int = 0
+    unseen: int = 0
     epoch: int = 0
-    row: int | None = None
+    hold: Hold | None = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
     queued: bool = False
@@ -43,7 +44,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Ids, those under way included."""
-        return len(self.ids) + self.ahead
+        return len(self.ids) + self.unseen
 
     @property
     def remaining(self) -> int:
@@ -53,7 +54,7 @@ class Sequence:
     def rewind(self, computed: int) -> None:
         """Steps under way no longer count; only the first `computed` ids have KV."""
         self.computed = computed
-        self.ahead = 0
+        self.unseen = 0
         self.epoch += 1
 
     @property
