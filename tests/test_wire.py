@@ -28,7 +28,7 @@ from rayneuron.group.messages import Array, Begin, Done, Failed, FromWorker, Hel
 from rayneuron.group.rendezvous import Meeting
 from rayneuron.placement.layout import layout
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager

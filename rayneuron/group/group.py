@@ -20,7 +20,6 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
-from rayneuron.group.ahead import float8
 from rayneuron.group.children import Children, Processes
 from rayneuron.group.messages import Done, Failed, Placed, Progress, Ready
 from rayneuron.group.rank import Count, Rank
@@ -30,6 +29,7 @@ from rayneuron.group.worker import Invitation
 from rayneuron.models import hub
 from rayneuron.models.arch import Arch
 from rayneuron.placement.layout import Layout
+from rayneuron.placement.memory import float8
 from rayneuron.placement.records import this_process
 
 log = logging.getLogger(__name__)

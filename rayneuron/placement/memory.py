@@ -75,3 +75,9 @@ def dtype(name: str, raw: Mapping[str, Any]) -> str:
     if name != "auto":
         return name
     return "bf16" if dtype_of(raw) in ("bfloat16", "float16") else "fp32"
+
+
+def float8(config: Deployment, raw: Mapping[str, Any]) -> bool:
+    """Whether weights or KV are float8: the deployment says so, or the checkpoint itself."""
+    words = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
+    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in words)

@@ -219,10 +219,6 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     with pytest.raises(KeyError):
         name = "decode_b2_t1_l32_likeliest_last"
         device._model.forward(model_name=name, forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
-    from neuronx_distributed.trace.nxd_model import nxd_model
-
-    monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # claimed in another test's folder, and for good
-    nxd_model.claim(1)
     script = "from neuronx_distributed.trace.nxd_model.nxd_model import claim; claim(1)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "standin")}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -237,9 +233,10 @@ def test_a_graph_that_does_not_compile_says_which(standin: Path, tiny: Path, mon
     with pytest.raises(CompileError) as failed:
         device.compile(program, shapes[:1], silent)
     text = str(failed.value)
-    assert text.startswith("chat: graph decode_b2_t1_l32_greedy (bucket of 2 rows x 1 new tokens, attending 32) could not be compiled: ")
+    graph = "graph decode_b2_t1_l32_likeliest_last (bucket of 2 rows x 1 new tokens, attending 32)"
+    assert text.startswith(f"chat: {graph} could not be compiled: ")
     assert "Compilation process failed (neuronx-cc: [F137] was forcibly killed)" in text
-    assert "Its flags; decode_b2_t1_l32_greedy: --auto-cast=none --model-type=transformer" in text and text.endswith(" -O2")
+    assert "Its flags; decode_b2_t1_l32_likeliest_last: --auto-cast=none --model-type=transformer" in text and text.endswith(" -O2")
     log = Path(re.search(r"The compiler's log is (\S+log-neuron-cc\.txt)\.", text)[1])  # type: ignore[index]
     assert "-O2" in log.read_text() and log.is_relative_to(standin / "cache" / "failed")
     monkeypatch.delenv("STANDIN_FAIL_GRAPH")
@@ -257,7 +254,7 @@ def test_a_graph_that_cannot_be_traced_says_which(standin: Path, tiny: Path, mon
 
     monkeypatch.setattr(Graph, "forward", broken)
     with pytest.raises(
-        CompileError, match=r"chat: graph decode_b2_t1_l32_greedy .* It was being traced.*flags; decode_b2_t1_l32_greedy: --auto"
+        CompileError, match=r"chat: graph decode_b2_t1_l32_likeliest_last .* It was being traced.*flags; decode_b2_t1_l32_likeliest_last: --auto"
     ):
         device.compile(program, shapes, silent)
 
@@ -278,13 +275,13 @@ def test_a_graph_that_does_not_run_says_which(standin: Path, tiny: Path, monkeyp
         raise RuntimeError("NRT_EXEC_HW_ERR_NC_UE (1206)")
 
     monkeypatch.setattr(nxd_model, "BEFORE", [fails])
-    says = r"chat: graph decode_b2_t1_l32_greedy \(bucket of 2 rows x 1 new tokens, attending 32\) on cores 0 failed: NRT_EXEC_HW_ERR_NC_UE"
+    says = r"chat: graph decode_b2_t1_l32_likeliest_last \(bucket of 2 rows .*\) on cores 0 failed: NRT_EXEC_HW_ERR_NC_UE"
     for mode in ("async", "ranked"):
         device._mode = mode
         with pytest.raises(DeviceError, match=says):
-            device.run(shapes[0], idle(shapes[0], 2))
-        with pytest.raises(DeviceError, match=r"chat: graph kv_export_n33 \(33 KV positions\) on cores 0 failed"):
-            device.kv_read(0, 0, 4)
+            device.start(shapes[0], idle(shapes[0], SPACE)).wait()
+        with pytest.raises(DeviceError, match=r"chat: graph kv_export_n16 \(16 KV blocks\) on cores 0 failed"):
+            device.kv_read([0])
 
 
 def test_a_model_that_does_not_load_says_where(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +463,7 @@ def test_a_newer_sdk_on_a_chip_it_is_made_for(distributed: str, chip: str, caplo
 def test_the_pins_are_the_extra_of_the_package() -> None:
     import tomllib
 
-    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["neuron"]
+    extra = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["neuron"]
     assert extra == releases.INSTALL.split(releases.INDEX)[1].split()
 
 
@@ -514,7 +511,7 @@ LLM("demo:random:tiny", device="neuron")
 
 @pytest.mark.parametrize("script", [EMPTY, "from rayneuron import LLM\nLLM('demo:random:tiny', device='neuron')"], ids=["empty", "absent"])
 def test_empty_and_absent_packages_say_what_to_install(script: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert "ConfigError" in ran.stderr.splitlines()[-1] or "ConfigError" in ran.stderr
     assert "install SDK 2.28 from AWS's repository: pip install --extra-index-url https://pip.repos.neuron.amazonaws.com" in ran.stderr
