@@ -48,7 +48,7 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
     from rayneuron import devices, loading, models, settings
     from rayneuron.engine.buckets import inventory
     from rayneuron.group.ahead import ahead
-    from rayneuron.models import decoder
+    from rayneuron.models.memory import kv_shape
 
     config, arch, capacity = checked.config, checked.arch, checked.capacity
     made = ahead(config, capacity.length, stage=stage, hidden=arch.hidden, raw=checked.raw)
@@ -59,7 +59,7 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
     )  # fmt: skip
     try:
         weights = loading.rank_weights(checked, made, _silent, stage)
-        device.load(weights, decoder.kv_shapes(arch, capacity.rows + 1, capacity.length + 1, made.ranks, len(weights["layers"])))
+        device.load(weights, kv_shape(arch, capacity.space, device.comm.ranks, len(weights["layers"])))
         program = loading.program(config, arch, checked.dtype, stage)
         return devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))
     finally:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from rayneuron.errors import ConfigError
 from rayneuron.serve_config import Autoscaling
@@ -22,6 +22,7 @@ DTYPE_ALIASES = {
 
 
 KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
+_BLOCKS = {"cpu": 64}  # tokens of a KV block by device; elsewhere one block a sequence
 
 
 def _known_parameters(value: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +208,9 @@ class Deployment(Section):
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
+    block_size: int | None = Field(
+        None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
+    )
     fused_qkv: bool = True
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
@@ -220,6 +224,10 @@ class Deployment(Section):
     group: GroupLimits = GroupLimits.model_construct()
     serving: Serving = Serving.model_construct()
 
+    def kv_block(self, length: int) -> int:
+        """Tokens of a KV block, of sequences of at most `length`."""
+        return min(self.block_size or _BLOCKS.get(self.device, length), length)
+
     def model_options(self) -> dict[str, Any]:
         """What `models.check` is told besides degree and length."""
         names = ("dtype", "quantization", "kv_dtype", "group_query_attention", "shard_over_sequence", "capacity_factor")
@@ -229,6 +237,14 @@ class Deployment(Section):
     @classmethod
     def _alias(cls, value: object) -> object:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("block_size")
+    @classmethod
+    def _power(cls, value: int | None, info: ValidationInfo) -> int | None:
+        longest = info.data.get("max_model_len")
+        if value is None or (value >= 16 and value & (value - 1) == 0) or (longest is not None and value >= longest):
+            return value
+        raise ValueError(f"write a power of two from 16, or max_model_len for one block a sequence, got {value}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:

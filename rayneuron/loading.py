@@ -146,7 +146,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
 
         kind = str(checked.dtype).removeprefix("torch.")
         group = Group(config, checked.layout, checked.arch, checked.capacity, kind, checked.path, processes=processes, on_lost=on_lost)
-        return group.start()
+        return group.invite()
     from rayneuron.engine.runner import Runner
 
     device = devices.open(
@@ -156,7 +156,7 @@ def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[st
         kv_dtype=models.kv_type(config.kv_dtype),
         threads=config.threads or settings.threads(),
     )
-    return Runner(checked.arch, device, checked.capacity, getattr(device, "comm", None), program(config, checked.arch, checked.dtype))
+    return Runner(checked.arch, device, checked.capacity, program(config, checked.arch, checked.dtype))
 
 
 def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:

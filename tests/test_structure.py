@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys"}
 WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops", "wordless"}
+LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -40,26 +40,32 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat_template": {"errors"},
     "text": {"errors", "types", "tokenizer", "chat_template", "detokenizer", "stops", "models.hub"},
     "wordless": {"errors", "text", "tokenizer", "detokenizer"},
-    "models": {"errors", "settings", "devices.base"},
-    "devices": {"errors", "settings", "models"},
+    "wire": {"errors"},
+    "models": {"errors", "settings"},
+    "compile_cache": {"errors", "settings"},
+    "collectives": {"errors", "settings", "models.collectives"},
+    "devices": {"errors", "settings", "models", "compile_cache", "collectives"},
     "policies": {"errors", "types", "hashing"},
     "api": {"errors", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.host", "policies"},
+    "placement": LEAVES | {"models", "engine.buckets", "engine.prefix_buckets", "policies", "devices.neuron.releases"},
     "transfer": LEAVES | {"models", "devices", "engine"},
-    "parallel": LEAVES | {"models", "devices", "engine", "transfer", "policies"},
-    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "preflight"},
-    "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "parallel", "loading"},
-    "serve": LEAVES | WORDS | {"demo", "models", "devices", "engine", "transfer", "parallel", "policies", "api", "loading", "preflight"},
-    "sim": LEAVES | {"devices.base", "devices.null", "engine", "parallel", "policies"},
+    "group": LEAVES | {"models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
+    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "placement", "group", "preflight"},
+    "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "serve": LEAVES
+    | WORDS
+    | {"demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
+    "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
-    "llm": LEAVES | WORDS | {"outputs", "api", "demo", "models", "devices", "engine", "parallel", "loading"},
-    "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "parallel", "loading", "llm", "outputs"},
+    "llm": LEAVES | WORDS | {"outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
 
 # Where each third-party package may be imported: paths in the package, a folder meaning all of it.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "ray": ("serve/", "group/worker.py", "group/group.py"),
+    "ray": ("serve/",),
     "fastapi": ("serve/",),
     "starlette": ("serve/",),
     "uvicorn": ("serve/",),
@@ -74,12 +80,11 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "transformers": ("tokenizer.py", "hf.py"),
     "tokenizers": ("tokenizer.py", "demo/"),
     "jinja2": ("text.py", "chat_template.py"),
-    "torch": ("models/", "devices/", "engine/", "transfer/", "parallel/", "demo/", "loading.py", "llm.py", "hf.py", "cli.py"),
+    "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli.py"),
     "safetensors": ("models/", "devices/", "demo/"),
-    "zmq": ("serve/", "transfer/", "parallel/"),
     "msgspec": ("",),
-    "numpy": ("models/", "devices/", "engine/", "transfer/", "parallel/", "hashing.py", "sim/"),
     "xxhash": ("hashing.py", "models/", "transfer/"),
+    "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/"),
     "yaml": ("cli.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli.py", "loading.py", "llm.py", "serve/"),
     "prometheus_client": ("metrics.py", "serve/"),
@@ -88,12 +93,11 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "tokenizer.py", "chat_template.py"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/null.py"),
+    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
-    *(f"parallel/{name}.py" for name in ("cores", "layout", "environment")),
 )
-NO_PICKLE = ("api/", "transfer/", "parallel/")
-DEVICE_NAMES = {"cpu", "neuron", "null", "cuda", "xla"}
+NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
+DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Impl", "Factory", "Mixin")
 MUTABLE_CALLS = {
@@ -178,7 +182,7 @@ def wrong_units(module: Module) -> list[str]:
     found = {}
     for item in module.imports:
         top, *rest = item.module.split(".")
-        if top == PACKAGE and rest and not {rest[0], ".".join(rest[:2])} & allowed:
+        if top == PACKAGE and rest and not {".".join(rest[:n]) for n in range(1, 4)} & allowed:
             found[item.line, rest[0]] = f"{module.path}:{item.line}: {module.unit} may not import {'.'.join(rest[:2])}"
     return list(found.values())
 
@@ -389,7 +393,7 @@ BAD = [
     (environment_reads, "models/hub.py", "import os\nx = os.environ.get('A')", "settings.py alone"),
     (environment_reads, "models/hub.py", "from os import getenv", "settings.py alone"),
     (device_branches, "engine/runner.py", "def f(d):\n    if d.kind == 'neuron':\n        pass", "no branch"),
-    (device_branches, "engine/runner.py", "def f(d):\n    return 1 if d in ('cpu', 'null') else 2", "no branch"),
+    (device_branches, "engine/runner.py", "def f(d):\n    return 1 if d in ('cpu', 'neuron') else 2", "no branch"),
     (device_branches, "engine/runner.py", "def f(d):\n    match d:\n        case 'cpu':\n            pass", "no branch"),
     (mutable_state, "models/hub.py", "_cache = {}", "_cache is mutable state"),
     (mutable_state, "models/hub.py", "CACHE = dict()\n\n\ndef f(k):\n    CACHE.update(k)", "CACHE is mutable state"),

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayneuron import wire
-from rayneuron.devices.base import Shape
+from rayneuron.devices.base import SAMPLED, Shape
 from rayneuron.engine.buckets import capacity
 from rayneuron.errors import ConfigError, WorkerLost
 from rayneuron.group import messages
@@ -28,7 +28,7 @@ from rayneuron.group.messages import Array, Begin, Done, Failed, FromWorker, Hel
 from rayneuron.group.rendezvous import Meeting
 from rayneuron.placement.layout import layout
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def pair(kinds: object = FromWorker, limit: int = 4096) -> Iterator[tuple[socket
 
 
 def test_every_message_survives_the_wire() -> None:
-    shape = Shape("decode", 2, 1, 128, "sample")
+    shape = Shape("decode", 2, 1, 128, SAMPLED)
     array = Array("i4", (2, 1), memoryview(b"\1\0\0\0\2\0\0\0"))
     begin = Begin(
         config={"model": {"path": "/m"}}, capacity=capacity(rows=2, length=64, chunk=32), dtype="float32", environment={"A": "1"},

@@ -42,12 +42,13 @@ def step_overhead(workers: int, rounds: int) -> tuple[float, float]:
     import torch
 
     from rayneuron import wire
-    from rayneuron.devices.base import Shape
+    from rayneuron.devices.base import LIKELIEST, Shape
     from rayneuron.devices.cpu.device import idle
     from rayneuron.group import arrays, messages
+    from rayneuron.models.kv import KvSpace
 
-    shape = Shape("decode", 16, 1, 256, "greedy")
-    batch = idle(shape, 16)
+    shape = Shape("decode", 16, 1, 256, LIKELIEST)
+    batch = idle(shape, KvSpace(rows=16, limit=256, blocks=64, block=64))
     listener = wire.listen()
     command = [sys.executable, __file__, "--echo", wire.address(listener)]
     children = [subprocess.Popen(command) for _ in range(workers - 1)]

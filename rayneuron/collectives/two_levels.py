@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.collectives.gloo import NARROW
-from rayneuron.devices.base import Collectives
+from rayneuron.models.collectives import Collectives
 
 
 class TwoLevels:

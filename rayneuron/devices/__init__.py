@@ -94,11 +94,11 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     """The device `name`. options: dtype, kv_dtype, threads, comm; `ahead` for one that is compiled ahead. Raises ConfigError."""
     check(name)
     if name == "neuron":
-        from rayneuron.devices.neuron.device import Neuron, NeuronAhead
+        from rayneuron.devices.neuron.device import Neuron
         from rayneuron.devices.neuron.graphs import Border
 
         a = ahead or Ahead()
-        return (NeuronAhead if a.async_mode else Neuron)(
+        return Neuron(
             dtype=options["dtype"],
             kv_dtype=options.get("kv_dtype"),
             ranks=a.ranks,

@@ -1,64 +1,92 @@
-"""Device and Collectives: the seam between one model's maths and the processor it runs on.
+"""The step contract and the Device: the seam between one model's maths and the processor it runs on.
 
-Shapes: B rows, T new tokens, L attended positions, H KV heads, D head size, V vocabulary.
+Shapes: B rows, T new tokens, L attended positions, M blocks of a row, U ids sampled a row, H KV heads, D head size, V vocabulary, E hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rayneuron.models.collectives import Collectives
+
 FOLLOWS = -1  # as a decode step's token: the id that the row's last step sampled, which the device has kept
 
 Tag = Literal["prefill", "decode", "verify"]
-Output = Literal["greedy", "sample", "logits", "scores", "hidden"]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a step returns: `ids` by argmax (likeliest) or by the rows' parameters (sampled), `logits`, `hidden` states; of every row's last
+    true token or of all T. `hidden` is what a pipeline stage gives to the next: only devices know of it, a step asks all stages alike."""
+
+    ids: Literal["likeliest", "sampled"] | None = None
+    logits: bool = False
+    hidden: bool = False
+    at: Literal["last", "all"] = "last"
+
+    def __str__(self) -> str:
+        return "_".join([*([self.ids] if self.ids else ()), *(n for n in ("logits", "hidden") if getattr(self, n)), self.at])
+
+
+LIKELIEST, SAMPLED = Want("likeliest"), Want("sampled")
+LOGITS = Want("sampled", logits=True)  # for host processors and logprobs
+SCORES = Want(logits=True, at="all")
+HIDDEN = Want(hidden=True, at="all")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One compiled graph: `rows` x `tokens` new tokens that attend the first `length` KV positions.
-
-    `output`: greedy (next ids by argmax), sample (next ids by the row's parameters), logits (as sample, and the last
-    token's logits [B, V] for host processors and logprobs), scores (logits of every new token [B, T, V]); hidden (what a pipeline
-    stage that is not the last gives to the next, [B, T, E]: known to devices only, since a step asks all stages for the same).
-    """
+    """One compiled graph: `rows` x `tokens` new tokens that attend the first `length` positions, and what is wanted of them."""
 
     tag: Tag
     rows: int
     tokens: int
     length: int
-    output: Output
+    want: Want
+
+
+def _array(dims: str, dtype: str = "int32", blank: float = 0) -> Any:
+    return field(metadata={"dims": dims, "dtype": dtype, "blank": blank})
 
 
 @dataclass(slots=True)
 class Batch:
-    """The inputs of one step, padded to a Shape. Idle rows point at the scratch row, padding tokens at the scratch column.
+    """The inputs of one step, padded to a Shape (`schema` gives dims and dtypes).
 
-    tokens, positions [B,T] int32; rows, last [B] int32 (`last`: index of a row's last true token); temperature, top_p, min_p, uniform [B]
-    float32; top_k, adapters [B] int32; hidden [B,T,E] where a pipeline stage is not the first.
+    Idle rows are row `space.rows`, padding tokens position `space.limit`; both write nowhere. `blocks`: what holds a row, null behind its
+    end. `slots`: where each token's KV goes. `last`: index of a row's last true token. `uniform`: a random number for each id sampled.
+    `hidden`: where a pipeline stage is not the first.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    rows: Tensor
-    last: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniform: Tensor
-    adapters: Tensor
-    hidden: Tensor | None = None
+    tokens: Tensor = _array("BT")
+    positions: Tensor = _array("BT")
+    rows: Tensor = _array("B")
+    blocks: Tensor = _array("BM")
+    slots: Tensor = _array("BT")
+    last: Tensor = _array("B")
+    temperature: Tensor = _array("B", "float32")
+    top_k: Tensor = _array("B")
+    top_p: Tensor = _array("B", "float32", 1)
+    min_p: Tensor = _array("B", "float32")
+    uniform: Tensor = _array("BU", "float32")
+    adapters: Tensor = _array("B")
+    hidden: Tensor | None = field(default=None, metadata={"dims": "BTE", "dtype": "", "blank": 0})
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step returns: ids [B] int32; complete [B] bool (False: the nucleus left the candidate set, sample that row on the host);
-    logits [B,V] or [B,T,V] float32 where the shape asks for them; hidden [B,T,E] where a pipeline stage is not the last."""
+    """What a step returns: ids [B,U] int32; complete [B] bool (False: the nucleus left the candidate set, sample that row on the host);
+    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted."""
 
     ids: Tensor | None = None
     complete: Tensor | None = None
@@ -66,59 +94,31 @@ class StepOutput:
     hidden: Tensor | None = None
 
 
-class Collectives(Protocol):
-    """Sums and copies between the ranks of one group. Every rank calls the same verbs in the same order."""
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array of a Batch: its dims by letter, its dtype ("": the compute dtype), and what idle rows hold."""
 
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, on every rank; same shape."""
-
-    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the ranks' tensors along `dim` in rank order, on every rank."""
-
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Sum over ranks, then keep this rank's equal share of `dim`."""
-
-    def send(self, x: Tensor, rank: int) -> None:
-        """Send to one rank; the receiver knows shape and dtype."""
-
-    def receive(self, x: Tensor, rank: int) -> None:
-        """Receive into `x` from one rank."""
-
-    def broadcast(self, x: Tensor, rank: int) -> None:
-        """Copy `x` of `rank` into everybody's `x`."""
+    dims: str
+    dtype: str
+    blank: float
 
 
-class Solo:
-    """Collectives of a group of one: nothing moves."""
+SCHEMA: Mapping[str, Field] = {f.name: Field(**f.metadata) for f in fields(Batch)}
 
-    rank = 0
-    ranks = 1
 
-    def reduce(self, x: Tensor) -> Tensor:
-        return x
+def sizes(name: str, shape: Shape, space: KvSpace, hidden: int = 0) -> tuple[int, ...]:
+    """The size of one array of a step's Batch. hidden: the model's E."""
+    sampled = shape.tokens if shape.want.at == "all" else 1
+    by = {"B": shape.rows, "T": shape.tokens, "M": space.width(shape.length), "E": hidden, "U": sampled}
+    return tuple(by[letter] for letter in SCHEMA[name].dims)
 
-    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        return x
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return x
-
-    def send(self, x: Tensor, rank: int) -> None:
-        raise RuntimeError("a group of one rank has nobody to send to")
-
-    def receive(self, x: Tensor, rank: int) -> None:
-        raise RuntimeError("a group of one rank has nobody to receive from")
-
-    def broadcast(self, x: Tensor, rank: int) -> None:
-        return None
+def blank(shape: Shape, space: KvSpace) -> dict[str, NDArray[Any]]:
+    """The arrays of a Batch of idle rows, without hidden states."""
+    special = {"rows": space.rows, "positions": space.limit, "blocks": space.null, "slots": space.nowhere}
+    return {
+        name: np.full(sizes(name, shape, space), special.get(name, f.blank), f.dtype) for name, f in SCHEMA.items() if f.dtype
+    }  # fmt: skip
 
 
 class Pending(Protocol):
@@ -145,32 +145,36 @@ Progress = Callable[[int, int, Shape], None]  # done, total, the shape just made
 
 
 class Device(Protocol):
-    """A processor that holds one rank's weights and KV, and runs the listed shapes of one step function."""
+    """A processor that holds one rank's weights and KV, and runs the listed shapes of one step function.
+
+    `overlaps`: whether `start` returns before the step has ended, so that a decode step's token may be FOLLOWS. Steps run in the order
+    they were started, and the KV verbs wait for those before them.
+    """
 
     ranks_per_process: int
+    overlaps: bool
 
-    def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
-        """Take the rank's weights and allocate zeroed KV, one tensor [2, rows, H, length, D] a layer."""
+    @property
+    def comm(self) -> Collectives:
+        """The ranks it computes with."""
+
+    def load(self, weights: Weights, kv: KvShape) -> None:
+        """Take the rank's weights and allocate zeroed KV."""
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Make every shape ready to run at full speed. A shape that was not listed is an error afterwards."""
 
-    def run(self, shape: Shape, batch: Batch) -> StepOutput:
-        """Run one step; KV is updated in place. Raises CompileError for a shape that was not compiled."""
+    def start(self, shape: Shape, batch: Batch) -> Pending:
+        """Begin one step, which writes KV. Nobody changes the batch until `wait` has returned. CompileError: a shape not compiled."""
 
-    def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """Copy positions [start, stop) of one row: [2, H, stop-start, D] a layer."""
+    def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), all at once: no block is both."""
 
-    def kv_write(self, row: int, start: int, values: Sequence[Tensor]) -> None:
-        """Write what `kv_read` returned at `start` of one row."""
+    def kv_read(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of some blocks: [layers, n, H, 2, columns of a block, D], the local ranks' heads side by side."""
+
+    def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
+        """Write what `kv_read` returned into some blocks."""
 
     def close(self) -> None:
         """Give everything back."""
-
-
-@runtime_checkable
-class Queues(Protocol):
-    """A device that takes the next step while one runs. Steps run in order; `run`, `kv_read` and `kv_write` wait for those before them."""
-
-    def start(self, shape: Shape, batch: Batch) -> Pending:
-        """Begin one step. A decode step's token may be FOLLOWS. Nobody changes the batch until `wait` has returned."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rayneuron.devices.base import Batch, Device, Program, Progress, Shape, StepOutput, Weights
 from rayneuron.devices.neuron.graphs import follow
+from rayneuron.models.kv import KvShape
 
 Made = TypeVar("Made")
 
@@ -32,19 +33,19 @@ class Waiting:
 
 
 class Queued:
-    """`device` behind a queue. Whatever else is asked of it (`comm`, `kernels`) is the device's own."""
+    """`device` behind a queue."""
+
+    overlaps = True
 
     def __init__(self, device: Device) -> None:
+        self.comm, self.ranks_per_process = device.comm, device.ranks_per_process
         self._device = device
         self._thread = ThreadPoolExecutor(1, "rayneuron-step")
-        self._ids = torch.zeros(0, dtype=torch.int32)  # by KV row: what it sampled last
+        self._ids = torch.zeros(0, dtype=torch.int32)  # by row: what it sampled last
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device, name)
-
-    def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
+    def load(self, weights: Weights, kv: KvShape) -> None:
         """As the device."""
-        self._ids = torch.zeros(kv[0][1], dtype=torch.int32)
+        self._ids = torch.zeros(kv.space.rows + 1, dtype=torch.int32)
         self._do(lambda: self._device.load(weights, kv))
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
@@ -55,17 +56,17 @@ class Queued:
         """Queue one step."""
         return Waiting(self._thread.submit(self._run, shape, batch))
 
-    def run(self, shape: Shape, batch: Batch) -> StepOutput:
-        """Queue one step and wait for it."""
-        return self.start(shape, batch).wait()
+    def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As the device, between the steps before and after."""
+        self._do(lambda: self._device.kv_copy(pairs))
 
-    def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
+    def kv_read(self, blocks: Sequence[int]) -> Tensor:
         """As the device, after the steps under way."""
-        return self._do(lambda: self._device.kv_read(row, start, stop))
+        return self._do(lambda: self._device.kv_read(blocks))
 
-    def kv_write(self, row: int, start: int, values: Sequence[Tensor]) -> None:
+    def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """As the device, after the steps under way."""
-        self._do(lambda: self._device.kv_write(row, start, values))
+        self._do(lambda: self._device.kv_write(blocks, values))
 
     def close(self) -> None:
         """End the thread, then the device."""
@@ -76,7 +77,7 @@ class Queued:
         return self._thread.submit(work).result()
 
     def _run(self, shape: Shape, batch: Batch) -> StepOutput:
-        out = self._device.run(shape, replace(batch, tokens=follow(batch.tokens, self._ids, batch.rows)))
+        out = self._device.start(shape, replace(batch, tokens=follow(batch.tokens, self._ids, batch.rows))).wait()
         if out.ids is not None:
-            self._ids[batch.rows] = out.ids
+            self._ids[batch.rows] = out.ids[:, -1]
         return out

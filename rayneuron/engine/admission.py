@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity
-from rayneuron.engine.slots import Slots
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import room
 from rayneuron.types import Request, SamplingParams
 
 
-def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots, eos_ids: Set[int] = frozenset()) -> None:
+def validate(request: Request, capacity: Capacity, vocab: int, blocks: Blocks, eos_ids: Set[int] = frozenset()) -> None:
     """Raise RequestError naming the field if the request could never run in this engine."""
     params, prompt = request.params, len(request.prompt_ids)
     if not prompt:
@@ -30,8 +30,8 @@ def validate(request: Request, capacity: Capacity, vocab: int, slots: Slots, eos
             raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", param=field)
     _refuse_nothing(params, vocab, eos_ids)
     most = prompt + (left if params.max_tokens is None else params.max_tokens)
-    if not slots.fits(most):
-        raise RequestError(f"{most} tokens do not fit the KV cache of {slots.total_tokens} tokens", param="max_tokens")
+    if not blocks.fits(most):
+        raise RequestError(f"{most} tokens do not fit the KV cache of {blocks.total_tokens} tokens", param="max_tokens")
 
 
 def _refuse_nothing(params: SamplingParams, vocab: int, eos_ids: Set[int]) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rayneuron.devices.base import FOLLOWS, Batch, Shape
+from rayneuron.devices.base import FOLLOWS, Batch, Shape, blank
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.scheduler import Work
 from rayneuron.engine.sequence import Sequence
+from rayneuron.models.kv import KvSpace
 
 
 class RowError(Exception):
@@ -30,33 +31,35 @@ def draw_number(sequence: Sequence) -> NDArray[np.float32]:
     return uniforms([sequence.seed], [len(sequence.ids)])
 
 
-def pack(works: Rows[Work], shape: Shape, scratch_row: int, scratch_column: int) -> Batch:
-    """Lay works out as rows 0..n-1 of `shape`; the rest are idle: scratch row, position 0. Padding tokens go to the scratch column.
+def pack(works: Rows[Work], shape: Shape, space: KvSpace) -> Batch:
+    """Lay works out as rows 0..n-1 of `shape`; the rest are idle.
 
     A token that the host has not seen yet is FOLLOWS: the device takes the id that the row sampled last. Raises RowError.
     """
-    b, n = shape.rows, len(works)
-    tokens = np.zeros((b, shape.tokens), np.int32)
-    positions = np.zeros((b, shape.tokens), np.int32)
-    positions[:n] = scratch_column
-    rows = np.full(b, scratch_row, np.int32)
-    last, top_k = np.zeros((2, b), np.int32)
-    temperature, min_p, uniform = np.zeros((3, b), np.float32)
-    top_p = np.ones(b, np.float32)
+    arrays = blank(shape, space)
+    tokens, positions, rows, blocks, slots, last = (arrays[n] for n in ("tokens", "positions", "rows", "blocks", "slots", "last"))
+    temperature, top_k, top_p, min_p = (arrays[n] for n in ("temperature", "top_k", "top_p", "min_p"))
+    size, width = space.block, blocks.shape[1]
     for i, work in enumerate(works):
-        sequence, start, stop = work.sequence, work.start, work.start + work.count
-        assert sequence.row is not None
-        rows[i] = sequence.row
-        last[i] = work.count - 1
+        sequence, start, count = work.sequence, work.start, work.count
+        hold, stop = sequence.hold, start + count
+        assert hold is not None
+        rows[i], last[i], blocks[i] = hold.row, count - 1, hold.table[:width]
+        if count == 1:
+            positions[i, 0], slots[i, 0] = start, hold.blocks[start // size] * size + start % size
+        else:
+            positions[i, :count] = at = np.arange(start, stop, dtype=np.int32)
+            slots[i, :count] = hold.table[at // size] * size + at % size
+        if start < hold.shared * size:  # computed again for what stands behind it: others read what is there
+            slots[i, : hold.shared * size - start] = space.nowhere
         params = sequence.params
         try:  # `validate` has refused what does not fit; whatever slips through must not end the rows beside it
-            tokens[i, : work.count] = sequence.ids[start:stop] or FOLLOWS
-            positions[i, : work.count] = range(start, stop) if work.count < 8 else np.arange(start, stop)
+            tokens[i, :count] = sequence.ids[start:stop] or FOLLOWS
             if params.temperature:  # greedy rows keep the filters off
                 temperature[i] = params.temperature
                 top_k[i], top_p[i], min_p[i] = max(params.top_k, 0), params.top_p, params.min_p
         except (ValueError, TypeError, OverflowError) as why:
             raise RowError(work, why) from why
     if temperature.any():
-        uniform[:n] = uniforms([w.sequence.seed for w in works], [w.start + w.count for w in works])
-    return Batch(*map(torch.from_numpy, (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, np.zeros(b, np.int32))))
+        arrays["uniform"][: len(works), 0] = uniforms([w.sequence.seed for w in works], [w.start + w.count for w in works])
+    return Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})

@@ -7,35 +7,42 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
+from typing import Any
 
-from rayneuron.devices.base import Output, Shape
+from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Shape, Want
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models.kv import KvSpace
 
 SMALLEST_CONTEXT = 32  # new tokens of the smallest prefill graph, where nothing else is said
-GRANULE = 16  # tokens; the KV budget is counted in these, so that a growing sequence asks seldom
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What one engine can hold, in rows and tokens, and the bucket lists that follow from it (each sorted, the maximum included).
 
-    rows: sequences at once; length: positions of a row; chunk: most new tokens of a prefill step; scores: the same for a prefill
-    whose every logit is wanted; kv_tokens: KV budget over all rows; prefix: where not empty, a prefill of T new tokens has a graph for each
-    of these numbers of tokens before it, 0 among them, instead of one for each length.
+    rows: sequences at once; length: positions of a sequence; chunk: most new tokens of a prefill step; scores: the same for a prefill
+    whose every logit is wanted; blocks, block: the KV of all, and the positions of one; prefix: where not empty, a prefill of T new tokens
+    has a graph for each of these numbers of tokens before it, 0 among them, instead of one for each length.
     """
 
     rows: int
     length: int
     chunk: int
     scores: int
-    kv_tokens: int
+    blocks: int
+    block: int
     batch: tuple[int, ...]
     context: tuple[int, ...]
     lengths: tuple[int, ...]
     prefill_rows: tuple[int, ...]
     prefix: tuple[int, ...] = ()
+
+    @property
+    def space(self) -> KvSpace:
+        """How its KV is numbered."""
+        return KvSpace(self.rows, self.length, self.blocks, self.block)
 
 
 def powers(low: int, high: int) -> list[int]:
@@ -51,6 +58,7 @@ def capacity(
     length: int,
     chunk: int,
     kv_tokens: int | None = None,
+    block: int | None = None,
     batch: Sequence[int] | None = None,
     context: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
@@ -60,7 +68,7 @@ def capacity(
     scores: int = 128,
     prefix: Sequence[int] = (),
 ) -> Capacity:
-    """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum.
+    """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum. block: None for one block a row.
 
     With `prefix`, a prefill is of one row, as NxD Inference's prefix caching has it; 0 and the maximum are always in the list.
     """
@@ -71,16 +79,18 @@ def capacity(
         raise ConfigError(f"buckets.prefix goes to {max(prefix)}, beyond max_model_len {length}")
     if batch and max(batch) > rows:
         raise ConfigError(f"buckets.batch goes to {max(batch)}, beyond max_num_seqs {rows}")
-    full = rows * -(-length // GRANULE) * GRANULE
-    if kv_tokens is not None and kv_tokens < GRANULE:
-        raise ConfigError(f"kv_cache_tokens must be at least {GRANULE}, got {kv_tokens}")
+    block = min(block or length, length)
+    full = rows * -(-length // block)
+    if kv_tokens is not None and kv_tokens < block:
+        raise ConfigError(f"kv_cache_tokens must hold a block of {block} tokens, got {kv_tokens}; write more, or a smaller block_size")
     context = sorted({*context}) if context else powers(smallest_context, chunk)
     return Capacity(
         rows=rows,
         length=length,
         chunk=max(context),
         scores=max((t for t in context if t <= scores), default=context[0]),
-        kv_tokens=min(kv_tokens or full, full),
+        blocks=full if kv_tokens is None else min(kv_tokens // block, full),
+        block=block,
         batch=tuple(sorted({*(batch or powers(1, rows)), rows})),
         context=tuple(context),
         lengths=tuple(sorted({*(lengths or powers(smallest, length)), length})),
@@ -89,21 +99,28 @@ def capacity(
     )
 
 
+def smaller(c: Capacity, **changes: Any) -> Capacity:
+    """A capacity with fewer rows or shorter ones, and no more KV than they need."""
+    made = replace(c, **changes)
+    block = min(c.block, made.length)
+    return replace(made, block=block, blocks=min(c.blocks, made.rows * -(-made.length // block)))
+
+
 def prefill_sizes(c: Capacity) -> list[tuple[int, int]]:
     """Every (rows, tokens) of a prefill step: no more new tokens than one full row of the largest context bucket."""
     return [(r, t) for r in c.prefill_rows for t in c.context if r * t <= c.chunk]
 
 
-def inventory(c: Capacity, outputs: Sequence[Output] = ("greedy", "sample", "logits", "scores")) -> list[Shape]:
-    """All graphs of one engine. Prefill attends every length bucket that can hold its tokens; `scores` exists for one row only."""
+def inventory(c: Capacity, wants: Sequence[Want] = (LIKELIEST, SAMPLED, LOGITS, SCORES)) -> list[Shape]:
+    """All graphs of one engine. Prefill attends every length bucket that can hold its tokens; all scores exist for one row only."""
     made: list[Shape] = []
-    for output in outputs:
+    for want in wants:
         for rows, tokens in prefill_sizes(c):
-            if output == "scores" and (rows > 1 or tokens > c.scores):
+            if want == SCORES and (rows > 1 or tokens > c.scores):
                 continue
-            made += [Shape("prefill", rows, tokens, n, output) for n in _reach(c, tokens)]
-        if output != "scores":
-            made += [Shape("decode", b, 1, n, output) for b in c.batch for n in c.lengths]
+            made += [Shape("prefill", rows, tokens, n, want) for n in _reach(c, tokens)]
+        if want != SCORES:
+            made += [Shape("decode", b, 1, n, want) for b in c.batch for n in c.lengths]
     return made
 
 
@@ -123,18 +140,18 @@ def at_least(sizes: Sequence[int], wanted: int, what: str) -> int:
     return sizes[at]
 
 
-def decode_shape(c: Capacity, rows: int, length: int, output: Output) -> Shape:
+def decode_shape(c: Capacity, rows: int, length: int, want: Want) -> Shape:
     """The graph for one new token of each of `rows` sequences, the longest attending `length` positions."""
-    return Shape("decode", at_least(c.batch, rows, "batch"), 1, at_least(c.lengths, length, "sequence length"), output)
+    return Shape("decode", at_least(c.batch, rows, "batch"), 1, at_least(c.lengths, length, "sequence length"), want)
 
 
-def prefill_shape(c: Capacity, counts: Sequence[int], length: int, output: Output) -> Shape:
+def prefill_shape(c: Capacity, counts: Sequence[int], length: int, want: Want) -> Shape:
     """The graph for `counts[i]` new tokens of row i, the furthest attending `length` positions."""
     rows = at_least(c.prefill_rows, len(counts), "prefill row")
     tokens = at_least(c.context, max(counts), "context")
     if c.prefix:
-        return Shape("prefill", rows, tokens, min(tokens + at_least(c.prefix, length - counts[0], "prefix"), c.length), output)
-    return Shape("prefill", rows, tokens, at_least(c.lengths, length, "sequence length"), output)
+        return Shape("prefill", rows, tokens, min(tokens + at_least(c.prefix, length - counts[0], "prefix"), c.length), want)
+    return Shape("prefill", rows, tokens, at_least(c.lengths, length, "sequence length"), want)
 
 
 def pack_prefill(c: Capacity, remaining: Iterable[int]) -> list[int]:

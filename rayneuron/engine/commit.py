@@ -29,7 +29,7 @@ def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | N
 
     `rule`: as in `engine.step.step`, for what is sampled here.
     """
-    ids = output.ids.tolist() if output.ids is not None else None
+    ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     deltas: list[TokenDelta | None] = []
     for i, work in enumerate(plan.works):
@@ -37,7 +37,7 @@ def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | N
         if not work.valid:
             deltas.append(None)
             continue
-        sequence.ahead -= work.followed
+        sequence.unseen -= work.followed
         token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
         row = None if output.logits is None else output.logits[i]
         try:

@@ -12,7 +12,7 @@ from rayneuron.engine import commit
 from rayneuron.engine.admission import validate
 from rayneuron.engine.batch import RowError
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
-from rayneuron.engine.runner import Runs, RunsAhead
+from rayneuron.engine.runner import Runs
 from rayneuron.engine.scheduler import Plan, Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
@@ -49,7 +49,6 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
-        self._ahead = runner if isinstance(runner, RunsAhead) and runner.ahead else None  # asked once: to ask a protocol is slow
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
@@ -73,7 +72,7 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
-        validate(request, self.capacity, self.vocab, self.scheduler.slots, self.eos_ids)
+        validate(request, self.capacity, self.vocab, self.scheduler.blocks, self.eos_ids)
         if self._rule is not None:
             check_request(request.params, self._rule)
 
@@ -124,7 +123,7 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Plan, run and commit one step; the deltas of everything that changed since the last call.
 
-        With a runner that runs ahead: begin the next step, then wait for the one before and commit that, while the next one runs.
+        Where steps overlap: begin the next step, then wait for the one before and commit that, while the next one runs.
         """
         started = self._step_started_s = self._clock()
         if self._deadlines:
@@ -160,18 +159,20 @@ class Engine:
         return [delta]
 
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
-        """Run a plan, or begin it and end the one begun before; what has come to its end."""
-        if self._ahead is not None:
-            begun = None if plan is None else (plan, self._ahead.begin(plan))
-            before, self._under_way = self._under_way, begun
-            if plan is not None:
-                self.scheduler.launch(plan, ahead=True)
-            return (before[0], before[1].wait()) if before is not None else None
-        if plan is None:
+        """Begin a plan, and end it, or the one begun before where steps overlap; what has come to its end."""
+        overlaps = self.runner.overlaps
+        before, self._under_way = self._under_way, None
+        begun = (plan, self.runner.start(plan)) if plan is not None else None
+        if begun is not None and overlaps:
+            self.scheduler.launch(begun[0], overlaps)
+            self._under_way = begun
+        ending = before if overlaps else begun
+        if ending is None:
             return None
-        output = self.runner.run(plan)
-        self.scheduler.launch(plan, ahead=False)
-        return plan, output
+        output = ending[1].wait()
+        if not overlaps:
+            self.scheduler.launch(ending[0], overlaps)
+        return ending[0], output
 
     def fail(self, error: str) -> list[TokenDelta]:
         """End everything with an error: the device is not to be trusted any more."""
@@ -188,10 +189,10 @@ class Engine:
         return Snapshot(
             running=len(scheduler.running),
             waiting=len(waiting),
-            slots_free=scheduler.slots.free_count,
+            slots_free=scheduler.blocks.free_rows,
             slots_total=self.capacity.rows,
-            kv_tokens_used=scheduler.slots.used_tokens,
-            kv_tokens_total=scheduler.slots.total_tokens,
+            kv_tokens_used=scheduler.blocks.used_tokens,
+            kv_tokens_total=scheduler.blocks.total_tokens,
             waiting_tokens=scheduler.waiting_tokens,
             steps=self.steps,
             preemptions=scheduler.preemptions,
@@ -244,7 +245,7 @@ class Engine:
 
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now
-        if choice.row is not None or choice in self.scheduler.waiting:
+        if choice.hold is not None or choice in self.scheduler.waiting:
             self.scheduler.remove(choice)
         choices = self._requests[choice.request.id]
         choices.remove(choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.scheduler import Plan, Work
 from rayneuron.engine.sequence import Sequence
@@ -13,8 +14,9 @@ def probe(runner: Runs, vocab: int) -> None:
     """Compute the logits behind two tokens. Raises CheckpointError where no model could have them: not finite, or all the same."""
     ids = [vocab // 2, vocab - 1][: runner.capacity.chunk]
     request = Request(id="warm-up", prompt_ids=ids, params=SamplingParams(temperature=0.0, logprobs=0, max_tokens=1))
-    sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=len(ids), row=0)
-    logits = runner.run(Plan("prefill", [Work(sequence, 0, len(ids))])).logits
+    hold = Blocks(runner.capacity.space).admit(len(ids))
+    sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=len(ids), hold=hold)
+    logits = runner.start(Plan("prefill", [Work(sequence, 0, len(ids))])).wait().logits
     assert logits is not None
     found = logits[0].float()
     if not found.isfinite().all():

@@ -1,111 +1,66 @@
-"""One rank: its device, the shapes it runs, and prompt KV copied between rows."""
+"""One rank: its device, and the shapes it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from rayneuron.devices.base import (
-    Batch,
-    Collectives,
-    Device,
-    Output,
-    Pending,
-    Program,
-    Progress,
-    Queues,
-    Shape,
-    Solo,
-    StepOutput,
-    Weights,
-)
+from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Batch, Device, Pending, Program, Progress, Shape, Want, Weights
 from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.scheduler import Plan, wants_scores
 from rayneuron.engine.step import step
-from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+from rayneuron.models.memory import kv_shape
 
 
 class Runs(Protocol):
-    """What the engine needs of a runner: one rank here, or a group of them (parallel.group)."""
+    """What the engine needs of a runner: one rank here, or a group of them (group.group)."""
 
     @property
     def capacity(self) -> Capacity:
         """Rows, lengths and buckets."""
 
-    def run(self, plan: Plan) -> StepOutput:
-        """One step."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether `start` returns before the step has ended, so that it pays to begin the next; at most one other is under way."""
+
+    def start(self, plan: Plan) -> Pending:
+        """Begin one step."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
-@runtime_checkable
-class RunsAhead(Protocol):
-    """A runner whose steps may be begun before the one before has ended."""
-
-    @property
-    def ahead(self) -> bool:
-        """Whether that gains anything: whether `begin` returns before the step has ended."""
-
-    def begin(self, plan: Plan) -> Pending:
-        """Begin one step; at most one other is under way."""
-
-
 class Runner:
-    """Runs plans on one device. KV has one row a slot and a scratch row, and one scratch column behind the last position.
+    """Runs plans on one device. `program`: what a step is, where it is not the whole model on one rank."""
 
-    `program`: what a step is, where it is not the whole model on one rank.
-    """
-
-    def __init__(
-        self, arch: Arch, device: Device, capacity: Capacity, comm: Collectives | None = None, program: Program | None = None
-    ) -> None:
+    def __init__(self, arch: Arch, device: Device, capacity: Capacity, program: Program | None = None) -> None:
         self.arch = arch
         self.device = device
         self.capacity = capacity
-        self.comm = comm or Solo()
         self.program = program or partial(step, arch)
+        self.overlaps = device.overlaps
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""
-        shapes = decoder.kv_shapes(self.arch, self.capacity.rows + 1, self.capacity.length + 1, self.comm.ranks, len(weights["layers"]))
-        self.device.load(weights, shapes)
+        self.device.load(weights, kv_shape(self.arch, self.capacity.space, self.device.comm.ranks, len(weights["layers"])))
 
     def warm(self, progress: Progress) -> None:
         """Make every shape of the inventory ready. Afterwards no request meets a first time."""
         self.device.compile(self.program, inventory(self.capacity), progress)
 
-    def run(self, plan: Plan) -> StepOutput:
-        """One step: pack, copy shared prompt KV, run. Raises RowError before anything has been done."""
+    def start(self, plan: Plan) -> Pending:
+        """Pack, copy shared prompt KV, begin. Raises RowError before anything has been done."""
         shape = choose(self.capacity, plan)
-        batch = self.pack(plan, shape)
-        self.copy(plan.copies)
-        return self.device.run(shape, batch)
+        return self.begin(plan.copies, shape, pack(plan.works, shape, self.capacity.space))
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the device takes a step while one runs."""
-        return isinstance(self.device, Queues)
-
-    def begin(self, plan: Plan) -> Pending:
-        """As `run`, without waiting for its end."""
-        assert isinstance(self.device, Queues)
-        shape = choose(self.capacity, plan)
-        batch = self.pack(plan, shape)
-        self.copy(plan.copies)
+    def begin(self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch) -> Pending:
+        """Begin a step that somebody has packed, after copying blocks."""
+        if copies:
+            self.device.kv_copy(copies)
         return self.device.start(shape, batch)
-
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy the first positions of a KV row to another: (from row, to row, positions)."""
-        for source, target, positions in copies:
-            self.device.kv_write(target, 0, self.device.kv_read(source, 0, positions))
-
-    def pack(self, plan: Plan, shape: Shape) -> Batch:
-        """The padded arrays of a plan."""
-        return pack(plan.works, shape, self.capacity.rows, self.capacity.length)
 
     def close(self) -> None:
         """Give the device back."""
@@ -116,18 +71,18 @@ def choose(capacity: Capacity, plan: Plan) -> Shape:
     """The graph of a plan: the smallest listed shape that holds it."""
     works = plan.works
     length = max(w.start + w.count for w in works)
-    output = _output(plan)
+    want = _want(plan)
     if plan.tag == "decode":
-        return decode_shape(capacity, len(works), length, output)
-    return prefill_shape(capacity, [w.count for w in works], length, output)
+        return decode_shape(capacity, len(works), length, want)
+    return prefill_shape(capacity, [w.count for w in works], length, want)
 
 
-def _output(plan: Plan) -> Output:
+def _want(plan: Plan) -> Want:
     """The least a step must return. Rows that end inside their prompt sample nothing."""
     works = plan.works
     if plan.tag == "prefill" and len(works) == 1 and wants_scores(works[0].sequence):
-        return "scores"
+        return SCORES
     ending = [w.sequence.params for w in works if w.last]
     if any(p.logprobs is not None or p.edits_logits for p in ending):
-        return "logits"
-    return "sample" if any(p.temperature for p in ending) else "greedy"
+        return LOGITS
+    return SAMPLED if any(p.temperature for p in ending) else LIKELIEST

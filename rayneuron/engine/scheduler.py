@@ -6,10 +6,10 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.prefix_buckets import chunk_fit
 from rayneuron.engine.sequence import Sequence
-from rayneuron.engine.slots import Slots
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """What one step does. `copies`: (from row, to row, positions) of prompt KV shared by choices of one request, before the step."""
+    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step."""
 
     tag: Literal["prefill", "decode"]
     works: list[Work]
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -47,7 +47,7 @@ class Scheduler:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
-        self.slots = Slots(capacity.rows, capacity.length, capacity.kv_tokens)
+        self.blocks = Blocks(capacity.space)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
@@ -60,10 +60,10 @@ class Scheduler:
         self.waiting_tokens += sequence.remaining
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and free its row."""
-        if sequence.row is not None:
-            self.slots.release(sequence.row)
-            sequence.row = sequence.copy = None
+        """Forget a sequence, waiting or running, and free what it holds."""
+        if sequence.hold is not None:
+            self.blocks.release(sequence.hold)
+            sequence.hold = None
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
@@ -82,43 +82,45 @@ class Scheduler:
             return None  # nobody is there, or everybody waits for a token under way
         decodes = self._grow(decodes)
         if decodes:
-            decodes.sort(key=lambda s: s.row or 0)  # dense rows let a device attend slices instead of gathering
             return Plan("decode", [Work(s, s.computed, 1) for s in decodes], self._copies())
         return self.plan()  # growing has preempted every decoding sequence; whoever is left or waits can now be served
 
     def withdraw(self, plan: Plan) -> None:
         """A plan will not be run: what it would have copied is still to be copied."""
-        into = {copy[1]: copy for copy in plan.copies}
-        for sequence in self.running:
-            if sequence.row in into:
-                sequence.copy = into[sequence.row]
+        into = {target: (source, target) for source, target in plan.copies}
+        for hold in self._holds():
+            hold.copy = next((into[block] for block in hold.blocks if block in into), hold.copy)
 
-    def launch(self, plan: Plan, ahead: bool) -> None:
-        """A step has begun: its KV counts as computed. `ahead`: where the device knows the next token itself, it may be planned already.
+    def launch(self, plan: Plan, overlaps: bool) -> None:
+        """A step has begun: its KV counts as computed. `overlaps`: what the device knows itself of the next token may be planned already.
 
         Not known to the device: a token that the host edits, or samples from the scores of a prompt; not wanted: one after the last.
         """
-        hidden = not ahead or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
+        hidden = not overlaps or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
         for work in plan.works:
             sequence = work.sequence
             sequence.computed = work.start + work.count
-            more = sequence.generated + sequence.ahead + 1 < sequence.max_tokens
+            more = sequence.generated + sequence.unseen + 1 < sequence.max_tokens
             if work.last and more and not hidden and not sequence.params.edits_logits:
                 work.followed = True
-                sequence.ahead += 1
+                sequence.unseen += 1
 
-    def _copies(self) -> list[tuple[int, int, int]]:
-        """Copies that sequences wait for, in the order in which they got their rows: before any row is written to."""
-        copies = [s.copy for s in self.running if s.copy is not None]
-        for sequence in self.running:
-            sequence.copy = None
+    def _holds(self) -> list[Hold]:
+        return [s.hold for s in self.running if s.hold is not None]
+
+    def _copies(self) -> list[tuple[int, int]]:
+        """Copies of blocks that sequences wait for, before anything is written."""
+        copies = [hold.copy for hold in self._holds() if hold.copy is not None]
+        for hold in self._holds():
+            hold.copy = None
         return copies
 
     def _admit(self) -> None:
         while self.waiting:
             head = self.waiting[0]
-            row = self.slots.reserve(len(head.ids))
-            if row is None:
+            like, known = self._shareable(head)
+            hold = self.blocks.admit(len(head.ids), like, known)
+            if hold is None:
                 victim = max(self.running, key=lambda s: s.rank, default=None)
                 if victim is None or victim.request.priority <= head.request.priority:
                     break
@@ -126,22 +128,17 @@ class Scheduler:
                 continue
             self.waiting.pop(0)
             self.waiting_tokens -= head.remaining
-            head.row = row
+            head.hold, head.computed = hold, known
             self.running.append(head)
-            copied = self._shareable(head)
-            if copied:
-                assert head.leader is not None and head.leader.row is not None
-                head.copy = (head.leader.row, row, copied)
-                head.computed = copied
 
     @staticmethod
-    def _shareable(sequence: Sequence) -> int:
-        """Prompt positions to copy from the leading choice; the last prompt token is computed anew, for its logits."""
+    def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
+        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew, for its logits."""
         leader = sequence.leader
         wanted = sequence.prompt_len - 1
-        if leader is None or leader.row is None or leader.computed < wanted:
-            return 0
-        return wanted
+        if leader is None or leader.hold is None or leader.computed < wanted:
+            return None, 0
+        return leader.hold, wanted
 
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
         prefills.sort(key=lambda s: s.rank)
@@ -165,23 +162,23 @@ class Scheduler:
         order = sorted(decodes, key=lambda s: s.rank)
         kept: list[Sequence] = []
         for sequence in order:
-            if sequence.row is None:
+            if sequence.hold is None:
                 continue
-            while not self.slots.extend(sequence.row, sequence.length):
+            while not self.blocks.extend(sequence.hold, sequence.length):
                 victim = max(self.running, key=lambda s: s.rank)
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
                 kept.append(sequence)
-        return [s for s in kept if s.row is not None]
+        return [s for s in kept if s.hold is not None]
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
-        assert victim.row is not None
-        self.slots.release(victim.row)
+        assert victim.hold is not None
+        self.blocks.release(victim.hold)
         self.running.remove(victim)
-        victim.row = victim.copy = None
+        victim.hold = None
         victim.rewind(0)
         if victim.prompt_logprobs is not None:
             victim.prompt_logprobs = [None]  # they are computed again with the prompt
@@ -190,12 +187,10 @@ class Scheduler:
         self.add(victim)
 
     def check(self) -> None:
-        """Raise AssertionError if a row is owned twice or by nobody."""
-        self.slots.check()
-        rows = [s.row for s in self.running]
-        assert None not in rows and len(set(rows)) == len(rows), rows
-        assert len(rows) + self.slots.free_count == self.capacity.rows, (rows, self.slots.free_count)
-        assert all(s.row is None and s.copy is None for s in self.waiting)
+        """Raise AssertionError if a row or block is owned twice or by nobody."""
+        assert len(self._holds()) == len(self.running), "a sequence runs that holds nothing"
+        self.blocks.check(self._holds())
+        assert all(s.hold is None for s in self.waiting)
         assert self.waiting_tokens == sum(s.remaining for s in self.waiting)
 
 

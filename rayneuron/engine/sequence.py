@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayneuron.engine.blocks import Hold
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt and generated ids, how many of them have KV (`computed`), and the row that holds it (None while waiting).
+    """Prompt and generated ids, how many of them have KV (`computed`), and what holds it (None while waiting).
 
-    `ahead`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed. `epoch` rises when steps
+    `unseen`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed. `epoch` rises when steps
     under way are no longer valid for this sequence.
     """
 
@@ -22,19 +23,18 @@ class Sequence:
     seed: int
     max_tokens: int
     order: int
-    leader: Sequence | None = None  # the choice whose prompt KV may be copied
+    leader: Sequence | None = None  # the choice whose prompt KV may be shared
     prompt_len: int = 0
     computed: int = 0
-    ahead: int = 0
+    unseen: int = 0
     epoch: int = 0
-    row: int | None = None
+    hold: Hold | None = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
     queued: bool = False
     stamps: Stamps = field(default_factory=Stamps)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
-    copy: tuple[int, int, int] | None = None  # (from row, to row, positions) of prompt KV, before the next step
     preemptions: int = 0
     finish_reason: FinishReason | None = None
 
@@ -46,7 +46,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Ids, those under way included."""
-        return len(self.ids) + self.ahead
+        return len(self.ids) + self.unseen
 
     @property
     def remaining(self) -> int:
@@ -56,7 +56,7 @@ class Sequence:
     def rewind(self, computed: int) -> None:
         """Steps under way no longer count; only the first `computed` ids have KV."""
         self.computed = computed
-        self.ahead = 0
+        self.unseen = 0
         self.epoch += 1
 
     @property

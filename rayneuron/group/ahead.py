@@ -11,6 +11,7 @@ from rayneuron.config import Deployment
 from rayneuron.devices import Ahead
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.placement import instances
+from rayneuron.placement.memory import float8
 
 DECLARED = "declared"  # the family of `instance: cores:N`, which is no chip
 
@@ -45,12 +46,6 @@ def ahead(
         float8=float8(config, raw),
         model=config.model.served_name,
     )
-
-
-def float8(config: Deployment, raw: Mapping[str, Any]) -> bool:
-    """Whether weights or KV are float8: the deployment says so, or the checkpoint itself."""
-    words = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
-    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in words)
 
 
 def stage_folder(folder: Path, stage: int, stages: int) -> Path:

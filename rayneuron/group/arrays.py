@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Shape, StepOutput
+from rayneuron.devices.base import SCHEMA, Batch, Shape, StepOutput
 from rayneuron.group.messages import Array, Part
 
-_FIELDS = tuple(f.name for f in fields(Batch) if f.default is MISSING)  # hidden states go from stage to stage, not from worker 0
+_FIELDS = tuple(name for name, f in SCHEMA.items() if f.dtype)  # hidden states go from stage to stage, not from worker 0
+_OUTPUTS = tuple(f.name for f in fields(StepOutput) if f.name != "hidden")
 _KINDS = {torch.int32: "i4", torch.int64: "i8", torch.float32: "f4", torch.bool: "?", torch.uint8: "u1"}
 _DTYPES = {name: np.dtype(name) for name in _KINDS.values()}
 
@@ -37,16 +38,15 @@ def part(shape: Shape, batch: Batch) -> Part:
 
 def batch(part: Part) -> Batch:
     """A batch received."""
-    return Batch(*[tensor(a) for a in part.arrays])
+    return Batch(**{name: tensor(a) for name, a in zip(_FIELDS, part.arrays, strict=True)})
 
 
-def output(out: StepOutput) -> tuple[Array | None, Array | None, Array | None]:
+def output(out: StepOutput) -> list[Array | None]:
     """What a part gave, to send."""
-    made = [None if x is None else array(x) for x in (out.ids, out.complete, out.logits)]
-    return made[0], made[1], made[2]
+    made = [getattr(out, name) for name in _OUTPUTS]
+    return [None if x is None else array(x) for x in made]
 
 
 def step_output(sent: Sequence[Array | None]) -> StepOutput:
     """What a part gave, received."""
-    ids, complete, logits = (None if a is None else tensor(a) for a in sent)
-    return StepOutput(ids=ids, complete=complete, logits=logits)
+    return StepOutput(**{name: None if a is None else tensor(a) for name, a in zip(_OUTPUTS, sent, strict=True)})

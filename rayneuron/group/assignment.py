@@ -114,7 +114,7 @@ def begins(
 def longest_step(c: Capacity) -> int:
     """Bytes of the longest message to a worker."""
     rows = max(c.rows, max(c.prefill_rows))
-    return wire.MOST_BYTES + 64 * rows + 16 * max(c.chunk, rows)
+    return wire.MOST_BYTES + (64 + 4 * c.space.width(c.length)) * rows + 16 * max(c.chunk, rows)
 
 
 def longest_answer(c: Capacity, vocab: int) -> int:

@@ -20,7 +20,6 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
-from rayneuron.group.ahead import float8
 from rayneuron.group.children import Children, Processes
 from rayneuron.group.messages import Done, Failed, Placed, Progress, Ready
 from rayneuron.group.rank import Count, Rank
@@ -30,6 +29,7 @@ from rayneuron.group.worker import Invitation
 from rayneuron.models import hub
 from rayneuron.models.arch import Arch
 from rayneuron.placement.layout import Layout
+from rayneuron.placement.memory import float8
 from rayneuron.placement.records import this_process
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the la
 
 
 class Group:
-    """Stands where `engine.runner.Runner` stands. Call `start`, `meet`, `load`, `warm`, each once, then `run`; `close` after a failure too.
+    """Stands where `engine.runner.Runner` stands. Call `invite`, `meet`, `load`, `warm`, each once, then `start`; `close` on failure too.
 
     `lost`: who was lost, None while all is well; `refused`: connections turned away; `step_s` and `busy_s`: all steps' and all ranks' time.
     """
@@ -79,14 +79,14 @@ class Group:
     @property
     def idle_share(self) -> float:
         """The share of all steps' time in which a rank had nothing to do (the bubble), 1 - busy / (ranks x time); 0 in async mode."""
-        return 1 - self.busy_s / (len(self.layout.workers) * self.step_s) if self.step_s and not self.ahead else 0.0
+        return 1 - self.busy_s / (len(self.layout.workers) * self.step_s) if self.step_s and not self.overlaps else 0.0
 
     @property
     def cores(self) -> tuple[int, ...]:
         """The cores this process holds in the node's ledger, for its whole share of the group."""
         return self.rank.grant.cores if self.rank.grant else ()
 
-    def start(self) -> Group:
+    def invite(self) -> Group:
         """Start the workers' processes, and wait for nothing. Raises ConfigError."""
         files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
         wire.allow_files(files)
@@ -102,7 +102,7 @@ class Group:
 
     def meet(self) -> None:
         """Wait for the workers, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
-        meeting, limits, ips = (self if self._meeting else self.start())._meeting, self.config.group, tuple(self.processes.node_ips)
+        meeting, limits, ips = (self if self._meeting else self.invite())._meeting, self.config.group, tuple(self.processes.node_ips)
         assert meeting is not None
         try:
             self.members = meeting.gather(self.layout.workers[1:], ips, limits.start_s, self.processes.gone)
@@ -132,23 +132,22 @@ class Group:
         self._all(Ready, "has not warmed up, and made no progress", self.config.group.load_s)
 
     @property
-    def ahead(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether a step may begin while one runs."""
         return self.config.compile.async_mode
 
-    def run(self, plan: Plan) -> StepOutput:
-        """One step on all ranks. Raises WorkerLost; then nothing runs here any more."""
-        return self.begin(plan).wait()
+    def start(self, plan: Plan) -> pipeline.UnderWay:
+        """Begin one step on all ranks; where the device cannot queue it, this process's share is done here.
 
-    def begin(self, plan: Plan) -> pipeline.UnderWay:
-        """Begin one step on all ranks; where the device cannot queue it, this process's share is done here. Raises WorkerLost, RowError."""
+        Raises WorkerLost, and nothing runs here any more; RowError before anything has been done.
+        """
         self._check()
         self._began_s = time.perf_counter()
         divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
-        parts = [(shape, pack(p.works, shape, self.capacity.rows, self.capacity.length)) for shape, p in divided]
+        parts = [(shape, pack(p.works, shape, self.capacity.space)) for shape, p in divided]
         self.steps += 1
         self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts]))
-        begun = self._locally(lambda: self.rank.begin_step(plan.copies, parts))
+        begun = self._locally(lambda: self.rank.start(plan.copies, parts))
         return pipeline.UnderWay(self.steps, begun, [len(p.works) for _, p in divided], self._end)
 
     def _end(self, step: pipeline.UnderWay) -> StepOutput:

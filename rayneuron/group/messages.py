@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 
-VERSION = 4  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 5  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -22,7 +22,7 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One micro-batch: the graph, and the arrays of a Batch in the order of its fields."""
+    """One micro-batch: the graph, and the arrays of a Batch in the order of its schema."""
 
     shape: Shape
     arrays: list[Array]
@@ -101,10 +101,10 @@ class Warm(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Worker 0: run these micro-batches, after copying KV (from row, to row, positions)."""
+    """Worker 0: run these micro-batches, after copying blocks (from, to)."""
 
     number: int
-    copies: Sequence[tuple[int, int, int]]
+    copies: Sequence[tuple[int, int]]
     parts: Sequence[Part]
 
 
@@ -128,13 +128,13 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A worker: the step is done; rank 0 of the last stage of several says what came out, ids, complete, logits a part.
+    """A worker: the step is done; rank 0 of the last stage of several says what came out, the arrays of a StepOutput a part.
 
     `busy_s`: how long it worked, without waiting for the stage before it.
     """
 
     number: int
-    outputs: Sequence[tuple[Array | None, Array | None, Array | None]] = ()
+    outputs: Sequence[Sequence[Array | None]] = ()
     busy_s: float = 0.0
 
 

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Collectives, Pending, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Pending, Program, Shape, StepOutput, Weights
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.runner import choose
 from rayneuron.engine.scheduler import Plan
-from rayneuron.engine.step import finish, step
+from rayneuron.engine.step import finish, places, step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
+from rayneuron.models.kv import Kv
 
 if TYPE_CHECKING:
     from rayneuron.config import Deployment
@@ -55,7 +57,7 @@ def program(arch: Arch, stage: Stage, rule: NeuronSampling | None = None) -> Pro
 
 
 def stage_step(
-    arch: Arch, stage: Stage, ops: Any, comm: Collectives, weights: Weights, kv: list[Tensor], batch: Batch, shape: Shape,
+    arch: Arch, stage: Stage, ops: Any, comm: Collectives, weights: Weights, kv: Kv, batch: Batch, shape: Shape,
     *, rule: NeuronSampling | None = None,
 ) -> StepOutput:  # fmt: skip
     """As `engine.step.step`, of the layers this stage holds: from `batch.hidden`, to the output's `hidden` if it is not the last."""
@@ -65,7 +67,7 @@ def stage_step(
     if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm:
         hidden = sequence_parallel(arch, ops, comm, weights, kv, batch, shape, hidden)
     else:
-        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, hidden)
+        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape), hidden)
     if not stage.last:
         return StepOutput(hidden=hidden)
     return finish(arch, ops, comm, weights, hidden, batch, shape, rule)
@@ -90,7 +92,7 @@ class Scattered:
 
 
 def sequence_parallel(
-    arch: Arch, ops: Any, comm: Collectives, weights: Weights, kv: list[Tensor], batch: Batch, shape: Shape, hidden: Tensor | None
+    arch: Arch, ops: Any, comm: Collectives, weights: Weights, kv: Kv, batch: Batch, shape: Shape, hidden: Tensor | None
 ) -> Tensor:
     """`decoder.forward` with the residual and the norms split over T: all-gather after a norm, reduce-scatter where a sum was.
 
@@ -108,7 +110,7 @@ def sequence_parallel(
     unfused = {f.name: f.default for f in fields(ops) if f.name == "layers"}  # a device's fused form knows nothing of shares
     split = replace(ops, norm=norm, **unfused)
     last = arch.final_norm and "head.w" in weights["top"]
-    out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, batch.positions, batch.rows, shape.length, mine)
+    out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, places(batch, shape), mine)
     return out if last else comm.gather(out, 1)
 
 
@@ -141,7 +143,7 @@ def divide(capacity: Capacity, plan: Plan, stages: int, wanted: int | None) -> l
         size = each + (i < more)
         parts.append(Plan(plan.tag, works[at : at + size]))
         at += size
-    return [(replace(choose(capacity, p), output=whole.output) if count > 1 else whole, p) for p in parts]
+    return [(replace(choose(capacity, p), want=whole.want) if count > 1 else whole, p) for p in parts]
 
 
 def merge(outputs: Sequence[StepOutput], sizes: Sequence[int]) -> StepOutput:
@@ -153,11 +155,7 @@ def merge(outputs: Sequence[StepOutput], sizes: Sequence[int]) -> StepOutput:
         there = [p[:n] for p, n in zip(parts, sizes, strict=True) if p is not None]
         return torch.cat(there) if len(there) == len(parts) else None
 
-    return StepOutput(
-        ids=joined([o.ids for o in outputs]),
-        complete=joined([o.complete for o in outputs]),
-        logits=joined([o.logits for o in outputs]),
-    )
+    return StepOutput(**{f.name: joined([getattr(o, f.name) for o in outputs]) for f in fields(StepOutput)})
 
 
 def bubble(stages: int, micro_batches: int) -> float:

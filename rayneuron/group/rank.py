@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import devices, settings, wire
 from rayneuron.config import Deployment, parse
-from rayneuron.devices.base import Ended, Pending, Queues, StepOutput
+from rayneuron.devices.base import Ended, Pending, StepOutput
 from rayneuron.devices.neuron import releases
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group.messages import Begin, Place, Placed
@@ -26,9 +26,10 @@ from rayneuron.placement.ledger import Grant, Ledger
 if TYPE_CHECKING:
     import torch
 
-    from rayneuron.devices.base import Batch, Collectives, Shape
+    from rayneuron.devices.base import Batch, Shape
     from rayneuron.engine.runner import Runner
     from rayneuron.group.links import Incoming, Outgoing
+    from rayneuron.models.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +116,7 @@ class Rank:
         kv_dtype = models.kv_type(config.kv_dtype)
         made = ahead(config, begin.capacity.length, begin.rank, begin.ranks, begin.stage, arch.hidden, raw)
         device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
-        comm = getattr(device, "comm", self._comm)
-        self.runner = Runner(arch, device, begin.capacity, comm, program(arch, stage, rule_of(config)))
+        self.runner = Runner(arch, device, begin.capacity, program(arch, stage, rule_of(config)))
         first, count = (made.start_rank, made.local_ranks or 1) if together else (begin.rank, 1)
         loaded = [
             presharded.open_weights(
@@ -132,28 +132,25 @@ class Rank:
         assert self.runner is not None
         self.runner.warm(lambda done, total, shape: progress(done, total))
 
-    def run(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
-        """One step: KV copies, then the micro-batches in order."""
+    def run(self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
+        """One step: copies of blocks, then the micro-batches in order."""
         assert self.runner is not None
         began, before_s = time.perf_counter(), self._waited_s()
-        self.runner.copy(copies)
-        outputs = [self._part(shape, batch) for shape, batch in parts]
+        outputs = [self._part(copies if i == 0 else (), shape, batch) for i, (shape, batch) in enumerate(parts)]
         self.busy_s = time.perf_counter() - began - (self._waited_s() - before_s)
         return outputs
 
     def _waited_s(self) -> float:
         return self._before.waited_s if self._before is not None else 0.0
 
-    def begin_step(self, copies: Sequence[tuple[int, int, int]], parts: Sequence[tuple[Shape, Batch]]) -> Sequence[Pending]:
-        """As `run`; where the device takes a step while one runs, without waiting for its end."""
+    def start(self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]]) -> Sequence[Pending]:
+        """As `run`; where steps overlap, without waiting for the end."""
         assert self.runner is not None
-        device = self.runner.device
-        if not isinstance(device, Queues):
+        if not self.runner.overlaps:
             return [Ended(out) for out in self.run(copies, parts)]
-        self.runner.copy(copies)
-        return [device.start(shape, batch) for shape, batch in parts]
+        return [self.runner.begin(copies if i == 0 else (), shape, batch) for i, (shape, batch) in enumerate(parts)]
 
-    def _part(self, shape: Shape, batch: Batch) -> StepOutput:
+    def _part(self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch) -> StepOutput:
         """One micro-batch; hidden states come from the previous stage and go to the next."""
         import torch
 
@@ -161,7 +158,7 @@ class Rank:
         if self._before is not None:
             made = torch.empty(shape.rows, shape.tokens, self.runner.arch.hidden, dtype=_dtype(self._begin.dtype))
             batch.hidden = self._before.receive(made)
-        out = self.runner.device.run(shape, batch)
+        out = self.runner.begin(copies, shape, batch).wait()
         if self._after is None:
             return out
         assert out.hidden is not None
@@ -246,7 +243,7 @@ class Rank:
     def _near(self, begin: Begin) -> Collectives:
         here = begin.ranks // begin.hosts
         if here == 1 or begin.segment is None:
-            from rayneuron.devices.base import Solo
+            from rayneuron.models.collectives import Solo
 
             return Solo()
         from rayneuron.collectives.shared_memory import Segment, SharedMemory

@@ -13,27 +13,26 @@ import torch
 from torch import Tensor
 
 from rayneuron.models.arch import Arch
+from rayneuron.models.kv import Places
 
 if TYPE_CHECKING:
-    from rayneuron.models.ops import Ops
+    from rayneuron.models.ops import Layer, Ops
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one step shares: positions int32 [B,T], rows int32 [B], biases by window, cos/sin or None.
+    """What every layer of one step shares: where its tokens are, biases by window, cos/sin or None.
 
     `split`: how to attend where KV is split over ranks by position (flash decoding), None where it is not.
     """
 
-    positions: Tensor
-    rows: Tensor
-    length: int
+    places: Places
     biases: Mapping[int, Tensor]
     cos: Tensor | None
     sin: Tensor | None
     q_heads: int
     kv_heads: int
-    split: Callable[..., Tensor] | None = None
+    split: Callable[..., tuple[Tensor, Layer]] | None = None
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -61,17 +60,21 @@ def bias(positions: Tensor, length: int, window: int, slopes: Tensor | None, dty
     return torch.where(seen[:, None], base, mask_value(dtype)).to(dtype)
 
 
-def attention(arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Tensor, x: Tensor, step: Step, window: int) -> Tensor:
-    """This rank's summand of the layer [B,T,E]; k and v of the new tokens go into `kv` in place."""
+def attention(
+    arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: Step, window: int
+) -> tuple[Tensor, Layer]:  # fmt: skip
+    """This rank's summand of the layer [B,T,E], and the layer's KV with k and v of the new tokens."""
     q, k, v = project(arch, ops, w, x, step)
     if arch.qk_norm:
         q, k = ops.norm(w, "q_norm", q, arch.norm, arch.eps), ops.norm(w, "k_norm", k, arch.norm, arch.eps)
     if step.cos is not None:
         q, k = ops.rotate(q, step.cos, step.sin, arch.rope.pairs), ops.rotate(k, step.cos, step.sin, arch.rope.pairs)
     if step.split is not None:
-        return ops.linear(w, "o", step.split(kv, (q, k, v), step, window))
-    ops.write_kv(kv, step.rows, step.positions, k, v)
-    return ops.linear(w, "o", ops.attend(q, kv, step.rows, step.length, step.biases[window], arch.scale))
+        mixed, kv = step.split(kv, (q, k, v), step, window)
+    else:
+        kv = ops.write_kv(kv, step.places.slots, k, v)
+        mixed = ops.attend(q, kv, step.places.blocks, step.places.length, step.biases[window], arch.scale)
+    return ops.linear(w, "o", mixed), kv
 
 
 def project(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""One decoder for every family: pure functions on fixed shapes; KV is updated in place.
+"""One decoder for every family: pure functions on fixed shapes.
 
 B rows, T new tokens, L attended, E hidden, H heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,73 +17,56 @@ from rayneuron.models import flash_decoding, rotary, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import Step, attention, bias
 from rayneuron.models.feedforward import feed_forward
-from rayneuron.models.memory import kv_shapes as kv_shapes
+from rayneuron.models.kv import Kv, KvShape, Places
 
 if TYPE_CHECKING:
-    from rayneuron.devices.base import Collectives
-    from rayneuron.models.ops import Ops
+    from rayneuron.models.collectives import Collectives
+    from rayneuron.models.ops import Layer, Ops
 
 
 def forward(
-    arch: Arch,
-    ops: Ops,
-    comm: Collectives,
-    weights: Mapping[str, Any],
-    kv: Sequence[Tensor],
-    tokens: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    length: int,
+    arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, tokens: Tensor, places: Places,
     hidden: Tensor | None = None,
-) -> Tensor:
-    """tokens, positions int32 [B,T]; rows int32 [B] -> [B,T,E] after the final norm. Attends KV positions [0, length).
+) -> Tensor:  # fmt: skip
+    """tokens int32 [B,T] -> [B,T,E] after the final norm; `kv` is written.
 
     A pipeline stage that holds no embedding starts from `hidden` [B,T,E]; one that holds no final norm returns the residual.
     """
     top = weights["top"]
-    x = embed(arch, ops, comm, top, tokens, positions) if hidden is None else hidden
-    x = layers(arch, ops, comm, weights, kv, x, positions, rows, length)
+    x = embed(arch, ops, comm, top, tokens, places.positions) if hidden is None else hidden
+    x = layers(arch, ops, comm, weights, kv, x, places)
     if arch.final_norm and not arch.post_norm and "head.w" in top:  # the last stage
         x = ops.norm(top, "norm", x, arch.norm, arch.eps)
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
 
 
-def layers(
-    arch: Arch,
-    ops: Ops,
-    comm: Collectives,
-    weights: Mapping[str, Any],
-    kv: Sequence[Tensor],
-    x: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    length: int,
-) -> Tensor:
+def layers(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places) -> Tensor:
     """This rank's layers on the residual x [B,T,E], in the device's fused form where it has one."""
     if ops.layers is not None:
-        fused = ops.layers(arch, ops, comm, weights, kv, x, positions, rows, length)
+        fused = ops.layers(arch, ops, comm, weights, kv, x, places)
         if fused is not None:
             return fused
-    step = prepare(arch, ops, comm, weights["top"], positions, rows, length, x.dtype)
+    step = prepare(arch, ops, comm, weights["top"], places, kv.shape, x.dtype)
     first = weights.get("first", 0)
-    for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True)):
-        x = layer(arch, ops, comm, w, cache, x, step, arch.window(first + i))
+    for i, w in enumerate(weights["layers"]):
+        x, kv.layers[i] = layer(arch, ops, comm, w, kv.layers[i], x, step, arch.window(first + i))
     return x
 
 
 def prepare(
-    arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], positions: Tensor, rows: Tensor, length: int, dtype: torch.dtype
+    arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], places: Places, shape: KvShape, dtype: torch.dtype
 ) -> Step:
     """Masks and rotary tables, once a step."""
     plan = shard.head_plan(arch.heads, arch.kv_heads, comm.ranks, arch.gqa, arch.sequence_shards)
+    positions, length = places.positions, places.length
     cos, sin = rotary.tables(arch, top["rope.freq"], positions, dtype) if arch.position == "rope" else (None, None)
-    shards, windows, split = arch.sequence_shards, sorted(set(arch.windows or (0,))), None
-    if shards > 1:
-        biases = {w: flash_decoding.bias(top, positions, length, w, shards, dtype) for w in windows}
-        split = partial(flash_decoding.attend, arch, ops, comm, top)
+    windows, split = sorted(set(arch.windows or (0,))), None
+    if shape.shards > 1:
+        biases = {w: flash_decoding.bias(top, positions, length, w, shape, dtype) for w in windows}
+        split = partial(flash_decoding.attend, arch, ops, comm, top, shape)
     else:
         biases = {w: bias(positions, length, w, top.get("slopes"), dtype) for w in windows}
-    return Step(positions, rows, length, biases, cos, sin, plan.q_heads, plan.kv_heads, split)
+    return Step(places, biases, cos, sin, plan.q_heads, plan.kv_heads, split)
 
 
 def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
@@ -104,23 +87,28 @@ def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], to
     return x
 
 
-def layer(arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Tensor, x: Tensor, step: Step, window: int) -> Tensor:
-    """One layer on the residual x [B,T,E]. Biases of the row-split products (`o.bias`, `down.bias`) are added once, after the sum."""
+def layer(
+    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: Step, window: int
+) -> tuple[Tensor, Layer]:  # fmt: skip
+    """One layer on the residual x [B,T,E], and its KV afterwards.
+
+    Biases of the row-split products (`o.bias`, `down.bias`) are added once, after the sum.
+    """
 
     def norm(name: str, x: Tensor) -> Tensor:
         return ops.norm(w, name, x, arch.norm, arch.eps)
 
     h = x if arch.post_norm else norm("ln1", x)
-    a = attention(arch, ops, w, kv, h, step, window)
+    a, kv = attention(arch, ops, w, kv, h, step, window)
     if arch.parallel:
         h = norm("ln2", x) if "ln2.w" in w else h  # GPT-J has one norm for both
-        return _add(_add(x + comm.reduce(a + feed_forward(arch, ops, w, h)), w, "o.bias"), w, "down.bias")
+        return _add(_add(x + comm.reduce(a + feed_forward(arch, ops, w, h)), w, "o.bias"), w, "down.bias"), kv
     x = _add(x + comm.reduce(a), w, "o.bias")
     if arch.post_norm:
         x = norm("ln1", x)
     h = x if arch.post_norm else norm("ln2", x)
     x = _add(x + comm.reduce(feed_forward(arch, ops, w, h)), w, "down.bias")
-    return norm("ln2", x) if arch.post_norm else x
+    return (norm("ln2", x) if arch.post_norm else x), kv
 
 
 def _add(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:

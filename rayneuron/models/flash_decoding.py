@@ -1,7 +1,8 @@
 """Flash decoding (`shard_over_sequence`): runs of n ranks hold the same KV heads, each every n-th position.
 
 B rows, T new tokens, H query heads of a rank, G query heads of a group of n ranks, K KV heads of a group, D head size.
-Position p lives on rank p mod n of its group, at column p div n; the last column of a rank takes the writes that belong to others.
+Offset o of a block lives on rank o mod n of its group, at column o div n; where n does not divide the block, the last column of some
+ranks stays empty.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import Step, mask_value
-from rayneuron.models.shard import columns
+from rayneuron.models.kv import KvShape
 
 if TYPE_CHECKING:
-    from rayneuron.devices.base import Collectives
-    from rayneuron.models.ops import Ops
+    from rayneuron.models.collectives import Collectives
+    from rayneuron.models.ops import Layer, Ops
 
 
 def constants(arch: Arch, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -33,11 +34,13 @@ def constants(arch: Arch, rank: int, ranks: int) -> dict[str, Tensor]:
     }
 
 
-def bias(top: Mapping[str, Tensor], positions: Tensor, length: int, window: int, shards: int, dtype: torch.dtype) -> Tensor:
+def bias(top: Mapping[str, Tensor], positions: Tensor, length: int, window: int, kv: KvShape, dtype: torch.dtype) -> Tensor:
     """Additive [B,1,T,columns] over the positions this rank holds."""
-    at = torch.arange(columns(length, shards), dtype=torch.int32, device=positions.device) * shards + top["sequence.turn"]
+    column = torch.arange(kv.held(length), dtype=torch.int32, device=positions.device)
+    offset = column % kv.columns * kv.shards + top["sequence.turn"]
+    at = column // kv.columns * kv.space.block + offset
     here = positions[..., None]
-    seen = (at <= here) & (at < length)
+    seen = (at <= here) & (at < length) & (offset < kv.space.block)
     if window:
         seen = seen & (at > here - window)
     return torch.where(seen[:, None], 0.0, mask_value(dtype)).to(dtype)
@@ -48,20 +51,25 @@ def attend(
     ops: Ops,
     comm: Collectives,
     top: Mapping[str, Tensor],
-    kv: Tensor,
+    kv: KvShape,
+    layer: Layer,
     qkv: tuple[Tensor, Tensor, Tensor],
     step: Step,
     window: int,
-) -> Tensor:
-    """Write k, v of the positions that are this rank's, attend them for the group's heads, and merge by log-sum-exp. -> [B,T,H*D]."""
-    n, (q, k, v) = arch.sequence_shards, qkv
-    place = torch.where(step.positions % n == top["sequence.turn"], step.positions // n, kv.shape[3] - 1)
-    ops.write_kv(kv, step.rows, place, k, v)
+) -> tuple[Tensor, Layer]:
+    """Write k, v of the positions that are this rank's, attend them for the group's heads, and merge by log-sum-exp.
+
+    -> [B,T,H*D], and the layer's KV.
+    """
+    (q, k, v), places = qkv, step.places
+    block, offset = places.slots // kv.space.block, places.slots % kv.space.block
+    mine = offset % kv.shards == top["sequence.turn"]
+    layer = ops.write_kv(layer, torch.where(mine, block * kv.columns + offset // kv.shards, kv.space.scratch * kv.columns), k, v)
     queries = comm.gather(q, 2).index_select(2, top["sequence.heads"])  # B T G D
-    out, weight = partial(queries, kv, step.rows, columns(step.length, n), step.biases[window], arch.scale)
+    out, weight = partial(queries, layer, places.blocks, step.biases[window], arch.scale)
     out, weight = _of_group(comm, top, out), _of_group(comm, top, weight[..., None])  # B T n H D, B T n H 1
     share = weight.softmax(2)
-    return (out * share.to(out.dtype)).sum(2).flatten(2)
+    return (out * share.to(out.dtype)).sum(2).flatten(2), layer
 
 
 def _of_group(comm: Collectives, top: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -70,11 +78,11 @@ def _of_group(comm: Collectives, top: Mapping[str, Tensor], x: Tensor) -> Tensor
     return everybody.index_select(2, top["sequence.peers"]).index_select(3, top["sequence.mine"])
 
 
-def partial(q: Tensor, kv: Tensor, rows: Tensor, length: int, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def partial(q: Tensor, layer: Layer, blocks: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over one rank's columns: out [B,T,G,D] and the log of its weight [B,T,G] in float32."""
     from rayneuron.models.ops import read_kv
 
-    k, v = read_kv(kv, rows, length, q.dtype)
+    k, v = (read_kv(store, blocks, mask.shape[-1], q.dtype) for store in layer)
     b, t, heads, size = q.shape
     group = q.transpose(1, 2).reshape(b, k.shape[1], -1, t, size)  # B K G/K T D
     scores = (torch.einsum("bkgtd,bkld->bkgtl", group, k) * scale).float() + mask[:, :, None]

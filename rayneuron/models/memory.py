@@ -13,6 +13,7 @@ from types import ModuleType
 
 from rayneuron.models import shard
 from rayneuron.models.arch import Arch
+from rayneuron.models.kv import KvShape, KvSpace
 from rayneuron.models.rules import PRODUCTS, Rules, cut_of, entering, shape_of
 
 
@@ -82,9 +83,6 @@ def parameters(
     return total
 
 
-def kv_shapes(arch: Arch, rows: int, length: int, ranks: int = 1, layers: int | None = None) -> list[tuple[int, ...]]:
-    """The KV tensor of every layer of one rank: [2, rows, KV heads of the rank, length, D]. The last row and column are scratch."""
-    if arch.sequence_shards > 1:
-        length = shard.columns(length, arch.sequence_shards) + 1
-    heads = share(arch, ranks).plan.kv_heads
-    return [(2, rows, heads, length, arch.head_dim)] * (arch.layers if layers is None else layers)
+def kv_shape(arch: Arch, space: KvSpace, ranks: int = 1, layers: int | None = None) -> KvShape:
+    """The KV of one rank that holds `layers` layers (all of them)."""
+    return KvShape(space, arch.layers if layers is None else layers, share(arch, ranks).plan.kv_heads, arch.head_dim, arch.sequence_shards)

@@ -1,6 +1,7 @@
 """The verbs a device may replace, and their plain torch form.
 
-B rows, T new tokens, L attended, H query heads, K KV heads, D head size. All forms are exportable: static shapes, no host reads.
+B rows, T new tokens, L attended, H query heads, K KV heads, D head size, N blocks of S positions, M of a row. All forms are exportable:
+static shapes, no host reads, nothing written in place.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from rayneuron.models.linear import linear
 FP8_LIMIT = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
 
 
+Layer = tuple[Tensor, Tensor]  # keys and values
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """Every product, norm, rotation, KV access and selection goes through one of these.
 
-    linear(w, name, x); norm(w, name, x, kind, eps); rotate(x, cos, sin, pairs); write_kv(kv, rows, positions, k, v) in place;
-    attend(q, kv, rows, length, bias, scale) -> [B,T,H*D]; top_k(x, k) -> values, int64 indices (last dim);
-    experts(w, x, which, share, act) -> the weighted sum of the chosen experts of every token.
+    linear(w, name, x); norm(w, name, x, kind, eps); rotate(x, cos, sin, pairs); write_kv(layer, slots, k, v) -> the layer's KV afterwards,
+    which may be the same, written in place; attend(q, layer, blocks, length, bias, scale) -> [B,T,H*D]; top_k(x, k) -> values, int64
+    indices (last dim); experts(w, x, which, share, act) -> the weighted sum of the chosen experts of every token.
     Three fused forms a device may have, with the arguments and results of `decoder.layers`, `decoder.greedy` and `engine.sampling.sample`;
     None is returned for what they do not cover, which the verbs above then do.
     """
@@ -32,7 +36,7 @@ class Ops:
     linear: Callable[..., Tensor]
     norm: Callable[..., Tensor]
     rotate: Callable[..., Tensor]
-    write_kv: Callable[..., None]
+    write_kv: Callable[..., Layer]
     attend: Callable[..., Tensor]
     top_k: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[..., Tensor]
@@ -54,27 +58,33 @@ def to_kv(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x if limit is None else x.clamp(-limit, limit)).to(dtype)
 
 
-def write_kv(kv: Tensor, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k, v [B,T,K,D] at kv [2,rows,K,length,D] in place. rows int32 [B], positions int32 [B,T]."""
-    at = rows[:, None].expand(positions.shape)
-    store = kv if kv.dtype.itemsize > 1 else kv.view(torch.uint8)  # torch scatters no float8; bytes it does
-    for i, x in enumerate((k, v)):
-        value = to_kv(x, kv.dtype)
-        store[i][at, :, positions] = value if store is kv else value.view(torch.uint8)
+def write_kv(layer: Layer, slots: Tensor, k: Tensor, v: Tensor) -> Layer:
+    """A layer's (keys, values), [N,K,S,D] each, with k, v [B,T,K,D] at slots int32 [B,T]: new tensors."""
+    size = layer[0].shape[2]
+    where = [slots // size, None, slots % size]
+    return _written(layer[0], where, k), _written(layer[1], where, v)
 
 
-def read_kv(kv: Tensor, rows: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B,K,L,D] of the first `length` positions of `rows`, in `dtype`."""
-    if kv.dtype.itemsize == 1:
-        part = kv.view(torch.uint8)[:, :, :, :length][:, rows].view(kv.dtype).to(dtype)
+def _written(store: Tensor, where: list[Tensor | None], x: Tensor) -> Tensor:
+    value = to_kv(x, store.dtype)
+    if store.dtype.itemsize > 1:
+        return torch.ops.aten.index_put(store, where, value)
+    return torch.ops.aten.index_put(store.view(torch.uint8), where, value.view(torch.uint8)).view(store.dtype)  # no float8 there; bytes do
+
+
+def read_kv(store: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The first `length` positions of every row [B,K,L,D] in `dtype`, of store [N,K,S,D], through blocks int32 [B,M]."""
+    plain = store if store.dtype.itemsize > 1 else store.view(torch.uint8)
+    if blocks.shape[1] == 1:
+        part = plain[:, :, :length][blocks[:, 0]]
     else:
-        part = kv[:, :, :, :length][:, rows]
-    return part[0], part[1]
+        part = plain[blocks].transpose(1, 2).flatten(2, 3)[:, :, :length]  # B M K S D
+    return part if store.dtype.itemsize > 1 else part.view(store.dtype).to(dtype)
 
 
-def attend(q: Tensor, kv: Tensor, rows: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, layer: Layer, blocks: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
     """Attention of q [B,T,H,D] over the first `length` positions -> [B,T,H*D]. bias [B,1|H,T,L] is added to the scaled scores."""
-    k, v = read_kv(kv, rows, length, q.dtype)
+    k, v = (read_kv(store, blocks, length, q.dtype) for store in layer)
     b, t, heads, size = q.shape
     group = heads // k.shape[1]
     if group > 1 and t == 1:  # the queries of a group are rows of one product: nothing is repeated

@@ -156,8 +156,3 @@ def sequence_shards(heads: int, kv_heads: int, ranks: int) -> int:
     shards = ranks // kv_heads if ranks > kv_heads and ranks % kv_heads == 0 else ranks
     _sequence_plan(heads, kv_heads, ranks, shards)
     return shards
-
-
-def columns(length: int, shards: int) -> int:
-    """KV columns of a rank for `length` positions under flash decoding, without the one for others' writes."""
-    return -(-length // shards)

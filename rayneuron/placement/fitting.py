@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.engine.buckets import SMALLEST_CONTEXT, Capacity, capacity
+from rayneuron.engine.buckets import SMALLEST_CONTEXT, Capacity, capacity, smaller
 from rayneuron.engine.prefix_buckets import SMALLEST_PREFILL, prefixes
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
@@ -67,6 +67,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         smallest_context=SMALLEST_PREFILL if prefix else SMALLEST_CONTEXT,
         chunk=config.prefill_chunk_tokens,
         kv_tokens=config.kv_cache_tokens,
+        block=config.kv_block(length),
         batch=config.buckets.batch,
         context=config.buckets.context_encoding,
         lengths=config.buckets.token_generation,
@@ -140,9 +141,9 @@ def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> s
     found: list[str] = []
     if made.nodes_per_stage == 1:
         found += [f"tensor_parallel: {d}" for d in instance.degrees if d > made.tensor_parallel and fits(c, d)][:1]
-    fewer = (replace(c, rows=rows, batch=tuple(b for b in c.batch if b <= rows)) for rows in range(c.rows - 1, 0, -1))
+    fewer = (smaller(c, rows=rows, batch=tuple(b for b in c.batch if b <= rows)) for rows in range(c.rows - 1, 0, -1))
     found += [f"max_num_seqs: {less.rows}" for less in fewer if fits(less)][:1]
-    shorter = (replace(c, length=n, context=tuple(t for t in c.context if t <= n) or (n,)) for n in reversed(c.lengths) if n < c.length)
+    shorter = (smaller(c, length=n, context=tuple(t for t in c.context if t <= n) or (n,)) for n in reversed(c.lengths) if n < c.length)
     found += [f"max_model_len: {less.length}" for less in shorter if fits(less)][:1]
     if want.config.quantization is None and fits(c, quantization="int8"):
         found.append("quantization: int8")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from rayneuron import models
@@ -16,7 +15,7 @@ from rayneuron.engine.buckets import Capacity, prefill_sizes
 from rayneuron.models import shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import dtype_of
-from rayneuron.models.memory import kv_shapes, parameters, share
+from rayneuron.models.memory import kv_shape, parameters, share
 
 MIB = 2**20
 # What the runtime keeps on each core beside tensors: code of the loaded graphs, DMA rings, collectives' buffers. Inferred, not measured.
@@ -54,8 +53,7 @@ def memory(
     held = parameters(arch, models.family(dict(raw)), ranks, layers, first=first, last=last)
     quantised = config.quantization is not None or (raw.get("quantization_config") or {}).get("quant_method") == "rayneuron"
     weights = held.products * (_SMALL if quantised else width) + held.others * width + (4 * held.channels if quantised else 0)
-    # One scratch row and column more than sequences and positions (engine/runner.py).
-    kv = sum(prod(shape) for shape in kv_shapes(arch, capacity.rows + 1, capacity.length + 1, ranks, len(layers)))
+    kv = kv_shape(arch, capacity.space, ranks, len(layers)).elements
     return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last))
 
 
@@ -77,3 +75,9 @@ def dtype(name: str, raw: Mapping[str, Any]) -> str:
     if name != "auto":
         return name
     return "bf16" if dtype_of(raw) in ("bfloat16", "float16") else "fp32"
+
+
+def float8(config: Deployment, raw: Mapping[str, Any]) -> bool:
+    """Whether weights or KV are float8: the deployment says so, or the checkpoint itself."""
+    words = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
+    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in words)

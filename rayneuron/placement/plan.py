@@ -11,13 +11,12 @@ from typing import Any
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import inventory
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.group.ahead import float8
 from rayneuron.placement import instances
 from rayneuron.placement.environment import Endpoints, Host, environment
 from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, host_memory, stage_memory
 from rayneuron.placement.instances import Instance
 from rayneuron.placement.layout import Layout, Style, Worker, layout
-from rayneuron.placement.memory import Memory
+from rayneuron.placement.memory import Memory, float8
 from rayneuron.policies import packing
 
 FIRST_PORT = 20000  # stand-ins: at run time each listener binds a free port itself and publishes it

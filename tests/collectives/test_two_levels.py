@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rayneuron.collectives.shared_memory import Segment, SharedMemory
 from rayneuron.collectives.two_levels import TwoLevels
-from rayneuron.devices.base import Solo
 from rayneuron.errors import WorkerLost
+from rayneuron.models.collectives import Solo
 
 
 class Counted:

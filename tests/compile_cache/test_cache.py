@@ -15,15 +15,15 @@ import torch
 
 from rayneuron.compile_cache import cache as caching
 from rayneuron.compile_cache.cache import Cache, key
-from rayneuron.devices.base import Shape
+from rayneuron.devices.base import LIKELIEST, Shape
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.arch import Arch
 
 ARCH = Arch("llama", vocab=512, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=112)
-SHAPES = [Shape("decode", 4, 1, 128, "greedy")]
+SHAPES = [Shape("decode", 4, 1, 128, LIKELIEST)]
 FIELDS = dict(arch=ARCH, shapes=SHAPES, dtype=torch.bfloat16, quantization=None, tp=8, stage=0, lnc=1, device="neuron",
               compiler="2.23.6484.0", flags="-O1", source="abc")  # fmt: skip
-CHANGES = dict(arch=Arch("llama", 512, 64, 3, 4, 2, 16, 112), shapes=[Shape("decode", 8, 1, 128, "greedy")], dtype=torch.float32,
+CHANGES = dict(arch=Arch("llama", 512, 64, 3, 4, 2, 16, 112), shapes=[Shape("decode", 8, 1, 128, LIKELIEST)], dtype=torch.float32,
                quantization="int8", tp=4, stage=1, lnc=2, device="cpu", compiler="2.24.8799.0", flags="-O2", source="abd")  # fmt: skip
 
 

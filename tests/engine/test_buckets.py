@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES
 from rayneuron.engine.buckets import capacity, decode_shape, inventory, pack_prefill, powers, prefill_shape
 from rayneuron.errors import CompileError, ConfigError
 
@@ -32,17 +33,17 @@ def test_every_step_finds_a_listed_shape(rows, length, chunk, data):
     listed = set(inventory(c))
     count = data.draw(st.integers(1, rows))
     longest = data.draw(st.integers(1, length))
-    for output in ("greedy", "sample", "logits"):
-        shape = decode_shape(c, count, longest, output)
+    for want in (LIKELIEST, SAMPLED, LOGITS):
+        shape = decode_shape(c, count, longest, want)
         assert shape in listed and shape.rows >= count and shape.length >= longest
     remaining = data.draw(st.lists(st.integers(1, length), min_size=1, max_size=rows))
     counts = pack_prefill(c, remaining)
     assert 1 <= len(counts) <= len(remaining)
     assert all(1 <= n <= m for n, m in zip(counts, remaining, strict=False))
     reach = data.draw(st.integers(max(counts), length))
-    shape = prefill_shape(c, counts, reach, "greedy")
+    shape = prefill_shape(c, counts, reach, LIKELIEST)
     assert shape in listed and shape.rows >= len(counts) and shape.tokens >= max(counts)
-    scored = prefill_shape(c, [min(remaining[0], c.scores)], max(reach, min(remaining[0], c.scores)), "scores")
+    scored = prefill_shape(c, [min(remaining[0], c.scores)], max(reach, min(remaining[0], c.scores)), SCORES)
     assert scored in listed
 
 
@@ -61,7 +62,7 @@ def test_wrong_lists_are_refused():
         capacity(rows=2, length=100, chunk=50, batch=[4])
     c = capacity(rows=2, length=100, chunk=50)
     with pytest.raises(CompileError, match="largest is 2"):
-        decode_shape(c, 3, 10, "greedy")
+        decode_shape(c, 3, 10, LIKELIEST)
 
 
 PREFIXED = capacity(rows=4, length=2048, chunk=512, context=[128, 512], prefix=[512, 1024])
@@ -69,7 +70,7 @@ PREFIXED = capacity(rows=4, length=2048, chunk=512, context=[128, 512], prefix=[
 
 def test_graphs_of_prefills_are_prefill_times_prefix():
     """By hand: each T behind 0, 512, 1024 and the maximum, cut at the maximum; one row a prefill."""
-    made = {(s.rows, s.tokens, s.length) for s in inventory(PREFIXED) if s.tag == "prefill" and s.output == "greedy"}
+    made = {(s.rows, s.tokens, s.length) for s in inventory(PREFIXED) if s.tag == "prefill" and s.want == LIKELIEST}
     assert made == {(1, 128, n) for n in (128, 640, 1152, 2048)} | {(1, 512, n) for n in (512, 1024, 1536, 2048)}
     assert [s for s in inventory(PREFIXED) if s.tag == "decode"] == [
         s for s in inventory(capacity(rows=4, length=2048, chunk=512, context=[128, 512])) if s.tag == "decode"
@@ -104,7 +105,7 @@ def test_chunks_behind_a_prefix_by_hand(prompt, chunks):
         shape = choose(PREFIXED, plan)
         assert shape in set(inventory(PREFIXED))
         seen.append((work.start, work.count, shape.tokens, shape.length))
-        scheduler.launch(plan, ahead=False)
+        scheduler.launch(plan, overlaps=False)
         if work.last:
             break
     assert seen == chunks

@@ -1,4 +1,4 @@
-"""Property tests: no slot or token of KV is lost, nobody starves, decode waits at most one chunk, order of service holds."""
+"""Property tests: no row or block is lost, nobody starves, decode waits at most one chunk, order of service holds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] 
     if plan is None:
         return None
     done = []
-    rows = [w.sequence.row for w in plan.works]
-    assert plan.works and None not in rows and len(set(rows)) == len(rows)
+    rows = [w.sequence.hold.row for w in plan.works]
+    assert plan.works and len(set(rows)) == len(rows)
     for work in plan.works:
         s = work.sequence
         assert work.start == s.computed and work.count >= 1 and work.start + work.count <= len(s.ids)
@@ -44,9 +44,10 @@ def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] 
 def test_everything_finishes_and_the_ledger_returns_to_zero(data):
     rows = data.draw(st.integers(1, 5))
     length = data.draw(st.integers(16, 80))
+    block = data.draw(st.sampled_from([16, 32, length]))
     # From a budget that holds one full sequence (constant preemption) to one that holds all.
-    budget = data.draw(st.integers(-(-length // 16) * 16, rows * 96))
-    c = capacity(rows=rows, length=length, chunk=data.draw(st.integers(4, 40)), kv_tokens=budget)
+    budget = data.draw(st.integers(-(-length // block) * block, rows * 160))
+    c = capacity(rows=rows, length=length, chunk=data.draw(st.integers(4, 40)), kv_tokens=budget, block=block)
     scheduler = Scheduler(c)
     alive: list[Sequence] = []
     finished = 0
@@ -73,7 +74,7 @@ def test_everything_finishes_and_the_ledger_returns_to_zero(data):
         steps += 1
         assert steps < 5000, "no progress"
     assert scheduler.plan() is None
-    assert scheduler.slots.used_tokens == 0 and scheduler.slots.free_count == rows
+    assert scheduler.blocks.used_tokens == 0 and scheduler.blocks.free_rows == rows
 
 
 def test_decode_never_waits_for_two_chunks():
@@ -109,12 +110,12 @@ def test_an_urgent_request_takes_the_slot_of_the_least_urgent():
     urgent = make(2, 4, 2, priority=0)
     scheduler.add(urgent)
     advance(scheduler)
-    assert urgent.row is not None and late.row is None and late.preemptions == 1 and early.row is not None
+    assert urgent.hold is not None and late.hold is None and late.preemptions == 1 and early.hold is not None
 
 
 @pytest.mark.parametrize("kv_tokens", [48, 64])
 def test_preempted_sequences_keep_their_tokens(kv_tokens):
-    scheduler = Scheduler(capacity(rows=3, length=48, chunk=16, kv_tokens=kv_tokens))
+    scheduler = Scheduler(capacity(rows=3, length=48, chunk=16, kv_tokens=kv_tokens, block=16))
     sequences = [make(i, 10, 30) for i in range(3)]
     for s in sequences:
         scheduler.add(s)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rayneuron import wire
-from rayneuron.devices.base import StepOutput
+from rayneuron.devices.base import LOGITS, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.engine.scheduler import Plan, Work
 from rayneuron.engine.sequence import Sequence
@@ -57,14 +57,14 @@ def test_parts_return_what_the_whole_would() -> None:
     """One row that wants logits makes every part return them, so that rows keep their places."""
     whole = plan("prefill", [8, 8, 8])
     whole.works[2].sequence.request.params = SamplingParams(temperature=0.0, logprobs=1)
-    assert {shape.output for shape, _ in pipeline.divide(CAPACITY, whole, 2, 3)} == {"logits"}
-    first = StepOutput(ids=torch.tensor([1, 2, 0, 0]), complete=torch.tensor([True, True, False, False]), logits=torch.ones(4, 3))
-    second = StepOutput(ids=torch.tensor([3]), complete=torch.tensor([False]), logits=torch.zeros(1, 3))
+    assert {shape.want for shape, _ in pipeline.divide(CAPACITY, whole, 2, 3)} == {LOGITS}
+    first = StepOutput(ids=torch.tensor([[1], [2], [0], [0]]), complete=torch.tensor([True, True, False, False]), logits=torch.ones(4, 3))
+    second = StepOutput(ids=torch.tensor([[3]]), complete=torch.tensor([False]), logits=torch.zeros(1, 3))
     out = pipeline.merge([first, second], [2, 1])
-    assert out.ids.tolist() == [1, 2, 3] and out.complete.tolist() == [True, True, False]  # type: ignore[union-attr]
+    assert out.ids.tolist() == [[1], [2], [3]] and out.complete.tolist() == [True, True, False]  # type: ignore[union-attr]
     assert out.logits.shape == (3, 3) and out.logits[2].sum() == 0  # type: ignore[union-attr]
-    greedy = pipeline.merge([StepOutput(ids=torch.tensor([5])), StepOutput(ids=torch.tensor([6, 9]))], [1, 1])
-    assert greedy.ids.tolist() == [5, 6] and greedy.complete is None and greedy.logits is None  # type: ignore[union-attr]
+    greedy = pipeline.merge([StepOutput(ids=torch.tensor([[5]])), StepOutput(ids=torch.tensor([[6], [9]]))], [1, 1])
+    assert greedy.ids.tolist() == [[5], [6]] and greedy.complete is None and greedy.logits is None  # type: ignore[union-attr]
 
 
 def ends(timeout_s: float = 30.0) -> tuple[links.Outgoing, links.Incoming]:

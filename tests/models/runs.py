@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.models import decoder, hub, ops, weights
+from rayneuron.models.collectives import Solo
+from rayneuron.models.kv import Kv, KvShape, KvSpace, Places
+from rayneuron.models.memory import kv_shape
 
 
 class Threads:
@@ -64,13 +66,35 @@ def on_ranks(ranks: int, work: Callable[[Any], Any]) -> list[Any]:
     return out
 
 
+def table(space: KvSpace) -> Tensor:
+    """The blocks of every row [rows + 1, width], scattered over the store, of the idle row none; int32."""
+    width = space.width(space.limit)
+    assert space.blocks >= space.rows * width
+    order = torch.randperm(space.blocks, generator=torch.Generator().manual_seed(3))[: space.rows * width]
+    return torch.cat((order.view(space.rows, width), torch.full((1, width), space.null))).to(torch.int32)
+
+
+def places(space: KvSpace, held: Tensor, positions: Tensor, rows: Tensor, length: int) -> Places:
+    """Where tokens at positions [B,T] of rows [B] are, by `table`; padding and idle rows write nowhere."""
+    at = positions.clamp(max=space.limit - 1)
+    slots = held[rows].gather(1, (at // space.block).long()) * space.block + at % space.block
+    slots[(positions >= space.limit) | (rows[:, None] >= space.rows)] = space.nowhere
+    return Places(positions, rows, held[rows][:, : space.width(length)].contiguous(), slots.to(torch.int32), length)
+
+
+def zeros(shape: KvShape, dtype: torch.dtype) -> Kv:
+    """KV of nothing but zeros."""
+    size = (shape.space.total, shape.heads, shape.columns, shape.dim)
+    return Kv(shape, [(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(shape.layers)])
+
+
 @dataclass
 class Runner:
-    """One rank of a model: weights, KV of `rows` rows and `length` positions (the last row and column are scratch)."""
+    """One rank of a model: weights, and KV of `rows` rows and `length` positions in blocks of `block`."""
 
     arch: Any
     weights: Any
-    kv: list[Tensor]
+    kv: Kv
     comm: Any
     ops: Any = ops.PLAIN
 
@@ -80,8 +104,9 @@ class Runner:
         path: Path,
         comm: Any,
         *,
-        rows: int = 4,
-        length: int = 64,
+        rows: int = 3,
+        length: int = 63,
+        block: int = 16,
         kv_dtype: torch.dtype | None = None,
         arch: Any = None,
         **options: Any,
@@ -90,29 +115,28 @@ class Runner:
         arch = arch or models.architecture(config)
         dtype = options.pop("dtype", torch.float32)
         loaded = weights.load(arch, models.family(config), hub.Checkpoint(path), dtype=dtype, rank=comm.rank, ranks=comm.ranks, **options)
-        kv = [torch.zeros(s, dtype=kv_dtype or dtype) for s in decoder.kv_shapes(arch, rows, length, comm.ranks)]
-        return cls(arch, loaded, kv, comm)
+        space = KvSpace(rows, length, rows * -(-length // block), block)
+        return cls(arch, loaded, zeros(kv_shape(arch, space, comm.ranks), kv_dtype or dtype), comm)
+
+    def places(self, positions: Tensor, rows: Tensor, length: int) -> Places:
+        space = self.kv.shape.space
+        return places(space, table(space), positions, rows, length)
 
     def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, length: int) -> Tensor:
-        hidden = decoder.forward(self.arch, self.ops, self.comm, self.weights, self.kv, tokens, positions, rows, length)
+        where = self.places(positions, rows, length)
+        hidden = decoder.forward(self.arch, self.ops, self.comm, self.weights, self.kv, tokens, where)
         return decoder.logits(self.arch, self.ops, self.comm, self.weights, hidden)
 
     def chunk(self, ids: Tensor, start: int, stop: int, bucket: int, length: int) -> Tensor:
-        """Tokens [start, stop) of every row in one step padded to `bucket`; rows 2, 0, and an idle one on the scratch row."""
-        b, n = ids.shape[0], stop - start
-        scratch = self.kv[0].shape[1] - 1
+        """Tokens [start, stop) of every row in one step padded to `bucket`; rows 2, 0, and an idle one."""
+        b, n, space = ids.shape[0], stop - start, self.kv.shape.space
         tokens = torch.zeros(b + 1, bucket, dtype=torch.int32)
-        positions = torch.full((b + 1, bucket), self.scratch_column, dtype=torch.int32)
+        positions = torch.full((b + 1, bucket), space.limit, dtype=torch.int32)
         tokens[:b, :n], positions[:b, :n] = ids[:, start:stop], torch.arange(start, stop, dtype=torch.int32)
-        positions[b] = 0
-        rows = torch.tensor([2, 0][:b] + [scratch], dtype=torch.int32)
-        out = self.logits(tokens, positions, rows, length)
+        rows = torch.tensor([2, 0][:b] + [space.rows], dtype=torch.int32)
+        out = self.logits(tokens, positions, rows, min(length, space.limit))
         assert out.isfinite().all()
         return out[:b, :n]
-
-    @property
-    def scratch_column(self) -> int:
-        return 63
 
 
 def run(runner: Runner, ids: Tensor, prompt: int, bucket: int = 16) -> Tensor:

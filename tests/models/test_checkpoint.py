@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub, weights
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 

@@ -10,8 +10,11 @@ import torch
 import transformers as tf
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.models import decoder, hub, ops, quantization, weights
+from rayneuron.models.collectives import Solo
+from rayneuron.models.kv import KvSpace
+from rayneuron.models.memory import kv_shape
+from tests.models import runs
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 TOKENS = 512
@@ -36,12 +39,14 @@ def perplexity(
     config, n = hub.read_config(path), ids.shape[1]
     arch = models.architecture(config)
     held = weights.load(arch, models.family(config), hub.Checkpoint(path), dtype=dtype, quantization=how)
-    kv = [torch.zeros(s, dtype=kv_dtype or dtype) for s in decoder.kv_shapes(arch, 1, n + 1)]
+    space = KvSpace(rows=1, limit=n, blocks=1, block=n)
+    kv = runs.zeros(kv_shape(arch, space), kv_dtype or dtype)
     total, row = 0.0, torch.zeros(1, dtype=torch.int32)
     with torch.no_grad():
         for start in range(0, n, 128):
             at = torch.arange(start, min(start + 128, n), dtype=torch.int32)[None]
-            hidden = decoder.forward(arch, ops.PLAIN, Solo(), held, kv, ids[:, start : start + 128], at, row, at.shape[1] + start)
+            where = runs.places(space, runs.table(space), at, row, at.shape[1] + start)
+            hidden = decoder.forward(arch, ops.PLAIN, Solo(), held, kv, ids[:, start : start + 128], where)
             scores = decoder.logits(arch, ops.PLAIN, Solo(), held, hidden)[0].log_softmax(-1)
             after = ids[0, start + 1 : start + 129].long()
             total -= scores[torch.arange(len(after)), after].sum().item()

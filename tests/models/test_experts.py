@@ -78,8 +78,8 @@ def test_capacity_drops_the_last_of_a_row() -> None:
 def test_capacity_in_a_model(tmp_path) -> None:
     """None and a large factor drop nothing; a small one changes prefill and leaves single tokens alone."""
     from rayneuron import models
-    from rayneuron.devices.base import Solo
     from rayneuron.models import hub
+    from rayneuron.models.collectives import Solo
     from tests.models import cases
     from tests.models.cases import Runner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayneuron.devices.base import Solo
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 

@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.models import hub, ops
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
@@ -29,7 +29,7 @@ KINDS = {
 def prefill(saved: Saved, tokens: int, chunk: int) -> float:
     """Largest difference of any chunk's logits, and of one token after them."""
     ids = saved.ids[:1]
-    runner = Runner.open(saved.path, Solo(), rows=1, length=tokens + 1)
+    runner = Runner.open(saved.path, Solo(), rows=1, length=tokens, block=512)
     row, worst = torch.zeros(1, dtype=torch.int32), 0.0
     with torch.no_grad():
         for start, stop in [*((s, s + chunk) for s in range(0, tokens - 1 - chunk, chunk)), (tokens - 1, tokens)]:
@@ -57,25 +57,25 @@ def test_chunks_equal_transformers_to_32k(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(4, 4, 64), (4, 2, 64), (4, 2, 1), (8, 1, 3)])
 def test_attention_is_the_flash_kernel(heads: int, kv_heads: int, tokens: int) -> None:
     """The fused kernel works in blocks; its fallback would hold tokens x length x heads."""
-    kv, rows = torch.randn(2, 2, kv_heads, 256, 16), torch.tensor([1, 0], dtype=torch.int32)
+    kv, blocks = (torch.randn(6, kv_heads, 64, 16), torch.randn(6, kv_heads, 64, 16)), torch.tensor([[1, 4], [3, 0]], dtype=torch.int32)
     q, bias = torch.randn(2, tokens, heads, 16), torch.zeros(2, 1, tokens, 128)
     with torch.no_grad(), torch.profiler.profile() as profile:
-        ops.attend(q, kv, rows, 128, bias, 0.25)
+        ops.attend(q, kv, blocks, 128, bias, 0.25)
     names = {e.name for e in profile.events()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names and "aten::_scaled_dot_product_attention_math" not in names
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "block"), [(2, 16), (4, 63), (4, 16)])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_bigcode", "gpt2", "qwen3_moe"])
-def test_kv_split_by_position_equals_transformers(name: str, ranks: int, tmp_path: Path) -> None:
-    """Flash decoding: each rank holds every n-th position, and one column for writes that are others'."""
+def test_kv_split_by_position_equals_transformers(name: str, ranks: int, block: int, tmp_path: Path) -> None:
+    """Flash decoding: each rank holds every n-th position of a block, which n need not divide."""
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=30)
     arch = models.check(hub.read_config(tmp_path), tp=ranks, max_model_len=64, shard_over_sequence=True)
     assert arch.sequence_shards > 1
 
     def work(comm):
-        runner = Runner.open(tmp_path, comm, arch=arch)
-        assert runner.kv[0].shape[3] == 64 // arch.sequence_shards + 1
+        runner = Runner.open(tmp_path, comm, arch=arch, block=block)
+        assert runner.kv.layers[0][0].shape[2] == -(-block // arch.sequence_shards)
         return [cases.run(runner, saved.ids, prompt) for prompt in (15, 17)]
 
     for everybody in cases.on_ranks(ranks, work):

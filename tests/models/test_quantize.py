@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub, ops, presharded, quantization, quantize, weights
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
@@ -83,7 +83,7 @@ def test_kv_in_float8(kv_dtype: torch.dtype, tmp_path: Path) -> None:
     with torch.no_grad():
         runner = Runner.open(tmp_path, Solo(), kv_dtype=kv_dtype)
         got = cases.run(runner, saved.ids, 16)
-    assert runner.kv[0].element_size() == 1
+    assert runner.kv.layers[0][0].element_size() == 1
     assert 0 < (got - saved.logits).abs().max() < 0.15 * saved.logits.abs().max()
 
 

@@ -115,8 +115,8 @@ def test_stages_cover_all_layers_in_order() -> None:
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "bloom"])
 def test_stages_of_a_pipeline_equal_the_whole(name: str, tmp_path: Path) -> None:
     """The first stage hands its residual to the last; head and embedding live on different stages."""
-    from rayneuron.devices.base import Solo
     from rayneuron.models import decoder, ops
+    from rayneuron.models.collectives import Solo
 
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=12)
     first, last = (Runner.open(tmp_path, Solo(), stage=s, stages=2) for s in (0, 1))
@@ -126,9 +126,9 @@ def test_stages_of_a_pipeline_equal_the_whole(name: str, tmp_path: Path) -> None
         and "embed.w" not in last.weights["top"]
     )
     positions, rows = torch.arange(12, dtype=torch.int32).expand(2, 12), torch.tensor([2, 0], dtype=torch.int32)
-    args = (saved.ids, positions, rows, 32)
+    args = (saved.ids, first.places(positions, rows, 32))
     with torch.no_grad():
-        x = decoder.forward(first.arch, ops.PLAIN, Solo(), first.weights, first.kv[:1], *args)
-        x = decoder.forward(last.arch, ops.PLAIN, Solo(), last.weights, last.kv[:1], *args, hidden=x)
+        x = decoder.forward(first.arch, ops.PLAIN, Solo(), first.weights, first.kv, *args)
+        x = decoder.forward(last.arch, ops.PLAIN, Solo(), last.weights, last.kv, *args, hidden=x)
         got = decoder.logits(last.arch, ops.PLAIN, Solo(), last.weights, x)
     assert (got - saved.logits).abs().max() < 1e-4

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from rayneuron import models
+from rayneuron import devices, models
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import decoder, hub, shard, weights
-from rayneuron.models.memory import parameters
+from rayneuron.models import hub, shard, weights
+from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
 from rayneuron.placement.memory import dtype, memory
 from tests.models import cases
@@ -104,9 +104,10 @@ def test_weights_are_what_the_loader_allocates(folder: Path, ranks: int, stages:
 def test_kv_is_what_the_engine_allocates(folder: Path, ranks: int) -> None:
     raw = hub.read_config(folder)
     arch, c = models.architecture(raw), small()
-    shapes = decoder.kv_shapes(arch, c.rows + 1, c.length + 1, ranks)
+    device = devices.open("cpu", dtype=torch.bfloat16)
+    device.load({"top": {}, "layers": []}, kv_shape(arch, c.space, ranks))
     made = memory(deployment(dtype="bf16"), raw, c, ranks, range(arch.layers))
-    assert made.kv == sum(2 * torch.Size(shape).numel() for shape in shapes)
+    assert made.kv == device.kv_read(range(c.space.total)).nbytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -127,14 +128,14 @@ def test_the_sources_example_of_padding() -> None:
 
 
 def test_flash_decoding_holds_a_part_of_the_positions() -> None:
-    """4 KV heads over 8 ranks: two ranks share a group's positions, each with a column for what belongs to the other."""
+    """4 KV heads over 8 ranks: two ranks share a group's positions, beside a block that is no row's."""
     config = LLAMA_31_8B | {"num_key_value_heads": 4}
 
     def kv(on: bool) -> int:
         return memory(deployment(dtype="bf16", shard_over_sequence=on, tensor_parallel=8), config, small(), 8, range(32)).kv
 
     copied, shared = kv(False), kv(True)
-    assert copied == 32 * 2 * 5 * 65 * 128 * 2 and shared == 32 * 2 * 5 * (33 + 1) * 128 * 2
+    assert copied == 32 * 2 * 5 * 64 * 128 * 2 and shared == 32 * 2 * 5 * 32 * 128 * 2
 
 
 def test_the_guides_example_of_70b() -> None:

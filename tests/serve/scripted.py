@@ -20,10 +20,10 @@ import torch
 import uvicorn
 
 from rayneuron.config import Deployment
-from rayneuron.devices.base import StepOutput
+from rayneuron.devices.base import LOGITS, SCORES, Ended, StepOutput
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
-from rayneuron.engine.runner import _output
+from rayneuron.engine.runner import _want
 from rayneuron.engine.scheduler import Plan
 from rayneuron.loading import Opened
 from rayneuron.serve.ingress import application
@@ -38,8 +38,10 @@ PATIENCE_S = 60.0  # how long a test waits for what will come before it calls it
 class ScriptedRunner:
     """Stands where engine.runner.Runner stands. `pace_s` is how long a step takes."""
 
+    overlaps = False
+
     def __init__(self, text: Text, rows: int, length: int, chunk: int, pace_s: float) -> None:
-        self.capacity = capacity(rows=rows, length=length, chunk=chunk, smallest_context=chunk, smallest=length)
+        self.capacity = capacity(rows=rows, length=length, chunk=chunk, smallest_context=chunk, smallest=length, block=16)
         self.pace_s = pace_s
         self._gate = threading.Condition()
         self._permits: int | None = None  # steps that may still run; None: all
@@ -68,7 +70,10 @@ class ScriptedRunner:
             self._permits = None
             self._gate.notify_all()
 
-    def run(self, plan: Plan) -> StepOutput:
+    def start(self, plan: Plan) -> Ended:
+        return Ended(self._run(plan))
+
+    def _run(self, plan: Plan) -> StepOutput:
         with self._gate:
             self._gate.wait_for(lambda: self._permits is None or self._permits > 0)
             if self._permits is not None:
@@ -77,14 +82,14 @@ class ScriptedRunner:
         if self.pace_s:
             time.sleep(self.pace_s)
         ids = [self.token(w.sequence.request, w.sequence.index, w.sequence.generated) if w.last else 0 for w in plan.works]
-        kind = _output(plan)
-        chosen = torch.tensor(ids, dtype=torch.int32)
-        if kind == "scores":
+        want = _want(plan)
+        chosen = torch.tensor(ids, dtype=torch.int32)[:, None]
+        if want == SCORES:
             work = plan.works[0]
             following = work.sequence.ids[work.start + 1 : work.start + work.count + 1]
             targets = [*following, *ids][: work.count]
             return StepOutput(ids=None, logits=torch.stack([self._scores(t) for t in targets])[None])
-        if kind == "logits":
+        if want == LOGITS:
             return StepOutput(
                 ids=chosen, complete=torch.ones(len(ids), dtype=torch.bool), logits=torch.stack([self._scores(t) for t in ids])
             )

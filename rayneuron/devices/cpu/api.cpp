@@ -56,6 +56,12 @@ int rn_features() {
     return found;
 }
 
+// Sizes of the structs that Python mirrors, in the order of `ops.MIRRORS`: a field on one side only would be read as another.
+void rn_sizes(int32_t* sizes) {
+    const size_t all[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model), sizeof(Call), sizeof(Draw)};
+    for (size_t size : all) *sizes++ = (int32_t)size;
+}
+
 int rn_tiles_work() { return tiles_work(); }
 
 Pool* rn_pool_open(int threads) { return new Pool(threads); }

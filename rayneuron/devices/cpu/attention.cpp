@@ -73,10 +73,11 @@ const char* padded(const char* at, int count, const Sizes& z, char* room) {
     return room;
 }
 
-// Values of `count` positions -> panels over positions: for every 16 values, step by step, one float or the bf16 of two positions.
-void pack_values(Kind kind, const char* v, int count, const Sizes& z, char* out) {
+// Values of `count` positions, the `first` of a tile (even) and those behind it -> panels over positions: for every 16 values, step by step,
+// one float or the bf16 of two positions.
+void pack_values(Kind kind, const char* v, int first, int count, const Sizes& z, char* out) {
     for (int p = 0; p < z.vectors; p++) {
-        char* to = out + (size_t)(p / 2) * TILE * z.bytes * PANEL + p % 2 * VECTOR;
+        char* to = out + (size_t)(p / 2) * TILE * z.bytes * PANEL + p % 2 * VECTOR + (size_t)first * z.bytes / 4 * STEP;
         if (kind == F32) {
             for (int i = 0; i < count; i++, to += STEP) store((float*)to, load((const float*)v + (size_t)i * z.width + p * LANES));
             continue;
@@ -147,7 +148,7 @@ struct Piece {
 
 // The first position any of these tokens sees, rounded down to a tile.
 int first_tile(const Attention& a, const Span& span, const Piece& p) {
-    int begin = a.length;
+    int begin = a.positions[span.first + p.from];
     for (int t = p.from; t < p.to; t++) begin = std::min(begin, a.window ? std::max(0, a.positions[span.first + t] - a.window + 1) : 0);
     return begin / TILE * TILE;
 }
@@ -163,20 +164,16 @@ void fetch(const char* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
 }
 
-const char* keys_of(const Attention& a, const Span& span, int head) {
-    return a.kv + ((size_t)span.row * a.kv_heads + head) * a.length * a.size * (a.kind == F32 ? 4 : 2);
-}
-
 // Queries of one piece as the products read them, row after row, the heads of a group within a token; scores become powers of two.
 void gather(const Attention& a, const Span& span, const Piece& p, const Sizes& z, char* to, int32_t* at, float* slopes) {
-    const int group = a.heads / a.kv_heads;
+    const int group = a.heads / a.kv.kv_heads;
     const V by = set1(a.scale * LOG2_E);
     std::vector<float> row(z.width);
     for (int t = p.from; t < p.to; t++)
         for (int j = 0; j < group; j++, to += (size_t)z.steps * 4) {
-            const float* from = a.q + (span.first + t) * a.q_stride + (size_t)(p.head * group + j) * a.size;
-            for (int i = 0; i < a.size; i += LANES) store(row.data() + i, mul(load_n(from + i, a.size - i), by));
-            encode_row(row.data(), a.size, a.kind, z.steps, to, nullptr);
+            const float* from = a.q + (span.first + t) * a.q_stride + (size_t)(p.head * group + j) * a.kv.size;
+            for (int i = 0; i < a.kv.size; i += LANES) store(row.data() + i, mul(load_n(from + i, a.kv.size - i), by));
+            encode_row(row.data(), a.kv.size, a.kind, z.steps, to, nullptr);
             *at++ = a.positions[span.first + t];
             if (a.slopes) *slopes++ = a.slopes[p.head * group + j] * LOG2_E;
         }
@@ -186,8 +183,8 @@ void gather(const Attention& a, const Span& span, const Piece& p, const Sizes& z
 void settle(const Attention& a, const float* acc, const float* total, int token, int head) {
     char* to = a.out + token * a.out_stride;
     const V by = set1(1.0f / std::max(sum(load(total)), 1e-30f));
-    for (int i = 0; i < a.size; i += LANES) {
-        const int n = std::min(LANES, a.size - i), column = head * a.size + i;
+    for (int i = 0; i < a.kv.size; i += LANES) {
+        const int n = std::min(LANES, a.kv.size - i), column = head * a.kv.size + i;
         const V x = mul(load(acc + i), by);
         if (a.out_kind == F32) {
             store_n((float*)to + column, x, n);
@@ -217,23 +214,30 @@ int look(const Attention& a, const int32_t* at, const float* slopes, int start, 
 struct Tile {
     char *keys, *values, *copy;
 
-    void take_keys(const Attention& a, const Sizes& z, const char* at, int start, int count) const {
+    // Positions of the tile `first`, a multiple of 16, and those behind it: `count` of one block, `room_behind` positions of it from `at` on.
+    void take(const Attention& a, const Sizes& z, const char* at, int first, int count, int room_behind) const {
         const int vectors = (count + LANES - 1) / LANES;
-        const bool inside = z.size == z.width && start + vectors * LANES <= a.length;  // what is read beyond `count` is masked
+        const bool whole = z.size == z.width, inside = whole && vectors * LANES <= room_behind;  // what is read beyond `count` is masked
         const char* rows = inside ? at : padded(at, count, z, copy);
-        for (int p = 0; p < vectors; p++)
-            columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)(p / 2) * PANEL * z.steps + p % 2 * LANES);
-    }
-    void take_values(const Attention& a, const Sizes& z, const char* at, int count) const {
-        pack_values(a.kind, z.size == z.width ? at : padded(at, count, z, copy), count, z, values);
+        for (int p = 0; p < vectors; p++) {
+            const int vector = first / LANES + p;
+            columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)(vector / 2) * PANEL * z.steps + vector % 2 * LANES);
+        }
+        at += a.kv.half();
+        pack_values(a.kind, whole ? at : padded(at, count, z, copy), first, count, z, values);
     }
 };
+
+// The first address of a row's KV from `position` on, null at its end.
+const char* unit(const Attention& a, int row, int head, int position, int end) {
+    return position < end ? a.kv.keys_at(row, head, position) : nullptr;
+}
 
 // `next`: the piece this thread does after this one, whose first tile is fetched while the last one of this is computed.
 void attend_piece(const Attention& a, const Span* spans, const Piece& p, const Piece* next) {
     const Span& span = spans[p.span];
-    const Sizes z(a.kind, a.size);
-    const int group = a.heads / a.kv_heads, queries = (p.to - p.from) * group;
+    const Sizes z(a.kind, a.kv.size);
+    const int group = a.heads / a.kv.kv_heads, queries = (p.to - p.from) * group;
     const size_t tile_bytes = (size_t)TILE * ((z.vectors + 1) / 2 * PANEL) * z.bytes, query_bytes = (size_t)z.steps * 4;
     char* room = scratch.take(3 * tile_bytes + WIDE_ROWS * TILE * 8 + queries * (query_bytes + (z.width + LANES + 3) * 4) + 1024);
     const Tile tile{room, room + tile_bytes, room + 2 * tile_bytes};
@@ -245,17 +249,18 @@ void attend_piece(const Attention& a, const Span* spans, const Piece& p, const P
     std::fill_n(acc, (size_t)queries * (z.width + LANES), 0.0f);
     std::fill_n(most, queries, LOW);
 
-    const int begin = first_tile(a, span, p), end = last_position(a, span, p) + 1;
-    const size_t position_bytes = (size_t)a.size * z.bytes, half = (size_t)a.rows * a.kv_heads * a.length * position_bytes;
-    const char *k = keys_of(a, span, p.head), *after = nullptr;
-    if (next) after = keys_of(a, spans[next->span], next->head) + first_tile(a, spans[next->span], *next) * position_bytes;
+    const int begin = first_tile(a, span, p), end = last_position(a, span, p) + 1, block = a.kv.block;
+    const size_t near = (size_t)std::min(TILE, block) * a.kv.size * z.bytes, half = a.kv.half();
+    const char* after = next ? unit(a, spans[next->span].row, next->head, first_tile(a, spans[next->span], *next), INT32_MAX) : nullptr;
     for (int start = begin; start < end; start += TILE) {
         const int count = std::min(TILE, end - start);
-        const char* here = k + start * position_bytes;
-        const char* coming = start + TILE < end ? here + TILE * position_bytes : nullptr;
-        if (!coming && after) fetch(after, TILE * position_bytes), fetch(after + half, TILE * position_bytes);
-        tile.take_keys(a, z, here, start, count);
-        tile.take_values(a, z, here + half, count);
+        const char* coming = unit(a, span.row, p.head, start + TILE, end);
+        if (!coming && after) fetch(after, near), fetch(after + half, near);
+        for (int i = 0; i < count;) {
+            const int offset = (start + i) % block, n = std::min(count - i, block - offset);
+            tile.take(a, z, a.kv.keys_at(span.row, p.head, start + i), i, n, block - offset);
+            i += n;
+        }
         for (int r = 0; r < queries; r += WIDE_ROWS) {
             const int rows = std::min(WIDE_ROWS, queries - r);
             Sight sight;
@@ -280,11 +285,11 @@ void attend(Pool& pool, const Attention& a, const Span* spans, int count) {
     pieces.clear();
     int all_tokens = 0;
     for (int s = 0; s < count; s++) all_tokens += spans[s].count;
-    const int group = a.heads / a.kv_heads, share = all_tokens * a.heads / (pool.threads() * 8);  // every thread gets several pieces
+    const int group = a.heads / a.kv.kv_heads, share = all_tokens * a.heads / (pool.threads() * 8);  // every thread gets several pieces
     const int tokens = std::max(1, std::min(std::max(share, FEW_QUERIES), MANY_QUERIES) / group);
     for (int s = 0; s < count; s++)
         for (int t = (spans[s].count - 1) / tokens * tokens; t >= 0; t -= tokens)  // the longest first
-            for (int g = 0; g < a.kv_heads; g++) pieces.push_back({s, g, t, std::min(spans[s].count, t + tokens)});
+            for (int g = 0; g < a.kv.kv_heads; g++) pieces.push_back({s, g, t, std::min(spans[s].count, t + tokens)});
     const Piece* all = pieces.data();
     const int n = (int)pieces.size(), by = std::max(1, n / (pool.threads() * 8));
     pool.run((n + by - 1) / by, [&, all](int i) {

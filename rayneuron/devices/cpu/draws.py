@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WORDS = 5  # `Draw` of sample.h: four floats and an int, each 4 bytes
+
+class DrawFields(ctypes.Structure):
+    """`Draw` of sample.h."""
+
+    _fields_ = [*((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "uniform")), ("top_k", ctypes.c_int32)]
+
+
+_WORDS = len(DrawFields._fields_)  # each 4 bytes
 
 
 def fits(logits: Tensor) -> bool:

@@ -25,6 +25,7 @@ _LONGEST_S = 300.0
 _P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_features": (_I, []),
+    "rn_sizes": (None, [_P]),
     "rn_tiles_work": (_I, []),
     "rn_pool_open": (_P, [_I]),
     "rn_pool_close": (None, [_P]),

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Collectives
-from rayneuron.devices.cpu import draws, library
+from rayneuron.devices.cpu import draws, library, stack
 from rayneuron.devices.cpu.packing import BF16, F32, LANES, PANEL, Arena, MatrixFields, Packed, pack, pack_experts, zeros
 from rayneuron.devices.cpu.stack import Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
+from rayneuron.models.kv import Kv, Places
 from rayneuron.models.quantization import Quantization, quantise, scale_of
 
 KIND = {torch.float32: F32, torch.bfloat16: BF16}
 NORMS = {"rms": 0, "layer": 1}
 INT8 = Quantization(torch.int8, "per_channel")
+MIRRORS = (MatrixFields, stack.NormFields, stack.LayerFields, stack.ModelFields, stack.CallFields, draws.DrawFields)
 
 
 def kernels(threads: int, dtype: torch.dtype, base: plain.Ops) -> Kernels | None:
@@ -35,11 +37,21 @@ def kernels(threads: int, dtype: torch.dtype, base: plain.Ops) -> Kernels | None
     return None if found is None else Kernels(found, threads, base)
 
 
+def check_mirrors(found: ctypes.CDLL) -> None:
+    """Raise RuntimeError where a struct here is not the library's: a field on one side only is memory read as something else."""
+    sizes = (ctypes.c_int32 * len(MIRRORS))()
+    found.rn_sizes(sizes)
+    for mirror, size in zip(MIRRORS, sizes, strict=True):
+        if ctypes.sizeof(mirror) != size:
+            raise RuntimeError(f"{mirror.__doc__} has {size} bytes there and {ctypes.sizeof(mirror)} here: one of them lacks a field")
+
+
 class Kernels:
     """The kernels and one rank's team of threads. `ops`: the verbs, with `base`'s where the kernels have none."""
 
     def __init__(self, found: ctypes.CDLL, threads: int, base: plain.Ops) -> None:
         self.found = found
+        check_mirrors(found)
         self.team = found.rn_pool_open(threads)
         self.int8 = bool(found.rn_features() & library.INT8)
         self.ops = replace(base, linear=self.linear, norm=self.norm, layers=self.layers, greedy=self.greedy, sample=self.sample)
@@ -118,29 +130,20 @@ class Kernels:
         return draws.draw(self.found, self.team, logits, *how), torch.ones(logits.shape[0], dtype=torch.bool)
 
     def layers(
-        self,
-        arch: Arch,
-        ops: plain.Ops,
-        comm: Collectives,
-        weights: Mapping[str, Any],
-        kv: Sequence[Tensor],
-        x: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        length: int,
+        self, arch: Arch, ops: plain.Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places
     ) -> Tensor | None:
         """All layers in one call, or two calls a layer between the sums over ranks; None where a layer is of another kind."""
         made = self._stack(arch, comm, weights, kv) if ops is self.ops else None  # whoever changed a verb wants it called
-        if made is None or x.dtype != kv[0].dtype:
+        if made is None or x.dtype != kv.layers[0][0].dtype:
             return None
-        return made.run(comm, x, positions, rows)
+        return made.run(comm, x, places)
 
-    def _stack(self, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Sequence[Tensor]) -> Stack | None:
+    def _stack(self, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv) -> Stack | None:
         key = id(weights["layers"])
         if key not in self._stacks:
             usable = refused(arch, weights["layers"], kv) is None
             for w in weights["layers"] if usable else ():
-                pack_experts(w, self._arena, kv[0].dtype, self.int8)
+                pack_experts(w, self._arena, kv.layers[0][0].dtype, self.int8)
             self._stacks[key] = Stack(self.found, self.team, arch, comm, weights, kv) if usable else None
         return self._stacks[key]
 

@@ -40,7 +40,8 @@ class Stack {
     const Model m_;
     const std::vector<Layer> layer_;
     std::vector<Span> spans_;
-    std::vector<int32_t> where_, position_;  // of every true token: its place in the batch, its position
+    std::vector<int32_t> where_, position_, slot_;  // of every true token: its place in the batch, its position, where its KV goes
+    Blocks blocks_{};
     int tokens_ = 0;
     Room x_, h_, qkv_, mixed_, inner_, fed_room_, gathered_;
     float* x() { return x_.floats((size_t)tokens_ * m_.hidden); }
@@ -54,19 +55,21 @@ class Stack {
         });
     }
 
-    // Which tokens are true: a position in the last column is padding, the last row is idle.
+    // Which tokens are true: position `limit` is padding, row `rows` is idle.
     void begin(const Call& c) {
-        spans_.clear(), where_.clear(), position_.clear();
+        spans_.clear(), where_.clear(), position_.clear(), slot_.clear();
+        blocks_ = {nullptr, c.table, c.width, m_.block, m_.kv_heads, m_.head_dim, m_.kind == F32 ? 4 : 2};
         for (int b = 0; b < c.batch; b++) {
-            if (c.rows[b] == m_.kv_rows - 1) continue;
+            if (c.rows[b] == m_.rows) continue;
             const int first = (int)where_.size();
             for (int t = 0; t < c.tokens; t++) {
                 const int at = c.positions[b * c.tokens + t];
-                if (at >= m_.kv_length - 1) continue;
+                if (at >= m_.limit) continue;
                 where_.push_back(b * c.tokens + t);
                 position_.push_back(at);
+                slot_.push_back(c.slots[b * c.tokens + t]);
             }
-            if ((int)where_.size() > first) spans_.push_back({c.rows[b], first, (int)where_.size() - first});
+            if ((int)where_.size() > first) spans_.push_back({b, first, (int)where_.size() - first});
         }
         tokens_ = (int)where_.size();
         float* to = x();
@@ -111,10 +114,7 @@ class Stack {
     // Norms of heads, rotation, and the new keys and values into their slots.
     void place(const Layer& w, float* qkv) {
         const int d = m_.head_dim, width = qkv_width();
-        const size_t value = m_.kind == F32 ? 4 : 2, head = (size_t)m_.kv_length * d * value, half = (size_t)m_.kv_rows * m_.kv_heads * head;
-        std::vector<int32_t>& row = row_of_;
-        row.resize(tokens_);
-        for (const Span& s : spans_) std::fill_n(row.begin() + s.first, s.count, s.row);
+        const Blocks to = of(w);
         each(tokens_, [&](int i) {
             float* at = qkv + (size_t)i * width;
             if (m_.clip > 0)
@@ -124,14 +124,19 @@ class Stack {
                 if (m_.qk_norm) norm_row(at + h * d, norm.w, norm.b, d, (NormKind)m_.norm, m_.eps, at + h * d);
                 if (m_.cos) rotate_row(at + h * d, m_.cos + (size_t)position_[i] * m_.half, m_.sin + (size_t)position_[i] * m_.half, m_.half, m_.pairs);
             }
-            for (int g = 0; g < m_.kv_heads; g++) {
-                char* k = w.kv + ((size_t)row[i] * m_.kv_heads + g) * head + (size_t)position_[i] * d * value;
+            const int id = slot_[i] / m_.block;
+            for (int g = 0; g < m_.kv_heads && id < m_.blocks; g++) {
+                char* k = to.keys(id, g, slot_[i] % m_.block);
                 narrow_row(at + (m_.heads + g) * d, (Kind)m_.kind, d, k);
-                narrow_row(at + (m_.heads + m_.kv_heads + g) * d, (Kind)m_.kind, d, k + half);
+                narrow_row(at + (m_.heads + m_.kv_heads + g) * d, (Kind)m_.kind, d, k + to.half());
             }
         });
     }
-    std::vector<int32_t> row_of_;
+    Blocks of(const Layer& w) const {
+        Blocks made = blocks_;
+        made.kv = w.kv;
+        return made;
+    }
 
     void attention(const Layer& w, const Call& c) {
         float* qkv = qkv_.floats((size_t)tokens_ * qkv_width());
@@ -145,8 +150,7 @@ class Stack {
         const Kind kind = direct ? BF16 : F32;
         const size_t stride = direct ? apart((size_t)width * 2) : (size_t)width * 4;
         float* mixed = mixed_.floats(tokens_ * stride / 4);
-        attend(pool_, {qkv, (size_t)qkv_width(), w.kv, m_.slopes, position_.data(), (char*)mixed, stride, (Kind)m_.kind, kind,
-                       m_.kv_rows, m_.kv_heads, m_.kv_length, m_.head_dim, m_.heads, w.window, m_.scale},
+        attend(pool_, {qkv, (size_t)qkv_width(), of(w), m_.slopes, position_.data(), (char*)mixed, stride, (Kind)m_.kind, kind, m_.heads, w.window, m_.scale},
                spans_.data(), (int)spans_.size());
         const Input out = direct ? Input{(const char*)mixed, stride, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
         matmul(pool_, w.o, out, tokens_, onto(c));

@@ -1,6 +1,6 @@
 """Whole layers in one call: the model as the structs of stack.h.
 
-B rows, T new tokens, E hidden size, R rotated half, P positions of a KV row.
+B rows, T new tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Collectives
 from rayneuron.devices.cpu.packing import BF16, F32, MatrixFields, Packed, lanes
 from rayneuron.models import rotary, shard
 from rayneuron.models.arch import Arch
+from rayneuron.models.collectives import Collectives
+from rayneuron.models.kv import Kv, Places
 
 ACTS = {"silu": 1, "swish": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3, "quick_gelu": 4, "relu": 5}
 BEGIN, ATTENTION, JOIN_ATTENTION, FEED, JOIN_FEED, END = 1, 2, 4, 8, 16, 32
@@ -46,7 +47,7 @@ class ModelFields(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("layer", "cos", "sin", "slopes")),
         *((name, _I) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "half", "pairs")),
-        *((name, _I) for name in ("norm", "post_norm", "parallel", "gated", "act", "qk_norm", "kind", "kv_rows", "kv_length")),
+        *((name, _I) for name in ("norm", "post_norm", "parallel", "gated", "act", "qk_norm", "kind", "rows", "limit", "blocks", "block")),
         *((name, _I) for name in ("experts", "top_k", "renormalise")),
         *((name, _F) for name in ("eps", "clip", "scale")),
     ]
@@ -55,10 +56,13 @@ class ModelFields(ctypes.Structure):
 class CallFields(ctypes.Structure):
     """`Call` of stack.h."""
 
-    _fields_ = [*((name, _P) for name in ("x", "y", "positions", "rows", "summand")), ("batch", _I), ("tokens", _I)]
+    _fields_ = [
+        *((name, _P) for name in ("x", "y", "positions", "rows", "table", "slots", "summand")),
+        *((name, _I) for name in ("batch", "tokens", "width")),
+    ]
 
 
-def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Sequence[Tensor]) -> str | None:
+def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | None:
     """Why these layers cannot run as a stack; None where they can."""
     dense = ("down.w", "gate_up.w" if arch.gated else "up.w")
     for w in layers:
@@ -67,9 +71,9 @@ def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Sequence[Tensor
                 return f"{name} is not one packed product"
     if arch.experts and (arch.capacity_factor is not None or not arch.gated or arch.parallel):
         return "experts drop tokens, have no gate, or read what attention reads"
-    if arch.sequence_shards > 1:
+    if kv.shape.shards > 1:
         return "KV is split by position"
-    if not kv or kv[0].dtype not in (torch.float32, torch.bfloat16):
+    if not kv.layers or kv.layers[0][0].dtype not in (torch.float32, torch.bfloat16):
         return "KV is stored small"
     if arch.head_dim % 2 or arch.act not in ACTS:
         return f"head size {arch.head_dim}, activation {arch.act}"
@@ -80,24 +84,24 @@ class Stack:
     """The layers of one rank over its weights and KV."""
 
     def __init__(
-        self, found: ctypes.CDLL, team: Any, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Sequence[Tensor]
-    ) -> None:
+        self, found: ctypes.CDLL, team: Any, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv
+    ) -> None:  # fmt: skip
         self._found = found
         self._arch = arch
-        self._held: list[Any] = [weights, list(kv)]
+        self._held: list[Any] = [weights, kv]
         self._layers = len(weights["layers"])
         model = self._model(comm, weights, kv)
         self._stack = found.rn_stack_open(team, ctypes.addressof(model))
         self._call = CallFields()
         self._at = ctypes.addressof(self._call)
 
-    def run(self, comm: Collectives, x: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def run(self, comm: Collectives, x: Tensor, places: Places) -> Tensor:
         """The residual x [B,T,E] through all layers; KV in place."""
-        x = x.contiguous()
-        out, positions, rows = torch.empty_like(x), positions.contiguous(), rows.contiguous()
-        call = self._call
-        call.x, call.y, call.positions, call.rows = x.data_ptr(), out.data_ptr(), positions.data_ptr(), rows.data_ptr()
-        call.batch, call.tokens, call.summand = x.shape[0], x.shape[1], None
+        x, out = x.contiguous(), torch.empty_like(x)
+        call, given = self._call, [t.contiguous() for t in (places.positions, places.rows, places.blocks, places.slots)]
+        call.x, call.y, call.summand = x.data_ptr(), out.data_ptr(), None
+        call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
+        call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
         if comm.ranks == 1:
             self._run(0, self._layers, BEGIN | ATTENTION | FEED | END)
         else:
@@ -123,14 +127,14 @@ class Stack:
                 self._run(i, i + 1, join)
         self._run(0, 0, END)
 
-    def _model(self, comm: Collectives, weights: Mapping[str, Any], kv: Sequence[Tensor]) -> ModelFields:
-        arch, top = self._arch, weights["top"]
+    def _model(self, comm: Collectives, weights: Mapping[str, Any], kv: Kv) -> ModelFields:
+        arch, top, space = self._arch, weights["top"], kv.shape.space
         plan = shard.head_plan(arch.heads, arch.kv_heads, comm.ranks, arch.gqa, arch.sequence_shards)
         first = weights.get("first", 0)
         layers = (LayerFields * self._layers)(
             *(
-                self._layer(w, cache, arch.window(first + i), comm.ranks)
-                for i, (w, cache) in enumerate(zip(weights["layers"], kv, strict=True))
+                self._layer(w, keys, arch.window(first + i), comm.ranks)
+                for i, (w, (keys, _)) in enumerate(zip(weights["layers"], kv.layers, strict=True))
             )
         )
         inner = next((w["down.w"].fields.k for w in weights["layers"] if "down.w" in w), 0)
@@ -153,15 +157,17 @@ class Stack:
             experts=arch.experts,
             top_k=arch.top_k,
             renormalise=arch.renormalise,
-            kind=F32 if kv[0].dtype == torch.float32 else BF16,
-            kv_rows=kv[0].shape[1],
-            kv_length=kv[0].shape[3],
+            kind=F32 if kv.layers[0][0].dtype == torch.float32 else BF16,
+            rows=space.rows,
+            limit=space.limit,
+            blocks=space.blocks,
+            block=space.block,
             eps=arch.eps,
             clip=arch.clip_qkv,
             scale=arch.scale,
         )
         if arch.position == "rope":
-            every = torch.arange(kv[0].shape[3], dtype=torch.int32)[None]
+            every = torch.arange(space.limit, dtype=torch.int32)[None]
             cos, sin = (t.flatten(0, 2).contiguous() for t in rotary.tables(arch, top["rope.freq"], every, torch.float32))
             model.cos, model.sin = self._keep(cos), self._keep(sin)
         if arch.position == "alibi":
@@ -169,9 +175,9 @@ class Stack:
         self._held += [layers, model]
         return model
 
-    def _layer(self, w: Mapping[str, Any], kv: Tensor, window: int, ranks: int) -> LayerFields:
+    def _layer(self, w: Mapping[str, Any], keys: Tensor, window: int, ranks: int) -> LayerFields:
         up = w["router.w"] if "router.w" in w else w["gate_up.w"] if self._arch.gated else w["up.w"]
-        made = LayerFields(w["qkv.w"].fields, w["o.w"].fields, up.fields, kv=kv.data_ptr(), window=window)
+        made = LayerFields(w["qkv.w"].fields, w["o.w"].fields, up.fields, kv=keys.data_ptr(), window=window)
         made.second = not self._arch.parallel or "ln2.w" in w
         if "router.w" in w:
             made.expert_up, made.expert_down = (self._experts(w, f"experts.{name}") for name in ("gate_up", "down"))

@@ -16,15 +16,16 @@ from rayneuron.devices.base import Program, Shape, Weights
 from rayneuron.devices.neuron import graphs, releases
 from rayneuron.devices.neuron.graphs import Target
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models.kv import KvShape
 
 CONFIG = "neuron_config.json"
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parents[2]
 _SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py", "devices/neuron/graphs.py")
 _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for small graphs, no promise
 
 
 def graphs_key(
-    program: Program, targets: Sequence[Target], weights: Weights, kv: Sequence[tuple[int, ...]], kv_dtype: Any, ranks: int, lnc: int,
+    program: Program, targets: Sequence[Target], weights: Weights, kv: KvShape, kv_dtype: Any, ranks: int, lnc: int,
     chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False,
 ) -> Key:  # fmt: skip
     """The key of all graphs of an engine. The ranks of a node are no part of it: one compile serves every node."""
@@ -37,7 +38,7 @@ def graphs_key(
         graphs=sorted(graphs.name(t) for t in targets),
         parameters=graphs.signature(weights),
         first_layer=weights.get("first", 0),
-        kv=[list(shape) for shape in kv],
+        kv=caching.plain(kv),
         kv_dtype=kv_dtype,
         tp_degree=ranks,
         logical_nc_config=lnc,
@@ -83,7 +84,7 @@ def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
             "context_encoding_buckets": sorted({s.tokens for s in shapes if s.tag == "prefill"}),
             "token_generation_buckets": sorted({s.length for s in shapes if s.tag == "decode"}),
             "token_generation_batches": sorted({s.rows for s in shapes if s.tag == "decode"}),
-            "kv_cache_batch_size": fields["kv"][0][1],
+            "kv_cache_batch_size": fields["kv"]["space"]["rows"],
             "attention_dtype": fields["kv_dtype"],
             "is_continuous_batching": True,
             "save_sharded_checkpoint": False,
@@ -129,15 +130,14 @@ def check_cores(visible: str | None, ranks: int, bound: tuple[str, str] | None =
     return visible
 
 
-def listing(targets: Sequence[Target], kv: Sequence[tuple[int, ...]], kv_bytes: int, weights_bytes: int) -> str:
+def listing(targets: Sequence[Target], kv_bytes: int, weights_bytes: int) -> str:
     """What is going to be compiled, a line a kind of graph, with the estimated sizes."""
     lines = [f"{len(targets)} graphs:"]
     for tag in dict.fromkeys(t.tag for t in targets):
         mine = [graphs.name(t).removeprefix(f"{tag}_") for t in targets if t.tag == tag]
         lines.append(f"  {tag:<10} {len(mine):>4}  {' '.join(mine)}")
-    states = sum(kv_bytes * functools.reduce(lambda a, b: a * b, shape) for shape in kv)
     lines.append(
-        f"a rank holds {weights_bytes / 2**20:.1f} MiB of weights and {states / 2**20:.1f} MiB of KV; "
+        f"a rank holds {weights_bytes / 2**20:.1f} MiB of weights and {kv_bytes / 2**20:.1f} MiB of KV; "
         f"the compiled graphs take about {len(targets) * _GRAPH_BYTES / 2**20:.0f} MiB"
     )
     return "\n".join(lines)

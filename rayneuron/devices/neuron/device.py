@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
-from rayneuron.devices.base import Batch, Program, Progress, Shape, StepOutput, Weights
+from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Batch, Program, Progress, Shape, StepOutput, Weights
 from rayneuron.devices.cpu.device import idle
 from rayneuron.devices.neuron import artifact, graphs, releases
 from rayneuron.devices.neuron.graphs import WHOLE, Border, Graph, Move, Target
@@ -26,10 +26,13 @@ from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, build, sdk, start
 from rayneuron.errors import CompileError, ConfigError, DeviceError
 from rayneuron.models import ops as plain
+from rayneuron.models.kv import KvShape
 
 log = logging.getLogger(__name__)
 
-MOVED_POSITIONS = 128  # of one row, by one kv_export or kv_import
+Item = TypeVar("Item")
+
+MOVED_POSITIONS = 128  # by one graph that moves KV, unless a block has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Started:
     where: str = "the model"  # whose step it is, for messages
 
     def wait(self) -> StepOutput:
-        """The step's outputs on the host. Logits that `sample` needs only for a row whose nucleus was cut are fetched only then.
+        """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
 
         Raises DeviceError.
         """
@@ -50,15 +53,16 @@ class Started:
             return self._fetched()
 
     def _fetched(self) -> StepOutput:
-        if self.shape.output == "hidden":
+        want = self.shape.want
+        if want == HIDDEN:
             return StepOutput(hidden=self.outputs[0].cpu())
-        if self.shape.output == "scores":
+        if want == SCORES:
             return StepOutput(logits=self.outputs[0].cpu())
         ids = self.outputs[0].cpu()
-        if self.shape.output == "greedy":
+        if want == LIKELIEST:
             return StepOutput(ids=ids)
         complete = self.outputs[1].cpu().bool()
-        unread = self.shape.output == "sample" and bool(complete.all())
+        unread = want == SAMPLED and bool(complete.all())
         return StepOutput(ids=ids, complete=complete, logits=None if unread else self.outputs[2].cpu())
 
 
@@ -103,18 +107,19 @@ class Neuron:
         self._export(told(lnc=self.lnc))
         self._cache, self._artifact = cache, artifact
         self._mode = "async" if async_mode else "ranked"
+        self.overlaps = async_mode
         self._border = border
         self._model: Any = None
         self._targets: frozenset[Target] = frozenset()
-        self._kv: list[tuple[int, ...]] = []
+        self._kv: KvShape | None = None
         self._held: list[Weights] = []
 
-    def load(self, weights: Weights, kv: Sequence[tuple[int, ...]]) -> None:
-        """Take the weights of every local rank (`weights["ranks"]`, or one rank's) and the shapes of one rank's KV."""
+    def load(self, weights: Weights, kv: KvShape) -> None:
+        """Take the weights of every local rank (`weights["ranks"]`, or one rank's) and the shape of one rank's KV."""
         self._held = list(weights.get("ranks") or [weights])
         if len(self._held) != self.local_ranks:
             raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
-        self._kv = [tuple(shape) for shape in kv]
+        self._kv = kv
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Compile, or find compiled, every graph; load them on the cores; run each once. Raises CompileError, ConfigError."""
@@ -127,29 +132,30 @@ class Neuron:
         self._model = start(self.sdk, path, self.start_rank, [dict(graphs.named(w)) for w in self._held], self._name, visible)
         self._targets = frozenset(targets)
         self._held = []
-        scratch = self._kv[0][1] - 1
         met: set[Target] = set()
         for i, shape in enumerate(shapes):
             target = graphs.served(shape, self._border)
             if target not in met:
                 met.add(target)
-                self.run(shape, self._idle(shape, scratch))
+                self.start(shape, self._idle(shape)).wait()
             progress(i + 1, len(shapes), shape)
-        self.kv_write(scratch, 0, self.kv_read(scratch, 0, 1))
+        scratch = self._shape.space.scratch
+        self.kv_copy([(scratch, scratch)])
+        self.kv_write([scratch], self.kv_read([scratch]))
 
     def targets(self, shapes: Sequence[Shape]) -> list[Target]:
         """The graphs that serve `shapes`."""
-        return graphs.targets(shapes, min(MOVED_POSITIONS, self._kv[0][3]), self._border)
+        return graphs.targets(shapes, self._at_once, self._border)
 
     def listing(self, targets: Sequence[Target]) -> str:
         """What is going to be compiled, for people."""
         weights = sum(t.numel() * t.dtype.itemsize for _, t in graphs.named(self._held[0]))
-        return artifact.listing(targets, self._kv, self.kv_dtype.itemsize, weights)
+        return artifact.listing(targets, self._shape.elements * self.kv_dtype.itemsize, weights)
 
     def key(self, program: Program, targets: Sequence[Target]) -> Key:
         """What the compiled graphs depend on."""
         return artifact.graphs_key(
-            program, targets, self._held[0], self._kv, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
+            program, targets, self._held[0], self._shape, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
             {t.tag: self._arguments(t) for t in targets}, self._border.feedback,
         )  # fmt: skip
 
@@ -164,42 +170,63 @@ class Neuron:
             lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
         )
 
-    def _start(self, shape: Shape, batch: Batch) -> Started:
+    def start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
         target = graphs.served(shape, self._border)
         if target not in self._targets:
             raise CompileError(f"{shape} was not listed when this engine started")
         inputs = {n: getattr(batch, n) for n in graphs.input_names(target, self._border)}
-        asked = target if target.output == "hidden" else shape
+        asked = target if target.want == HIDDEN else shape
         outputs = [out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})]
         return Started(outputs, asked, inputs, self._where(target))
 
-    def run(self, shape: Shape, batch: Batch) -> StepOutput:
-        """One step, to its end."""
-        return self._start(shape, batch).wait()
+    def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks."""
+        for part in self._parts(pairs, (self._shape.space.scratch,) * 2):
+            source, target = torch.tensor(part, dtype=torch.int32).T.contiguous()
+            self._move("kv_copy", {"source": source, "target": target})
 
-    def kv_read(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """[2, H x local ranks, stop-start, D] a layer, the ranks' heads side by side."""
-        parts = []
-        for inputs, count in self._moves(row, start, stop):
-            ranked = self._forward(self._move("kv_export"), {n: [t] * self.local_ranks for n, t in inputs.items()})[0]
-            with _running(self._where(self._move("kv_export"))):
-                parts.append(torch.cat([t.cpu()[:, :, :, :count] for t in ranked], 2))
-        whole = torch.cat(parts, 3)
-        return list(whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole)
+    def kv_read(self, blocks: Sequence[int]) -> Tensor:
+        """[layers, n, H x local ranks, 2, S, D], the ranks' heads side by side."""
+        made = []
+        for part in self._parts(blocks, self._shape.space.scratch):
+            ranked = self._move("kv_export", {"moved": torch.tensor(part, dtype=torch.int32)})
+            made.append(torch.cat([t.cpu() for t in ranked], 2))
+        whole = torch.cat(made, 1)[:, : len(blocks)]
+        return whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole
 
-    def kv_write(self, row: int, start: int, values: Sequence[Tensor]) -> None:
+    def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """Write what `kv_read` returned."""
-        whole = torch.stack([v.view(torch.uint8) if v.dtype.itemsize == 1 else v.to(self.kv_dtype) for v in values])
+        values = values.view(torch.uint8) if values.dtype.itemsize == 1 else values.to(self.kv_dtype)
         done = 0
-        for inputs, count in self._moves(row, start, start + whole.shape[3]):
-            part = torch.nn.functional.pad(whole[:, :, :, done : done + count], (0, 0, 0, len(inputs["columns"]) - count))
-            ranked = {n: [t] * self.local_ranks for n, t in inputs.items()}
-            ranked["values"] = [t.contiguous() for t in part.chunk(self.local_ranks, 2)]
-            with _running(self._where(self._move("kv_import"))):
-                for written in self._forward(self._move("kv_import"), ranked)[0]:
-                    written.cpu()  # a failure belongs to this call, and the values may be given back
-            done += count
+        for part in self._parts(blocks, self._shape.space.scratch):
+            these = values[:, done : done + len(part)]
+            done += these.shape[1]
+            these = torch.nn.functional.pad(these, (0, 0) * 4 + (0, len(part) - these.shape[1]))
+            ranked = [t.contiguous() for t in these.chunk(self.local_ranks, 2)]
+            self._move("kv_import", {"moved": torch.tensor(part, dtype=torch.int32)}, values=ranked)
+
+    @property
+    def _shape(self) -> KvShape:
+        if self._kv is None:
+            raise CompileError("load weights before anything else")
+        return self._kv
+
+    @property
+    def _at_once(self) -> int:
+        return max(1, MOVED_POSITIONS // self._shape.space.block)
+
+    def _parts(self, items: Sequence[Item], padding: Item) -> Iterator[list[Item]]:
+        for at in range(0, len(items), self._at_once):
+            part = list(items[at : at + self._at_once])
+            yield part + [padding] * (self._at_once - len(part))
+
+    def _move(self, tag: Any, inputs: Mapping[str, Tensor], **ranked: list[Tensor]) -> list[Tensor]:
+        """What every local rank gave. Waits for the end: a failure belongs to this call, and the inputs may be given back."""
+        same = {n: [t] * self.local_ranks for n, t in inputs.items()}
+        move = Move(tag, self._at_once)
+        with _running(self._where(move)):
+            return [t.cpu() for t in self._forward(move, {**same, **ranked})[0]]
 
     def stats(self) -> dict[str, Any]:
         """What the runtime says of its cores' memory; empty where it says nothing."""
@@ -211,24 +238,11 @@ class Neuron:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
         self._model, self._held, self._targets = None, [], frozenset()
 
-    def _idle(self, shape: Shape, scratch: int) -> Batch:
-        batch = idle(shape, scratch)
+    def _idle(self, shape: Shape) -> Batch:
+        batch = idle(shape, self._shape.space)
         if not self._border.first:
             batch.hidden = torch.zeros(shape.rows, shape.tokens, self._border.hidden, dtype=self._border.dtype)
         return batch
-
-    def _moves(self, row: int, start: int, stop: int) -> list[tuple[dict[str, Tensor], int]]:
-        size, scratch = min(MOVED_POSITIONS, self._kv[0][3]), self._kv[0][3] - 1
-        out = []
-        for at in range(start, stop, size):
-            columns = torch.full((size,), scratch, dtype=torch.int32)
-            count = min(size, stop - at)
-            columns[:count] = torch.arange(at, at + count, dtype=torch.int32)
-            out.append(({"row": torch.tensor([row], dtype=torch.int32), "columns": columns}, count))
-        return out
-
-    def _move(self, tag: Any) -> Move:
-        return Move(tag, min(MOVED_POSITIONS, self._kv[0][3]))
 
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
@@ -253,8 +267,8 @@ class Neuron:
         return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
     def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress, shape: Shape) -> None:
-        graph = Graph(program, self.ops, self.comm, self._held[0], self._kv, self.kv_dtype, self._border)
-        examples = [graphs.example(t, self._kv[0], len(self._kv), self.kv_dtype, self._border) for t in targets]
+        graph = Graph(program, self.ops, self.comm, self._held[0], self._shape, self.kv_dtype, self._border)
+        examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
         arguments = {graphs.name(t): self._arguments(t) for t in targets}
         key = self.key(program, targets)
         build(
@@ -273,11 +287,3 @@ def _running(where: str) -> Iterator[None]:
         raise
     except RuntimeError as problem:
         raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem
-
-
-class NeuronAhead(Neuron):
-    """In async mode: a step may be begun while one runs, with ids that the device has kept."""
-
-    def start(self, shape: Shape, batch: Batch) -> Started:
-        """Begin one step; the runtime queues it."""
-        return self._start(shape, batch)

@@ -1,10 +1,11 @@
-"""What is compiled for Neuron: the step program over named weights and KV, one graph a shape, and two that move KV to and from the host.
+"""What is compiled for Neuron: the step program over named weights and KV, one graph a shape, and three that move KV.
 
-B rows, T new tokens, H KV heads of a rank, N positions moved at once, D head size, V vocabulary.
-Rules of the runtime kept here: one forward signature for all graphs, and every graph writes every KV buffer (the first graph that is
-added decides which buffers are states, so a graph that only read one would see it as a weight).
+B rows, T new tokens, H KV heads of a rank, N blocks of S positions, n blocks moved at once, D head size, V vocabulary.
+Rules of the runtime kept here: one forward signature for all graphs; a state is a buffer of the root that is rebound, never written in
+place; and every graph rebinds every state (the first graph that is added decides which buffers are states, so a graph that only read one
+would see it as a weight).
 
-With `Border.feedback` there is one state more: the id each KV row sampled last. A decode step whose token is -1 takes it from there, so
+With `Border.feedback` there is one state more: the id each row sampled last. A decode step whose token is -1 takes it from there, so
 the host need not have seen it before it starts the step.
 """
 
@@ -17,21 +18,20 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from rayneuron.devices.base import Batch, Collectives, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
+from rayneuron.models.collectives import Collectives
+from rayneuron.models.kv import Kv, KvShape
 
-KV = "kv"  # states are kv.0, kv.1, ...
-IDS = "ids"  # and this one, with feedback
-_ALWAYS = ("positions", "rows")
+IDS = "ids"  # the state of ids, with feedback
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
-_REAL = ("temperature", "top_p", "min_p", "uniform")
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A graph that reads or writes `positions` positions of one KV row of every layer."""
+    """A graph that reads, writes or copies `blocks` blocks of every layer."""
 
-    tag: Literal["kv_export", "kv_import"]
-    positions: int
+    tag: Literal["kv_export", "kv_import", "kv_copy"]
+    blocks: int
 
 
 Target = Shape | Move
@@ -55,54 +55,56 @@ WHOLE = Border()
 
 
 def served(shape: Shape, border: Border = WHOLE) -> Shape:
-    """The shape whose graph serves `shape`: sampling computes the last logits anyway, so `sample` is the `logits` graph, left unread.
+    """The shape whose graph serves `shape`: sampling computes the last logits anyway, so SAMPLED is the LOGITS graph, left unread.
 
     A stage that is not the last gives hidden states, whatever is asked of the last one.
     """
     if not border.last:
-        return replace(shape, output="hidden")
-    return replace(shape, output="logits") if shape.output == "sample" else shape
+        return replace(shape, want=HIDDEN)
+    return replace(shape, want=LOGITS) if shape.want == SAMPLED else shape
 
 
-def targets(shapes: Sequence[Shape], positions: int, border: Border = WHOLE) -> list[Target]:
-    """All graphs of an engine, each once: those of `shapes`, and the two that move KV."""
-    return [*dict.fromkeys(served(s, border) for s in shapes), Move("kv_export", positions), Move("kv_import", positions)]
+def targets(shapes: Sequence[Shape], blocks: int, border: Border = WHOLE) -> list[Target]:
+    """All graphs of an engine, each once: those of `shapes`, and the three that move `blocks` blocks of KV."""
+    moves = (Move("kv_export", blocks), Move("kv_import", blocks), Move("kv_copy", blocks))
+    return [*dict.fromkeys(served(s, border) for s in shapes), *moves]
 
 
 def name(target: Target) -> str:
-    """The graph's name: decode_b4_t1_l128_greedy, kv_export_n128."""
+    """The graph's name: decode_b4_t1_l128_likeliest_last, kv_export_n16."""
     if isinstance(target, Move):
-        return f"{target.tag}_n{target.positions}"
-    return f"{target.tag}_b{target.rows}_t{target.tokens}_l{target.length}_{target.output}"
+        return f"{target.tag}_n{target.blocks}"
+    return f"{target.tag}_b{target.rows}_t{target.tokens}_l{target.length}_{target.want}"
 
 
 def bucket(target: Target) -> str:
     """The graph for people: its name and what it is for."""
     if isinstance(target, Move):
-        return f"graph {name(target)} ({target.positions} KV positions)"
+        return f"graph {name(target)} ({target.blocks} KV blocks)"
     return f"graph {name(target)} (bucket of {target.rows} rows x {target.tokens} new tokens, attending {target.length})"
 
 
 def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
     """The fields of a Batch that the graph reads."""
-    last = ("last",) if shape.tokens > 1 and shape.output not in ("scores", "hidden") else ()
-    return ("tokens" if border.first else "hidden",) + _ALWAYS + last + (_SAMPLING if shape.output == "logits" else ())
+    rows = ("rows",) if border.feedback else ()
+    last = ("last",) if shape.tokens > 1 and shape.want.at == "last" else ()
+    sampling = _SAMPLING if shape.want == LOGITS else ()
+    return ("tokens" if border.first else "hidden", "positions", *rows, "blocks", "slots", *last, *sampling)
 
 
-def example(
-    target: Target, kv_shape: Sequence[int], layers: int, kv_dtype: torch.dtype, border: Border = WHOLE
-) -> dict[str, Tensor]:  # fmt: skip
-    """Inputs of the graph's shapes and dtypes, for tracing. kv_shape [2, rows, H, positions, D]."""
+def example(target: Target, kv: KvShape, kv_dtype: torch.dtype, border: Border = WHOLE) -> dict[str, Tensor]:
+    """Inputs of the graph's shapes and dtypes, for tracing."""
     if isinstance(target, Move):
-        moved = {"row": torch.zeros(1, dtype=torch.int32), "columns": torch.zeros(target.positions, dtype=torch.int32)}
+        given = ("source", "target") if target.tag == "kv_copy" else ("moved",)
+        inputs = {n: torch.zeros(target.blocks, dtype=torch.int32) for n in given}
         if target.tag == "kv_import":
-            shape = (layers, 2, kv_shape[2], target.positions, kv_shape[4])
-            moved["values"] = torch.zeros(shape, dtype=torch.uint8 if kv_dtype.itemsize == 1 else kv_dtype)
-        return moved
-    b, t = target.rows, target.tokens
-    sizes = {"tokens": (b, t), "positions": (b, t), "hidden": (b, t, border.hidden)}
-    kinds = {"hidden": border.dtype, **dict.fromkeys(_REAL, torch.float32)}
-    return {n: torch.zeros(sizes.get(n, (b,)), dtype=kinds.get(n, torch.int32)) for n in input_names(target, border)}
+            shape = (kv.layers, target.blocks, kv.heads, 2, kv.columns, kv.dim)
+            inputs["values"] = torch.zeros(shape, dtype=torch.uint8 if kv_dtype.itemsize == 1 else kv_dtype)
+        return inputs
+    kinds = {"int32": torch.int32, "float32": torch.float32, "": border.dtype}
+    return {
+        n: torch.zeros(sizes(n, target, kv.space, border.hidden), dtype=kinds[SCHEMA[n].dtype]) for n in input_names(target, border)
+    }  # fmt: skip
 
 
 def named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -115,14 +117,14 @@ def named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 class Graph(nn.Module):
-    """The module that is traced once a target. Weights are parameters, KV buffers; `target` says which graph the next trace makes."""
+    """The module that is traced once a target. Weights are parameters, KV buffers; `shown` says which graph the next trace makes."""
 
     def __init__(
-        self, program: Program, ops: Any, comm: Collectives, weights: Weights, kv: Sequence[tuple[int, ...]], kv_dtype: torch.dtype,
-        border: Border = WHOLE,
-    ) -> None:  # fmt: skip
+        self, program: Program, ops: Any, comm: Collectives, weights: Weights, kv: KvShape, kv_dtype: torch.dtype, border: Border = WHOLE
+    ) -> None:
         super().__init__()
-        self.target: Target | None = None
+        self.shown: Target | None = None
+        self.kv = kv
         self._border = border
         self._program, self._ops, self._comm = program, ops, comm
         self._first = weights.get("first", 0)
@@ -132,18 +134,19 @@ class Graph(nn.Module):
             shared = tensor.data_ptr() in seen and tensor.numel() > 0
             seen.add(tensor.data_ptr())
             # A tensor under two names (tied embeddings) would become one parameter of the graph, and the other name unknown.
-            self._place(path, nn.Parameter(tensor.clone() if shared else tensor, requires_grad=False))
-        for i, shape in enumerate(kv):
-            self._place(f"{KV}.{i}", torch.zeros(shape, dtype=kv_dtype))
-        self._states = [f"{KV}.{i}" for i in range(len(kv))]
+            self._place(path, tensor.clone() if shared else tensor)
+        for name in states(kv):
+            self.register_buffer(name, torch.zeros(kv.space.total, kv.heads, kv.columns, kv.dim, dtype=kv_dtype))
         if border.feedback:
-            self._place(IDS, torch.zeros(kv[0][1], dtype=torch.int32))
+            self.register_buffer(IDS, torch.zeros(kv.space.rows + 1, dtype=torch.int32))
 
     def forward(
         self,
         tokens: Tensor | None = None,
         positions: Tensor | None = None,
         rows: Tensor | None = None,
+        blocks: Tensor | None = None,
+        slots: Tensor | None = None,
         last: Tensor | None = None,
         temperature: Tensor | None = None,
         top_k: Tensor | None = None,
@@ -151,36 +154,30 @@ class Graph(nn.Module):
         min_p: Tensor | None = None,
         uniform: Tensor | None = None,
         adapters: Tensor | None = None,
-        row: Tensor | None = None,
-        columns: Tensor | None = None,
-        values: Tensor | None = None,
         hidden: Tensor | None = None,
+        moved: Tensor | None = None,
+        source: Tensor | None = None,
+        target: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The outputs of `target`: ids | ids, complete, logits | logits [B,T,V] | hidden | KV [layers,2,H,N,D] | the row moved to."""
-        states = [self._tensor(name) for name in self._states]
-        # torch-xla donates a buffer that is written itself, and none that is written through a view of it (examples/hlo_check). So the
-        # program writes values, and each state is written once, at the end. A clone of a value is no operation in a functional graph.
-        kv = [state.clone() for state in states]
-        seen = self._tensor(IDS).clone() if self._border.feedback else None
-        target = self.target
-        if isinstance(target, Move):
-            assert row is not None and columns is not None
-            if target.tag == "kv_export":
-                out: tuple[Tensor, ...] = (export(kv, row, columns),)
-            else:
-                assert values is not None
-                out = (load(kv, row, columns, values),)
+        """The outputs of `shown`: ids | ids, complete, logits | logits [B,T,V] | hidden | KV [layers,n,H,2,S,D] | the blocks written."""
+        held = [getattr(self, name) for name in states(self.kv)]
+        kv = Kv(self.kv, list(zip(held[::2], held[1::2], strict=True)))
+        seen = getattr(self, IDS) if self._border.feedback else None
+        shown = self.shown
+        if isinstance(shown, Move):
+            out = move(shown, kv, moved, source, target, values)
         else:
-            assert target is not None
+            assert shown is not None
             if seen is not None:
                 tokens = follow(cast(Tensor, tokens), seen, cast(Tensor, rows))
-            given = (tokens, positions, rows, last, temperature, top_k, top_p, min_p, uniform, adapters, hidden)
+            given = (tokens, positions, rows, blocks, slots, last, temperature, top_k, top_p, min_p, uniform, adapters, hidden)
             batch = Batch(*cast("tuple[Any, ...]", given))
-            out = outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, target), target)
-        for state, value in zip(states, kv, strict=True):
-            state.copy_(value)
+            out = outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, shown), shown)
+        for name, value in zip(states(self.kv), (store for layer in kv.layers for store in layer), strict=True):
+            setattr(self, name, value)
         if seen is not None:
-            self._tensor(IDS).copy_(remember(seen, rows, out, target))
+            setattr(self, IDS, remember(seen, rows, out, shown))
         return out
 
     def _weights(self) -> dict[str, Any]:
@@ -189,17 +186,14 @@ class Graph(nn.Module):
         return {"top": top, "layers": layers, "first": self._first}
 
     def _place(self, path: str, tensor: Tensor) -> None:
-        """Put a tensor at a dotted path; torch allows no dots in one name."""
+        """Put a weight at a dotted path; torch allows no dots in one name."""
         *parents, leaf = path.split(".")
         module: nn.Module = self
         for part in parents:
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = cast(nn.Module, module._modules[part])
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(leaf, tensor)
-        else:
-            module.register_buffer(leaf, tensor)
+        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 
     def _tensor(self, path: str) -> Tensor:
         """Looked up at every trace: moving a module to another device replaces its tensors."""
@@ -207,48 +201,57 @@ class Graph(nn.Module):
         return cast(Tensor, getattr(self.get_submodule(parent), leaf))
 
 
+def states(kv: KvShape) -> list[str]:
+    """The names of the KV buffers, keys and values of a layer apart."""
+    return [f"kv_{layer}_{part}" for layer in range(kv.layers) for part in "kv"]
+
+
 def outputs(out: StepOutput, shape: Shape) -> tuple[Tensor, ...]:
     """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits | hidden."""
-    if shape.output == "hidden":
+    if shape.want == HIDDEN:
         return (cast(Tensor, out.hidden),)
-    if shape.output == "scores":
+    if shape.want == SCORES:
         return (cast(Tensor, out.logits),)
-    if shape.output == "greedy":
+    if shape.want == LIKELIEST:
         return (cast(Tensor, out.ids),)
     return cast(Tensor, out.ids), cast(Tensor, out.complete).to(torch.int32), cast(Tensor, out.logits)
 
 
 def follow(tokens: Tensor, seen: Tensor, rows: Tensor) -> Tensor:
-    """tokens [B,T], -1 replaced by the id that row sampled last; seen [KV rows], rows [B]."""
+    """tokens [B,T], -1 replaced by the id that row sampled last; seen [rows + 1], rows [B]."""
     return torch.where(tokens < 0, seen[rows][:, None], tokens) if tokens.shape[1] == 1 else tokens
 
 
-def remember(seen: Tensor, rows: Tensor | None, out: tuple[Tensor, ...], target: Target) -> Tensor:
-    """`seen` with the ids this step sampled. Graphs that sample nothing write the scratch row's: see above."""
-    if isinstance(target, Shape) and target.output in ("greedy", "logits"):
-        seen[cast(Tensor, rows)] = out[0]
-    else:
-        seen[-1:] = torch.zeros((), dtype=seen.dtype, device=seen.device)
-    return seen
+def remember(seen: Tensor, rows: Tensor | None, out: tuple[Tensor, ...], target: Target | None) -> Tensor:
+    """`seen` with the ids this step sampled. Graphs that sample nothing write the idle row's: see above."""
+    if isinstance(target, Shape) and target.want.ids is not None:
+        return torch.ops.aten.index_put(seen, [cast(Tensor, rows)], out[0][:, -1])
+    return torch.cat((seen[:-1], torch.zeros_like(seen[-1:])))
 
 
-def export(kv: Sequence[Tensor], row: Tensor, columns: Tensor) -> Tensor:
-    """row [1], columns [N] int32 -> [layers, 2, H, N, D]; float8 as bytes. The scratch cell is written: see above."""
+def move(
+    what: Move, kv: Kv, moved: Tensor | None, source: Tensor | None, target: Tensor | None, values: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The graphs that move KV. moved, source, target [n] int32; values [layers,n,H,2,S,D], float8 as bytes. Every layer is rebound.
+
+    Padding moves scratch to scratch. Export writes zeros there, since it has to write something.
+    """
     out = []
-    for layer in kv:
-        store = layer if layer.dtype.itemsize > 1 else layer.view(torch.uint8)
-        out.append(store.index_select(1, row)[:, 0].index_select(2, columns))
-        store[:, -1:, :, -1:] = torch.zeros((), dtype=store.dtype, device=store.device)
-    return torch.stack(out)
-
-
-def load(kv: Sequence[Tensor], row: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Write values [layers, 2, H, N, D] at row [1], columns [N]; padding columns point at the scratch column. Returns row."""
-    at = row.expand(columns.shape)
-    for i, layer in enumerate(kv):
-        store = layer if layer.dtype.itemsize > 1 else layer.view(torch.uint8)
-        store[:, at, :, columns] = values[i].permute(2, 0, 1, 3)  # N 2 H D: the indexed dims come first
-    return row + 0
+    for i, layer in enumerate(kv.layers):
+        stores = [store if store.dtype.itemsize > 1 else store.view(torch.uint8) for store in layer]
+        if what.tag == "kv_export":
+            out.append(torch.stack([store[cast(Tensor, moved)] for store in stores], 2))
+            last = [torch.full((1,), store.shape[0] - 1, dtype=torch.int32, device=store.device) for store in stores]
+            written = [torch.ops.aten.index_put(store, [at], torch.zeros_like(store[-1:])) for store, at in zip(stores, last, strict=True)]
+        elif what.tag == "kv_import":
+            parts = cast(Tensor, values)[i].unbind(2)
+            written = [torch.ops.aten.index_put(store, [moved], part) for store, part in zip(stores, parts, strict=True)]
+        else:
+            written = [torch.ops.aten.index_put(store, [target], store[cast(Tensor, source)]) for store in stores]
+        kv.layers[i] = tuple(made.view(store.dtype) for made, store in zip(written, layer, strict=True))
+    if what.tag == "kv_export":
+        return (torch.stack(out),)
+    return (cast(Tensor, moved if what.tag == "kv_import" else target) + 0,)
 
 
 def signature(weights: Weights) -> Mapping[str, Any]:

@@ -166,7 +166,7 @@ def build(
         with sdk["NxDParallelState"](world_size=ranks, tensor_model_parallel_size=ranks, lnc_size=lnc):
             builder = sdk["ModelBuilder"](graph)
             for graph_name, tracing, inputs in zip(names, targets, examples, strict=True):
-                graph.target = tracing
+                graph.shown = tracing
                 builder.trace(kwargs=inputs, tag=graph_name)
             tracing = None
             with Watch(work, len(targets), progress):

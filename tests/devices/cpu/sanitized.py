@@ -1,4 +1,4 @@
-"""The kernel tests over a build with address and undefined-behaviour sanitizers: `python -m tests.devices.cpu.sanitized`; a minute, by hand.
+"""The kernel tests built with address and undefined-behaviour sanitizers: `python -m tests.devices.cpu.sanitized`; a minute, by hand.
 
 Exits non-zero when a test fails or a sanitizer speaks.
 """

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayneuron.devices.base import Solo
 from rayneuron.devices.cpu.ops import Kernels, kernels
 from rayneuron.models import ops as plain
 from rayneuron.models import quantize
+from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 

@@ -103,21 +103,38 @@ class Attention(ctypes.Structure):
     _fields_ = [
         ("q", ctypes.c_void_p),
         ("q_stride", ctypes.c_size_t),
-        *((name, ctypes.c_void_p) for name in ("kv", "slopes", "positions", "out")),
+        *((name, ctypes.c_void_p) for name in ("kv", "table")),
+        *((n, ctypes.c_int32) for n in ("width", "block", "kv_heads", "size", "bytes")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "positions", "out")),
         ("out_stride", ctypes.c_size_t),
-        *((n, ctypes.c_int32) for n in ("kind", "out_kind", "rows", "kv_heads", "length", "size", "heads", "window")),
+        *((n, ctypes.c_int32) for n in ("kind", "out_kind", "heads", "window")),
         ("scale", ctypes.c_float),
     ]
 
 
-def attend(kernels, q, kv, spans, positions, window=0, slopes=None):
+def scattered(kv, block):
+    """kv [2,R,K,L,D] as blocks [N,K,2,S,D] in any order, NaN wherever there is no position, and their table int32 [R,M]."""
+    rows, length = kv.shape[1], kv.shape[3]
+    width = -(-length // block)
+    padded = torch.full((*kv.shape[:3], width * block, kv.shape[4]), math.nan, dtype=kv.dtype)
+    padded[:, :, :, :length] = kv
+    parts = padded.unflatten(3, (width, block)).permute(1, 3, 2, 0, 4, 5).flatten(0, 1)  # R*M K 2 S D
+    order = torch.randperm(2 * len(parts), generator=torch.Generator().manual_seed(block))[: len(parts)]
+    blocks = torch.full((2 * len(parts), *parts.shape[1:]), math.nan, dtype=kv.dtype)
+    blocks[order] = parts
+    return blocks, order.view(rows, width).to(torch.int32)
+
+
+def attend(kernels, q, kv, spans, positions, window=0, slopes=None, block=64):
     """q [N,H,D] float32, kv [2,R,K,L,D], spans [(row, first, count)], positions int32 [N] -> float32 [N,H,D]."""
     n, heads, size = q.shape
+    blocks, blocks_of = scattered(kv, block)
     out = torch.full((n, heads * size), math.nan)
     kind = packing.KINDS[kv.dtype]
-    call = Attention(q.data_ptr(), heads * size, kv.data_ptr(), slopes.data_ptr() if slopes is not None else None, positions.data_ptr())
+    call = Attention(q.data_ptr(), heads * size, blocks.data_ptr(), blocks_of.data_ptr(), blocks_of.shape[1], block)
+    call.slopes, call.positions = slopes.data_ptr() if slopes is not None else None, positions.data_ptr()
     call.out, call.out_stride, call.kind, call.out_kind = out.data_ptr(), heads * size * 4, kind, packing.F32
-    call.rows, call.kv_heads, call.length, call.size = kv.shape[1], kv.shape[2], kv.shape[3], size
+    call.kv_heads, call.size, call.bytes = kv.shape[2], size, kv.element_size()
     call.heads, call.window, call.scale = heads, window, size**-0.5
     table = (ctypes.c_int32 * (3 * len(spans)))(*(x for s in spans for x in s))
     kernels.found.rn_attend(kernels.team, ctypes.addressof(call), ctypes.addressof(table), len(spans))
@@ -141,14 +158,15 @@ def attend_exactly(q, kv, row, positions, window=0, slopes=None):
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 80), (6, 1, 96), (9, 3, 128), (8, 8, 16), (2, 1, 10)])
 @pytest.mark.parametrize(("window", "alibi"), [(0, False), (5, False), (70, False), (0, True)])
 def test_attention(kernels, dtype, heads, kv_heads, size, window, alibi):
-    kv = draw(2, 3, kv_heads, 200, size, dtype=dtype)
-    kv[:, :, :, 199] = math.nan  # nobody sees the scratch column
+    kv = draw(2, 3, kv_heads, 199, size, dtype=dtype)
     slopes = torch.rand(heads, generator=torch.Generator().manual_seed(1)) * 0.1 if alibi else None
     for start, count in [(0, 1), (15, 1), (16, 2), (63, 1), (64, 1), (127, 3), (0, 70), (120, 17), (198, 1)]:
         q = draw(count, heads, size, seed=start, dtype=dtype).float()
         positions = torch.arange(start, start + count, dtype=torch.int32)
         got = attend(kernels, q, kv, [(2, 0, count)], positions, window, slopes)
-        close(got, attend_exactly(q, kv[:, :, :, :199], 2, positions, window, slopes), dtype)
+        close(got, attend_exactly(q, kv, 2, positions, window, slopes), dtype)
+        for block in (16, 32, 128, 199):  # the same bits, wherever the positions lie
+            assert torch.equal(attend(kernels, q, kv, [(2, 0, count)], positions, window, slopes, block), got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ import pytest
 from rayneuron.devices.neuron import releases, sdk
 from tests.devices.neuron.symbols import CLOSED, FORWARD_MODES, SYMBOLS, Symbol
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCE = os.environ.get("RAYNEURON_NXD")
 CLONE = os.environ.get("RAYNEURON_NXD_GIT")
 # Releases as the clone has them. SDK 2.31's neuronx-distributed 0.19 was not published as source.

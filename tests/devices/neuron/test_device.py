@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from rayneuron import LLM, SamplingParams, demo, devices
-from rayneuron.devices.base import Shape
+from rayneuron.devices.base import LIKELIEST, SAMPLED, Shape
 from rayneuron.devices.neuron import artifact, releases
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.errors import Busy, CompileError, ConfigError, DeviceError
+from rayneuron.models.kv import KvSpace
 
 OPTIONS = {
     "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,
@@ -62,7 +63,7 @@ def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     compile_ahead(parse({"model": {"path": str(tiny)}, **options}), None, said.append, lambda done, total: None)
     listed = "\n".join(said).split()
-    assert [f"b1_t16_l{n}_greedy" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_greedy" not in listed
+    assert [f"b1_t16_l{n}_likeliest_last" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_likeliest_last" not in listed
     with LLM(str(tiny), compile={"required": True}, **options) as llm:
         assert tokens(llm) == want
 
@@ -106,20 +107,24 @@ def test_cores_from_the_ledger(standin: Path, tiny: Path, monkeypatch: pytest.Mo
         assert tokens(llm) == want
 
 
+SPACE = KvSpace(rows=2, limit=32, blocks=8, block=8)
+
+
 def opened(standin: Path, tiny: Path, ranks: int, **options):
     """A loaded device of two graphs, beside its weights."""
     from functools import partial
 
     from rayneuron import models
     from rayneuron.engine.step import step
-    from rayneuron.models import decoder, hub, weights
+    from rayneuron.models import hub, weights
+    from rayneuron.models.memory import kv_shape
 
     raw = hub.read_config(tiny)
     arch = models.architecture(raw)
     device = devices.open("neuron", ahead=devices.Ahead(ranks=ranks, **{"length": 32, **options}), dtype=torch.float32)
     loaded = [weights.load(arch, models.family(raw), hub.Checkpoint(tiny), dtype=torch.float32, rank=r, ranks=ranks) for r in range(ranks)]
-    device.load({**loaded[0], "ranks": loaded}, decoder.kv_shapes(arch, 3, 33, ranks))
-    shapes = [Shape("decode", 2, 1, 32, "greedy"), Shape("decode", 2, 1, 32, "sample")]
+    device.load({**loaded[0], "ranks": loaded}, kv_shape(arch, SPACE, ranks))
+    shapes = [Shape("decode", 2, 1, 32, LIKELIEST), Shape("decode", 2, 1, 32, SAMPLED)]
     return device, partial(step, arch), shapes, arch
 
 
@@ -128,20 +133,19 @@ def silent(done: int, total: int, shape: Shape) -> None:
 
 
 def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two ranks and over a boundary of what one graph moves, without touching other rows or positions."""
+    """Over two ranks, and in more parts than one graph moves, without touching other blocks."""
     cores(monkeypatch, 2)
-    monkeypatch.setattr("rayneuron.devices.neuron.device.MOVED_POSITIONS", 8)
+    monkeypatch.setattr("rayneuron.devices.neuron.device.MOVED_POSITIONS", 16)
     device, program, shapes, arch = opened(standin, tiny, 2)
     device.compile(program, shapes, silent)
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(2, arch.kv_heads, 19, arch.head_dim, generator=generator) for _ in range(arch.layers)]
-    before = device.kv_read(1, 0, 32)
-    device.kv_write(0, 5, values)
-    assert all(torch.equal(a, b) for a, b in zip(device.kv_read(0, 5, 24), values, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(device.kv_read(1, 0, 32), before, strict=True))
-    assert all(not t.any() for t in device.kv_read(0, 0, 5)) and all(not t.any() for t in device.kv_read(0, 24, 32))
-    held = device._model.read_from_neuron_buffer("kv.0", 1)  # the second rank holds the second half of the heads
-    assert torch.equal(held[:, 0, :, 5:24], values[0][:, arch.kv_heads // 2 :])
+    values = torch.randn(arch.layers, 3, arch.kv_heads, 2, 8, arch.head_dim, generator=torch.Generator().manual_seed(0))
+    device.kv_write([5, 0, 3], values)
+    device.kv_copy([(5, 1), (5, 2), (0, 4)])
+    want = torch.zeros(arch.layers, 9, *values.shape[2:])
+    want[:, [0, 1, 2, 3, 4, 5]] = values[:, [1, 0, 0, 2, 1, 0]]
+    assert torch.equal(device.kv_read(range(9)), want)
+    held = device._model.read_from_neuron_buffer("kv_0_k", 1)  # the second rank holds the second half of the heads
+    assert torch.equal(held[3], values[0, 2, arch.kv_heads // 2 :, 0])
 
 
 def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,18 +156,18 @@ def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkey
     heard = []
     device.compile(program, shapes, lambda done, total, shape: heard.append((done, total)))
     assert heard[-1] == (2, 2)
-    other = Shape("decode", 1, 1, 32, "greedy")
+    other = Shape("decode", 1, 1, 32, LIKELIEST)
     with pytest.raises(CompileError, match="was not listed"):
-        device.run(other, idle(other, 2))
-    out = device.run(shapes[1], idle(shapes[1], 2))
+        device.start(other, idle(other, SPACE))
+    out = device.start(shapes[1], idle(shapes[1], SPACE)).wait()
     assert out.ids.dtype == torch.int32 and (out.logits is None) == bool(out.complete.all())
-    batch = idle(shapes[1], 2)
+    batch = idle(shapes[1], SPACE)
     batch.top_k = torch.tensor([5, 5], dtype=torch.int32)  # the kept set is whole: nobody needs the logits, and they stay on the device
-    out = device.run(shapes[1], batch)
+    out = device.start(shapes[1], batch).wait()
     assert out.complete.all() and out.logits is None
     device.close()
     with pytest.raises(CompileError, match="not listed|closed"):
-        device.run(shapes[0], idle(shapes[0], 2))
+        device.start(shapes[0], idle(shapes[0], SPACE))
 
 
 def test_asynchronous_steps(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +176,7 @@ def test_asynchronous_steps(standin: Path, tiny: Path, monkeypatch: pytest.Monke
     cores(monkeypatch, 1)
     device, program, shapes, _ = opened(standin, tiny, 1, async_mode=True)
     device.compile(program, shapes, silent)
-    pending = [device.start(shapes[0], idle(shapes[0], 2)) for _ in range(2)]
+    pending = [device.start(shapes[0], idle(shapes[0], SPACE)) for _ in range(2)]
     assert torch.equal(pending[0].wait().ids, pending[1].wait().ids)
 
 
@@ -213,7 +217,8 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     device, program, shapes, _ = opened(standin, tiny, 1)
     device.compile(program, shapes, silent)
     with pytest.raises(KeyError):
-        device._model.forward(model_name="decode_b2_t1_l32_greedy", forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
+        name = "decode_b2_t1_l32_likeliest_last"
+        device._model.forward(model_name=name, forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
     script = "from neuronx_distributed.trace.nxd_model.nxd_model import claim; claim(1)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "standin")}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -228,9 +233,10 @@ def test_a_graph_that_does_not_compile_says_which(standin: Path, tiny: Path, mon
     with pytest.raises(CompileError) as failed:
         device.compile(program, shapes[:1], silent)
     text = str(failed.value)
-    assert text.startswith("chat: graph decode_b2_t1_l32_greedy (bucket of 2 rows x 1 new tokens, attending 32) could not be compiled: ")
+    graph = "graph decode_b2_t1_l32_likeliest_last (bucket of 2 rows x 1 new tokens, attending 32)"
+    assert text.startswith(f"chat: {graph} could not be compiled: ")
     assert "Compilation process failed (neuronx-cc: [F137] was forcibly killed)" in text
-    assert "Its flags; decode_b2_t1_l32_greedy: --auto-cast=none --model-type=transformer" in text and text.endswith(" -O2")
+    assert "Its flags; decode_b2_t1_l32_likeliest_last: --auto-cast=none --model-type=transformer" in text and text.endswith(" -O2")
     log = Path(re.search(r"The compiler's log is (\S+log-neuron-cc\.txt)\.", text)[1])  # type: ignore[index]
     assert "-O2" in log.read_text() and log.is_relative_to(standin / "cache" / "failed")
     monkeypatch.delenv("STANDIN_FAIL_GRAPH")
@@ -248,7 +254,7 @@ def test_a_graph_that_cannot_be_traced_says_which(standin: Path, tiny: Path, mon
 
     monkeypatch.setattr(Graph, "forward", broken)
     with pytest.raises(
-        CompileError, match=r"chat: graph decode_b2_t1_l32_greedy .* It was being traced.*flags; decode_b2_t1_l32_greedy: --auto"
+        CompileError, match=r"chat: graph decode_b2_t1_l32_likeliest_last .* It was being traced.*flags; .*likeliest_last: --auto"
     ):
         device.compile(program, shapes, silent)
 
@@ -269,13 +275,13 @@ def test_a_graph_that_does_not_run_says_which(standin: Path, tiny: Path, monkeyp
         raise RuntimeError("NRT_EXEC_HW_ERR_NC_UE (1206)")
 
     monkeypatch.setattr(nxd_model, "BEFORE", [fails])
-    says = r"chat: graph decode_b2_t1_l32_greedy \(bucket of 2 rows x 1 new tokens, attending 32\) on cores 0 failed: NRT_EXEC_HW_ERR_NC_UE"
+    says = r"chat: graph decode_b2_t1_l32_likeliest_last \(bucket of 2 rows .*\) on cores 0 failed: NRT_EXEC_HW_ERR_NC_UE"
     for mode in ("async", "ranked"):
         device._mode = mode
         with pytest.raises(DeviceError, match=says):
-            device.run(shapes[0], idle(shapes[0], 2))
-        with pytest.raises(DeviceError, match=r"chat: graph kv_export_n33 \(33 KV positions\) on cores 0 failed"):
-            device.kv_read(0, 0, 4)
+            device.start(shapes[0], idle(shapes[0], SPACE)).wait()
+        with pytest.raises(DeviceError, match=r"chat: graph kv_export_n16 \(16 KV blocks\) on cores 0 failed"):
+            device.kv_read([0])
 
 
 def test_a_model_that_does_not_load_says_where(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,8 +391,8 @@ def test_artifact_and_flags_that_disagree(standin: Path, tiny: Path, monkeypatch
     said = json.loads((out / "neuron_config.json").read_text())["neuron_config"]
     assert said["tp_degree"] == 2 and said["token_generation_buckets"] == [32] and said["tkg_batch_size"] == 2
     more, _, _, _ = opened(standin, tiny, 2, artifact=out)
-    with pytest.raises(ConfigError, match=r"do not fit this deployment: graphs has decode_b1_t1_l32_greedy only here"):
-        more.compile(program, [*shapes, Shape("decode", 1, 1, 32, "greedy")], silent)
+    with pytest.raises(ConfigError, match=r"do not fit this deployment: graphs has decode_b1_t1_l32_likeliest_last only here"):
+        more.compile(program, [*shapes, Shape("decode", 1, 1, 32, LIKELIEST)], silent)
     cores(monkeypatch, 1)
     one, _, _, _ = opened(standin, tiny, 1, artifact=out)
     with pytest.raises(ConfigError, match="tp_degree is 2 there, 1 here"):
@@ -457,7 +463,7 @@ def test_a_newer_sdk_on_a_chip_it_is_made_for(distributed: str, chip: str, caplo
 def test_the_pins_are_the_extra_of_the_package() -> None:
     import tomllib
 
-    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["neuron"]
+    extra = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["neuron"]
     assert extra == releases.INSTALL.split(releases.INDEX)[1].split()
 
 
@@ -505,7 +511,7 @@ LLM("demo:random:tiny", device="neuron")
 
 @pytest.mark.parametrize("script", [EMPTY, "from rayneuron import LLM\nLLM('demo:random:tiny', device='neuron')"], ids=["empty", "absent"])
 def test_empty_and_absent_packages_say_what_to_install(script: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert "ConfigError" in ran.stderr.splitlines()[-1] or "ConfigError" in ran.stderr
     assert "install SDK 2.28 from AWS's repository: pip install --extra-index-url https://pip.repos.neuron.amazonaws.com" in ran.stderr

@@ -10,23 +10,28 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.devices.base import FOLLOWS, Shape, Solo
+from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCORES, Shape
 from rayneuron.devices.neuron import graphs as graphs
 from rayneuron.devices.neuron.graphs import WHOLE, Border
 from rayneuron.group import pipeline
-from rayneuron.models import decoder, hub, ops, weights
-from tests.models import cases
+from rayneuron.models import hub, ops, weights
+from rayneuron.models.collectives import Solo
+from rayneuron.models.kv import KvShape, KvSpace
+from rayneuron.models.memory import kv_shape
+from tests.models import cases, runs
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
             "gpt_neox", "gptj", "dbrx")  # fmt: skip
-ROWS, LENGTH = 3, 32  # scratch row 3, scratch column 32
-TARGETS = (Shape("prefill", 2, 16, 32, "greedy"), Shape("decode", 2, 1, 32, "logits"), Shape("verify", 2, 3, 32, "scores"))
+SPACE = KvSpace(rows=3, limit=32, blocks=8, block=8)
+WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
+TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES))
 ONCE = (  # what no family changes
-    Shape("prefill", 1, 16, 32, "logits"),
-    Shape("prefill", 1, 16, 32, "scores"),
-    Shape("decode", 2, 1, 16, "greedy"),
-    graphs.Move("kv_export", 8),
-    graphs.Move("kv_import", 8),
+    Shape("prefill", 1, 16, 32, LOGITS),
+    Shape("prefill", 1, 16, 32, SCORES),
+    Shape("decode", 2, 1, 16, LIKELIEST),
+    graphs.Move("kv_export", 4),
+    graphs.Move("kv_import", 4),
+    graphs.Move("kv_copy", 4),
 )
 HOST = ("aten.item", "_local_scalar", "nonzero", "unique", "masked_select", "sym_size", "_assert_async", "multinomial")
 
@@ -42,7 +47,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> graphs.Graph:
     return opened("llama", tmp_path_factory.mktemp("llama"))
 
 
-def opened(family: str, folder: Path, border: Border = WHOLE) -> graphs.Graph:
+def opened(family: str, folder: Path, border: Border = WHOLE, space: KvSpace = SPACE) -> graphs.Graph:
     cases.save(cases.CONFIGS[family](), folder, tokens=2)
     raw = hub.read_config(folder)
     arch = models.architecture(raw)
@@ -50,20 +55,21 @@ def opened(family: str, folder: Path, border: Border = WHOLE) -> graphs.Graph:
     loaded = weights.load(
         arch, models.family(raw), hub.Checkpoint(folder), dtype=torch.float32, stage=int(not border.first), stages=stages
     )  # fmt: skip
-    shapes = decoder.kv_shapes(arch, ROWS + 1, LENGTH + 1, layers=len(loaded["layers"]))
+    shape = kv_shape(arch, space, layers=len(loaded["layers"]))
     border = replace(border, hidden=arch.hidden)
     program = pipeline.program(arch, pipeline.Stage(torch.float32, border.first, border.last))
-    return graphs.Graph(program, ops.PLAIN, Solo(), loaded, shapes, torch.float32, border)
+    return graphs.Graph(program, ops.PLAIN, Solo(), loaded, shape, torch.float32, border)
 
 
 def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, torch.Tensor]:
     """Inputs that differ in every row, the last one idle; the rest zero as in the example."""
     border = graph._border
-    made = graphs.example(target, graph.kv.get_buffer("0").shape, len(list(graph.kv.buffers())), torch.float32, border)
+    made = graphs.example(target, graph.kv, torch.float32, border)
     generator = torch.Generator().manual_seed(5)
     if isinstance(target, graphs.Move):
-        made["row"][:] = 1
-        made["columns"][:] = torch.arange(3, 3 + target.positions)
+        scratch = graph.kv.space.scratch
+        for name in made.keys() & {"moved", "source", "target"}:
+            made[name][:] = torch.tensor([1, 0, 2, scratch] if name != "target" else [2, 1, 0, scratch])
         if "values" in made:
             made["values"].normal_(generator=generator)
         return made
@@ -74,7 +80,11 @@ def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, torch.Tensor
     if border.feedback and target.tokens == 1:
         made["tokens"][0] = FOLLOWS
     made["positions"][:] = torch.arange(4, 4 + target.tokens)
-    made["rows"][:] = torch.tensor([2, ROWS] if target.rows == 2 else [2])
+    rows = torch.tensor([2, 3] if target.rows == 2 else [2], dtype=torch.int32)
+    where = runs.places(graph.kv.space, runs.table(graph.kv.space), made["positions"], rows, target.length)
+    made["blocks"][:], made["slots"][:] = where.blocks, where.slots
+    if "rows" in made:
+        made["rows"][:] = rows
     if "last" in made:
         made["last"][:] = 9
     if "temperature" in made:
@@ -97,7 +107,7 @@ def test_every_kind_of_graph_exports(llama: graphs.Graph, target: graphs.Target)
     check(llama, target)
 
 
-STAGES = ((Shape("decode", 2, 1, 32, "hidden"), Border(last=False)), (Shape("decode", 2, 1, 32, "greedy"), Border(first=False)))
+STAGES = ((Shape("decode", 2, 1, 32, HIDDEN), Border(last=False)), (Shape("decode", 2, 1, 32, LIKELIEST), Border(first=False)))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -118,25 +128,29 @@ def test_the_ids_sampled_last_are_a_state_of_every_graph(tmp_path: Path, target:
 def test_an_id_follows_from_step_to_step(tmp_path: Path) -> None:
     """Two decode steps; the second is told nothing but FOLLOWS, and equals one that is told the id."""
     graph = opened("llama", tmp_path, Border(feedback=True))
-    graph.target = target = Shape("decode", 2, 1, 32, "greedy")
-    given = graphs.example(target, graph.kv.get_buffer("0").shape, 2, torch.float32)
-    given["tokens"][:, 0] = torch.tensor([5, 9])
-    given["rows"][:] = torch.tensor([2, 0])
+    graph.shown = target = Shape("decode", 2, 1, 32, LIKELIEST)
+    given = graphs.example(target, graph.kv, torch.float32, graph._border)
+    rows = torch.tensor([2, 0], dtype=torch.int32)
+    given["tokens"][:, 0], given["rows"][:] = torch.tensor([5, 9]), rows
+
+    def at(position: int) -> dict[str, torch.Tensor]:
+        positions = torch.full((2, 1), position, dtype=torch.int32)
+        where = runs.places(SPACE, runs.table(SPACE), positions, rows, 32)
+        return {**given, "positions": positions, "blocks": where.blocks, "slots": where.slots}
+
     with torch.no_grad():
-        (first,) = graph(**given)
+        (first,) = graph(**at(0))
         assert graph.ids.tolist() == [int(first[1]), 0, int(first[0]), 0]
-        kv = [b.clone() for b in graph.kv.buffers()]
-        given["positions"][:] = 1
-        (told,) = graph(**{**given, "tokens": first[:, None]})
-        for buffer, value in zip(graph.kv.buffers(), kv, strict=True):
-            buffer.copy_(value)
-        graph.ids[torch.tensor([2, 0])] = first
-        (followed,) = graph(**{**given, "tokens": torch.full((2, 1), FOLLOWS, dtype=torch.int32)})
-    assert torch.equal(told, followed) and first.tolist() != [5, 9]
+        before = {name: value.clone() for name, value in graph.named_buffers()}
+        (told,) = graph(**{**at(1), "tokens": first})
+        for name, value in before.items():
+            setattr(graph, name, value)
+        (followed,) = graph(**{**at(1), "tokens": torch.full((2, 1), FOLLOWS, dtype=torch.int32)})
+    assert torch.equal(told, followed) and first.flatten().tolist() != [5, 9]
 
 
 def check(graph: graphs.Graph, target: graphs.Target) -> None:
-    graph.target = target
+    graph.shown = target
     given = inputs(graph, target)
     exported = torch.export.export(graph, (), given, strict=False)
     assert not exported.range_constraints  # no symbolic, hence no data-dependent, shape
@@ -147,7 +161,7 @@ def check(graph: graphs.Graph, target: graphs.Target) -> None:
         value = node.meta.get("val")
         assert not isinstance(value, torch.Tensor) or all(type(n) is int for n in value.shape), node
     signature = program.graph_signature
-    states = {f"kv.{i}" for i in range(len(list(graph.kv.buffers())))} | ({"ids"} if graph._border.feedback else set())
+    states = {*graphs.states(graph.kv)} | ({"ids"} if graph._border.feedback else set())
     assert set(signature.buffers_to_mutate.values()) == states
     assert not signature.user_inputs_to_mutate and not getattr(signature, "parameters_to_mutate", {})
     assert all(t.dtype in (torch.int32, torch.float32) for t in given.values())
@@ -157,42 +171,53 @@ def check(graph: graphs.Graph, target: graphs.Target) -> None:
 
 
 def check_values(graph: graphs.Graph, program: torch.export.ExportedProgram, given: dict[str, torch.Tensor]) -> None:
-    """The exported graph and the module compute and write the same."""
+    """The exported graph and the module compute and write the same; every state is another tensor afterwards: none is written in place."""
     generator = torch.Generator().manual_seed(6)
-    start = [torch.randn(b.shape, generator=generator) for b in graph.kv.buffers()]
-    results = []
-    for run in (graph, program.module()):
-        held = dict(run.named_buffers())
-        for i, value in enumerate(start):
-            held[f"kv.{i}"].copy_(value)
-        if "ids" in held:
-            held["ids"].copy_(torch.arange(7, 7 + len(held["ids"])))
-        with torch.no_grad():
-            out = run(**given)
-        names = [f"kv.{i}" for i in range(len(start))] + ["ids"] * ("ids" in held)
-        results.append((out, [held[name].clone() for name in names]))
-    (a, kv_a), (b, kv_b) = results
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(kv_a, kv_b, strict=True))
-    assert all(not torch.equal(x, y) for x, y in zip(kv_a[: len(start)], start, strict=True))
-
-
-def test_what_is_exported_is_what_is_imported(llama: graphs.Graph) -> None:
-    """A KV row goes out by one graph and comes back into another row by the other."""
-    graph = llama
-    generator = torch.Generator().manual_seed(8)
-    for buffer in graph.kv.buffers():
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    columns = torch.tensor([0, 1, 2, 3, 4, LENGTH, LENGTH, LENGTH], dtype=torch.int32)  # five positions, three of padding
-    graph.target = graphs.Move("kv_export", 8)
+    names = graphs.states(graph.kv) + ["ids"] * graph._border.feedback
+    start = {n: torch.randn(graph.get_buffer(n).shape, generator=generator) for n in graphs.states(graph.kv)}
+    if graph._border.feedback:
+        start["ids"] = torch.arange(7, 7 + len(graph.ids), dtype=torch.int32)
+    for name, value in start.items():
+        setattr(graph, name, value.clone())
+    held = {n: graph.get_buffer(n) for n in names}
+    exported = program.module()
+    for name in names:
+        exported.get_buffer(name).copy_(start[name])
     with torch.no_grad():
-        (values,) = graph(row=torch.tensor([0], dtype=torch.int32), columns=columns)
-        before = [b.clone() for b in graph.kv.buffers()]
-        graph.target = graphs.Move("kv_import", 8)
-        graph(row=torch.tensor([2], dtype=torch.int32), columns=columns, values=values)
-    for old, new, moved in zip(before, graph.kv.buffers(), values, strict=True):
-        assert torch.equal(new[:, 2, :, :5], old[:, 0, :, :5]) and torch.equal(moved[:, :, :5], old[:, 0, :, :5])
-        assert torch.equal(new[:, 2, :, 5:LENGTH], old[:, 2, :, 5:LENGTH]) and torch.equal(new[:, :2], old[:, :2])
+        want, got = graph(**given), exported(**given)
+    assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
+    for name in names:
+        assert graph.get_buffer(name) is not held[name] and torch.equal(held[name], start[name])
+        assert torch.equal(graph.get_buffer(name), exported.get_buffer(name)) and not torch.equal(graph.get_buffer(name), start[name])
+
+
+def test_what_is_exported_is_what_is_imported_and_copied(llama: graphs.Graph) -> None:
+    """Blocks go out by one graph, come back into others by the next, and are copied by the third."""
+    graph, generator = llama, torch.Generator().manual_seed(8)
+    for name in graphs.states(graph.kv):
+        setattr(graph, name, torch.randn(graph.get_buffer(name).shape, generator=generator))
+    before = torch.stack([graph.get_buffer(n) for n in graphs.states(graph.kv)])  # 2 layers, N H S D
+
+    def ids(*blocks: int) -> torch.Tensor:
+        return torch.tensor([*blocks, *[SPACE.scratch] * (4 - len(blocks))], dtype=torch.int32)
+
+    with torch.no_grad():
+        graph.shown = graphs.Move("kv_export", 4)
+        (values,) = graph(moved=ids(0, 5))
+        graph.shown = graphs.Move("kv_import", 4)
+        graph(moved=ids(7, 1), values=values)
+        graph.shown = graphs.Move("kv_copy", 4)
+        graph(source=ids(7, 2), target=ids(3, 6))
+    after = torch.stack([graph.get_buffer(n) for n in graphs.states(graph.kv)])
+    parts = values[:, :2].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)  # keys and values of a layer, as the states are
+    assert torch.equal(parts, before[:, [0, 5]])
+    assert torch.equal(after[:, :9], before[:, [0, 5, 2, 0, 4, 5, 2, 0, 8]])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize("target", [*TARGETS, ONCE[3]], ids=graphs.name)
+def test_one_block_a_row_exports(tmp_path: Path, target: graphs.Target) -> None:
+    check(opened("llama", tmp_path, space=WHOLE_ROWS), target)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -201,33 +226,34 @@ def test_the_gate_sees_what_it_must_refuse(tiny: Path) -> None:
 
     def host_read(ops, comm, w, kv, batch, shape):
         if batch.tokens.sum().item() > 0:
-            kv[0].add_(1)
+            kv.layers[0] = tuple(store + 1 for store in kv.layers[0])
         return None
 
     def unwritten(ops, comm, w, kv, batch, shape):
         from rayneuron.devices.base import StepOutput
 
-        kv[0][:, 0, :, 0] = 1.0
-        return StepOutput(ids=batch.tokens[:, 0] + 0)
+        kv.layers[0] = tuple(store + 1 for store in kv.layers[0])
+        return StepOutput(ids=batch.tokens + 0)
 
-    shapes = [(2, 4, 1, 8, 4)] * 2
-    shape = Shape("decode", 2, 1, 8, "greedy")
+    kv = KvShape(SPACE, layers=2, heads=1, dim=4)
+    shape = Shape("decode", 2, 1, 8, LIKELIEST)
     for program in (host_read, unwritten):
-        made = graphs.Graph(program, ops.PLAIN, Solo(), {"top": {}, "layers": []}, shapes, torch.float32)
-        made.target = shape
-        given = graphs.example(shape, shapes[0], 2, torch.float32)
+        made = graphs.Graph(program, ops.PLAIN, Solo(), {"top": {}, "layers": []}, kv, torch.float32)
+        made.shown = shape
+        given = graphs.example(shape, kv, torch.float32)
         if program is host_read:
             with pytest.raises(Exception, match="[Dd]ata-dependent|unbacked|u0"):
                 torch.export.export(made, (), given, strict=False)
         else:
             signature = torch.export.export(made, (), given, strict=False).run_decompositions({}).graph_signature
-            assert set(signature.buffers_to_mutate.values()) == {"kv.0", "kv.1"}
+            assert set(signature.buffers_to_mutate.values()) == {"kv_0_k", "kv_0_v", "kv_1_k", "kv_1_v"}
 
 
 def test_names_and_service() -> None:
-    shapes = [Shape("decode", 4, 1, 128, o) for o in ("greedy", "sample", "logits")]
-    assert [graphs.name(t) for t in graphs.targets(shapes, 128)] == [
-        "decode_b4_t1_l128_greedy", "decode_b4_t1_l128_logits", "kv_export_n128", "kv_import_n128",
+    shapes = [Shape("decode", 4, 1, 128, want) for want in (LIKELIEST, SAMPLED, LOGITS)]
+    assert [graphs.name(t) for t in graphs.targets(shapes, 16)] == [
+        "decode_b4_t1_l128_likeliest_last", "decode_b4_t1_l128_sampled_logits_last", "kv_export_n16", "kv_import_n16", "kv_copy_n16",
     ]  # fmt: skip
-    assert graphs.input_names(Shape("prefill", 1, 16, 32, "greedy")) == ("tokens", "positions", "rows", "last")
-    assert graphs.input_names(Shape("decode", 1, 1, 32, "greedy")) == ("tokens", "positions", "rows")
+    assert graphs.input_names(Shape("prefill", 1, 16, 32, LIKELIEST)) == ("tokens", "positions", "blocks", "slots", "last")
+    read = graphs.input_names(Shape("decode", 1, 1, 32, LIKELIEST), Border(feedback=True))
+    assert read == ("tokens", "positions", "rows", "blocks", "slots")

@@ -34,7 +34,7 @@ ARGS = {
 }  # fmt: skip
 
 
-FOLDERS = (Path(__file__).parent / "standin", Path(__file__).parents[2])
+FOLDERS = (Path(__file__).parent / "standin", Path(__file__).parents[3])
 INSTANCES = {2: "inf2.xlarge", 8: "inf2.24xlarge"}
 
 
