@@ -17,12 +17,11 @@ from rayneuron.deployment_file import DeploymentFile
 from rayneuron.devices.neuron.releases import parse_visible
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
-from rayneuron.group.assignment import counted, group_layout
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
 from rayneuron.placement import cores
 from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
-from rayneuron.placement.layout import Layout, partition
+from rayneuron.placement.layout import Layout, counted, group_layout, partition
 from rayneuron.placement.memory import Memory
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

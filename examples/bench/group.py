@@ -43,7 +43,7 @@ def step_overhead(workers: int, rounds: int) -> tuple[float, float]:
 
     from rayneuron import wire
     from rayneuron.devices.base import LIKELIEST, Shape
-    from rayneuron.devices.cpu.device import idle
+    from rayneuron.devices.idle import idle
     from rayneuron.group import arrays, messages
     from rayneuron.models.kv import KvSpace
 

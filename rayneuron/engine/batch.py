@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rayneuron.devices.base import FOLLOWS, Batch, Shape, blank
+from rayneuron.devices.base import FOLLOWS, Batch, Shape
+from rayneuron.devices.idle import blank
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.scheduler import Work
 from rayneuron.engine.sequence import Sequence

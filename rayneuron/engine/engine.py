@@ -161,11 +161,10 @@ class Engine:
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Begin a plan, and end it, or the one begun before where steps overlap; what has come to its end."""
         overlaps = self.runner.overlaps
-        before, self._under_way = self._under_way, None
-        begun = (plan, self.runner.start(plan)) if plan is not None else None
+        begun = (plan, self.runner.start(plan)) if plan is not None else None  # may raise; what is under way stays so
+        before, self._under_way = self._under_way, begun if overlaps else None
         if begun is not None and overlaps:
             self.scheduler.launch(begun[0], overlaps)
-            self._under_way = begun
         ending = before if overlaps else begun
         if ending is None:
             return None

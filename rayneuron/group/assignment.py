@@ -10,10 +10,9 @@ from rayneuron import wire
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity
 from rayneuron.group.messages import Begin, Place, Placed
-from rayneuron.placement import instances
 from rayneuron.placement.environment import Endpoints, Host, environment
 from rayneuron.placement.instances import Instance
-from rayneuron.placement.layout import Layout, Worker, layout
+from rayneuron.placement.layout import Layout, Worker, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +24,6 @@ class Common:
     threads: int
     model: str
     float8: bool = False
-
-
-def group_layout(config: Deployment, ranks_per_process: int) -> Layout:
-    """The layout of one replica. Raises ConfigError with what to write instead."""
-    return layout(
-        config.tensor_parallel,
-        config.pipeline_parallel,
-        config.nodes,
-        ranks_per_process=ranks_per_process,
-        instance=counted(config),
-        cpus_per_worker=config.serving.num_cpus or 1.0,
-    )
-
-
-def counted(config: Deployment) -> Instance | None:
-    """The instance whose cores are counted, None on a plain CPU box."""
-    return instances.instance(config.instance) if config.instance else None
 
 
 def places(config: Deployment, made: Layout, node_ips: Sequence[str], token: bytes, ledgers: str) -> list[Place]:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
-from rayneuron.placement.instances import Instance
+from rayneuron.placement.instances import Instance, instance
 
 # Whose rules a group must obey: ours, or those of a library whose artifacts or launch scripts are to be kept.
 Style = Literal["own", "nxd", "transformers-neuronx"]
@@ -231,3 +232,20 @@ def _bundle(workers: Sequence[Worker], cpus_per_worker: float, instance: Instanc
     if instance is not None:
         bundle[CORES] = sum(len(worker.ranks) for worker in workers)
     return bundle
+
+
+def group_layout(config: Deployment, ranks_per_process: int) -> Layout:
+    """The layout of one replica. Raises ConfigError with what to write instead."""
+    return layout(
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.nodes,
+        ranks_per_process=ranks_per_process,
+        instance=counted(config),
+        cpus_per_worker=config.serving.num_cpus or 1.0,
+    )
+
+
+def counted(config: Deployment) -> Instance | None:
+    """The instance whose cores are counted, None on a plain CPU box."""
+    return instance(config.instance) if config.instance else None

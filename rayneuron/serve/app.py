@@ -20,8 +20,7 @@ from rayneuron import config as deployment
 from rayneuron import devices, loading, preflight
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
-from rayneuron.group.assignment import group_layout
-from rayneuron.placement.layout import Layout
+from rayneuron.placement.layout import Layout, group_layout
 from rayneuron.serve import readiness
 from rayneuron.serve.actors import Actors, check_room, refuse_chosen_cores, worker_options
 from rayneuron.serve.ingress import application

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rayneuron.engine.admission import validate
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import capacity
-from rayneuron.engine.slots import Slots
 from rayneuron.errors import RequestError
 from rayneuron.types import MIN_TEMPERATURE, Request, SamplingParams
 
@@ -27,7 +27,7 @@ EDGES = (
 def check(**params: Any) -> None:
     c = capacity(rows=2, length=64, chunk=16)
     request = Request(id="a", prompt_ids=[1, 2], params=SamplingParams(**params))
-    validate(request, c, VOCAB, Slots(c.rows, c.length, c.kv_tokens), EOS)
+    validate(request, c, VOCAB, Blocks(c.space), EOS)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

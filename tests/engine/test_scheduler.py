@@ -126,27 +126,29 @@ def test_preempted_sequences_keep_their_tokens(kv_tokens):
 
 
 def test_a_shared_prompt_is_copied_whatever_the_plan_turns_into():
-    """A choice that comes back after preemption copies its prompt and goes on as a prefill. Where growing then preempts all that decode,
-    and the plan is made anew, the copy must not be lost: its row would hold somebody else's KV."""
-    scheduler = Scheduler(capacity(rows=3, length=64, chunk=16, kv_tokens=80))
+    """A choice that comes back after preemption shares the whole blocks of its prompt, copies the last one and goes on as a prefill. Where
+    growing then preempts all that decode, and the plan is made anew, the copy must not be lost: its block would hold somebody else's KV."""
+    scheduler = Scheduler(capacity(rows=3, length=64, chunk=16, kv_tokens=64, block=16))
     leader, other, choice = make(0, 20, 40), make(2, 16, 40), make(1, 20, 40)
     choice.leader = leader
     for s in (leader, other):
         scheduler.add(s)
         while s.computed < s.prompt_len:
-            scheduler.launch(scheduler.plan(), ahead=False)
+            scheduler.launch(scheduler.plan(), overlaps=False)
         s.ids.append(1)
         leader.computed = len(leader.ids)  # its next token is known to nobody yet
     choice.ids += [1, 1]  # two tokens written before it was preempted
     scheduler.add(choice)
     plan = scheduler.plan()
-    assert other.row is None and other.preemptions == 1, "the scene is set: what decoded made room"
+    assert other.hold is None and other.preemptions == 1, "the scene is set: what decoded made room"
     assert plan.tag == "prefill" and [w.sequence for w in plan.works][0] is choice and plan.works[0].start == 19
-    assert plan.copies == [(leader.row, choice.row, 19)]
+    assert choice.hold.blocks[0] == leader.hold.blocks[0] and choice.hold.shared == leader.hold.shared == 1
+    copy = leader.hold.blocks[1], choice.hold.blocks[1]
+    assert plan.copies == [copy]
     scheduler.check()
     scheduler.withdraw(plan)  # a plan that is not run has copied nothing
-    assert choice.copy == (leader.row, choice.row, 19)
-    assert (leader.row, choice.row, 19) in scheduler.plan().copies and choice.copy is None
+    assert choice.hold.copy == copy
+    assert copy in scheduler.plan().copies and choice.hold.copy is None
 
 
 def test_waiting_tokens_are_counted_as_they_change():

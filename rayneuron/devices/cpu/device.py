@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, Program, Progress, Shape, Weights, blank
+from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, Program, Progress, Shape, Weights
 from rayneuron.devices.cpu import int8
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
+from rayneuron.devices.idle import idle
 from rayneuron.errors import CompileError
 from rayneuron.models import feedforward
 from rayneuron.models import ops as plain
 from rayneuron.models.collectives import Collectives, Solo
-from rayneuron.models.kv import Kv, KvShape, KvSpace
+from rayneuron.models.kv import Kv, KvShape
 
 
 class Cpu:
@@ -132,11 +133,6 @@ def representatives(shapes: Sequence[Shape]) -> list[Shape]:
             if shape.length > longest.length:
                 chosen[shape.rows, "longest"] = shape
     return list(dict.fromkeys(chosen.values()))
-
-
-def idle(shape: Shape, space: KvSpace) -> Batch:
-    """A batch of idle rows only; it writes nothing but scratch."""
-    return Batch(**{name: torch.from_numpy(array) for name, array in blank(shape, space).items()})
 
 
 def pack(w: Mapping[str, Tensor]) -> dict[str, Any]:

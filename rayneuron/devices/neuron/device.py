@@ -19,7 +19,7 @@ from torch import Tensor
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
 from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Batch, Program, Progress, Shape, StepOutput, Weights
-from rayneuron.devices.cpu.device import idle
+from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron import artifact, graphs, releases
 from rayneuron.devices.neuron.graphs import WHOLE, Border, Graph, Move, Target
 from rayneuron.devices.neuron.releases import CompilerOptions

@@ -149,7 +149,7 @@ def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, monkeypatch: pyte
 
 
 def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayneuron.devices.cpu.device import idle
+    from rayneuron.devices.idle import idle
 
     cores(monkeypatch, 1)
     device, program, shapes, _ = opened(standin, tiny, 1)
@@ -171,7 +171,7 @@ def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkey
 
 
 def test_asynchronous_steps(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayneuron.devices.cpu.device import idle
+    from rayneuron.devices.idle import idle
 
     cores(monkeypatch, 1)
     device, program, shapes, _ = opened(standin, tiny, 1, async_mode=True)
@@ -263,7 +263,7 @@ def test_a_graph_that_does_not_run_says_which(standin: Path, tiny: Path, monkeyp
     """At once, and where steps are queued, when its outputs are fetched."""
     from neuronx_distributed.trace.nxd_model import nxd_model
 
-    from rayneuron.devices.cpu.device import idle
+    from rayneuron.devices.idle import idle
 
     cores(monkeypatch, 1)
     for name in releases.IN_FLIGHT:
