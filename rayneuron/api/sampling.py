@@ -17,7 +17,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
 NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids")  # they shape the reply, or are derived
 MAX_STOPS = 4  # OpenAI's limit of stop strings
-MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 256  # each is looked for in every step; characters
+MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
 
 
 def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:

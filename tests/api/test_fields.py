@@ -49,7 +49,7 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("allowed_token_ids", [[], [10**6], "x", [None], [10**400], [5] * 100_000]),
     ("banned_token_ids", [[10**6], 3]),
     ("logit_bias", [[1], "x", {"a": 1}, {"1.5": 1}, {"3": "x"}, {"3": True}, {"999999": 1}, {"-1": 1}, {"3": None}]),
-    ("bad_words", [5, [5], [""], {}, ["x"] * 1001, ["a" * 257]]),
+    ("bad_words", [5, [5], [""], {}, ["x"] * 1001, ["a" * 65]]),
     ("ignore_eos", ["true", 1, []]),
     ("include_stop_str_in_output", ["x", 0]),
     ("skip_special_tokens", ["x", 0]),
