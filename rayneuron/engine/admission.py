@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity
@@ -11,27 +11,39 @@ from rayneuron.policies.admission import room
 from rayneuron.types import Request, SamplingParams
 
 
-def validate(request: Request, capacity: Capacity, vocab: int, blocks: Blocks, eos_ids: Set[int] = frozenset()) -> None:
-    """Raise RequestError naming the field if the request could never run in this engine."""
+def validate(request: Request, capacity: Capacity, vocab: int, blocks: Blocks, eos_ids: Set[int] | None = frozenset()) -> None:
+    """Raise RequestError naming the field if the request could never run in this engine.
+
+    `eos_ids` None: its parameters are known to fit.
+    """
     params, prompt = request.params, len(request.prompt_ids)
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     left = room(prompt, params.max_tokens, capacity.length)
+    _check_ids("prompt", request.prompt_ids, vocab)
+    if eos_ids is not None:
+        _check_params(params, vocab, eos_ids)
+    most = prompt + (left if params.max_tokens is None else params.max_tokens)
+    if not blocks.fits(most):
+        raise RequestError(f"{most} tokens do not fit the KV cache of {blocks.total_tokens} tokens", param="max_tokens")
+
+
+def _check_params(params: SamplingParams, vocab: int, eos_ids: Set[int]) -> None:
     for field, ids in (
-        ("prompt", request.prompt_ids),
         ("logit_bias", params.logit_bias or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("banned_token_ids", params.banned_token_ids),
         ("stop_token_ids", params.stop_token_ids),
         ("bad_words", [t for phrase in params.bad_words_ids for t in phrase]),
     ):
-        if ids and not (min(ids) >= 0 and max(ids) < vocab):
-            wrong = next(t for t in ids if not 0 <= t < vocab)
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", param=field)
+        _check_ids(field, ids, vocab)
     _refuse_nothing(params, vocab, eos_ids)
-    most = prompt + (left if params.max_tokens is None else params.max_tokens)
-    if not blocks.fits(most):
-        raise RequestError(f"{most} tokens do not fit the KV cache of {blocks.total_tokens} tokens", param="max_tokens")
+
+
+def _check_ids(field: str, ids: Collection[int], vocab: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = next(t for t in ids if not 0 <= t < vocab)
+        raise RequestError(f"token id {wrong} is outside the vocabulary of {vocab}", param=field)
 
 
 def _refuse_nothing(params: SamplingParams, vocab: int, eos_ids: Set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,12 +12,13 @@ from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.admission import validate
 from rayneuron.engine.batch import RowError
+from rayneuron.engine.logits import Edits, Rules
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.scheduler import Plan, Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
-from rayneuron.types import FinishReason, Request, Snapshot, TokenDelta
+from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class Engine:
         self._order = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = False
+        self._sound: tuple[SamplingParams, ...] = ()  # the last ones that were found so
+        self._rules: deque[Rules] = deque(maxlen=2)  # the last ones that were laid out
         self._ended: list[TokenDelta] = []
         self._last_step_s = self._step_started_s = 0.0
         self._under_way: tuple[Plan, Pending] | None = None
@@ -72,9 +76,13 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
-        validate(request, self.capacity, self.vocab, self.scheduler.blocks, self.eos_ids)
+        known = any(params is request.params for params in self._sound)  # the prompts of a call share them, and they may list a vocabulary
+        validate(request, self.capacity, self.vocab, self.scheduler.blocks, None if known else self.eos_ids)
+        if known:
+            return
         if self._rule is not None:
             check_request(request.params, self._rule)
+        self._sound = (request.params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
         """Whether a live request has this id: deltas are addressed by it. Safe from any thread."""
@@ -91,6 +99,7 @@ class Engine:
         prompt = len(request.prompt_ids)
         most = request.params.max_tokens
         eos_ids = frozenset() if request.params.ignore_eos else self.eos_ids
+        rules = self._laid_out(request.params)
         choices: list[Sequence] = []
         for index in range(request.params.n):
             choice = Sequence(
@@ -105,6 +114,7 @@ class Engine:
                 eos_ids=eos_ids,
                 stop_ids=eos_ids | frozenset(request.params.stop_token_ids),
             )
+            choice.edits = None if rules is None else Edits(choice, rules)
             choice.stamps.arrived = request.arrival_s or self._clock()
             self._order += 1
             choices.append(choice)
@@ -113,6 +123,16 @@ class Engine:
         self._requests[request.id] = choices
         self._deadlines |= request.deadline_s is not None
         self._queue(choices[0])
+
+    def _laid_out(self, params: SamplingParams) -> Rules | None:
+        """What the host has to do to this request's logits."""
+        if not params.edits_logits:
+            return None
+        rules = next((rules for rules in self._rules if rules.params is params), None)
+        if rules is None:
+            rules = Rules(params)
+            self._rules.append(rules)
+        return rules
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End a request, or one choice of it, now; unknown or finished ids are no error. Its last delta comes with the next step."""

@@ -17,11 +17,12 @@ from torch import Tensor
 from rayneuron.devices import host
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
-from rayneuron.types import TokenLogprobs
+from rayneuron.types import SamplingParams, TokenLogprobs
 
 Row = NDArray[np.float32]
 BANNED = float("-inf")
 FLOAT = np.finfo(np.float32)
+LONG_LIST = 1000
 
 
 def edit(logits: Tensor, sequence: Sequence) -> Tensor:
@@ -30,8 +31,47 @@ def edit(logits: Tensor, sequence: Sequence) -> Tensor:
     In numpy: torch would wake threads that then spin beside the step's.
     """
     if sequence.edits is None:
-        sequence.edits = Edits(sequence)
+        sequence.edits = Edits(sequence, Rules(sequence.params))
     return torch.from_numpy(sequence.edits.apply(logits.numpy().copy()))
+
+
+class Rules:
+    """What a request's parameters say of every step, laid out once for all prompts and choices of a call.
+
+    Long lists become one row [V] to add: an addition reads it in order, where an index jumps for each id.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        self.banned = np.array([*params.banned_token_ids, *(p[0] for p in params.bad_words_ids if len(p) == 1)], np.int64)
+        bias = params.logit_bias or {}
+        self.biased, self.bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+        self.phrases: dict[tuple[int, ...], list[int]] = {}
+        for phrase in params.bad_words_ids:
+            if len(phrase) > 1:
+                self.phrases.setdefault(phrase[:-1], []).append(phrase[-1])
+        self.sizes = sorted({len(head) for head in self.phrases})
+        self._dense: Row | None = None
+        self._long = len(self.banned) + len(bias) + len(params.allowed_token_ids or ()) > LONG_LIST
+
+    def add(self, row: Row) -> Row:
+        """Biases, and what is never allowed."""
+        if not self._long:
+            return self._listed(row)
+        if self._dense is None:
+            self._dense = self._listed(np.zeros_like(row))
+        row += self._dense
+        return row
+
+    def _listed(self, row: Row) -> Row:
+        row[self.biased] += self.bias
+        if self.allowed is not None:
+            only = np.full_like(row, BANNED)
+            only[self.allowed] = row[self.allowed]
+            row = only
+        row[self.banned] = BANNED
+        return row
 
 
 class Edits:
@@ -41,23 +81,13 @@ class Edits:
     count output only (OpenAI).
     """
 
-    def __init__(self, sequence: Sequence) -> None:
-        params = sequence.params
-        self._sequence = sequence
+    def __init__(self, sequence: Sequence, rules: Rules) -> None:
+        self._sequence, self._rules = sequence, rules
         self._known = 0  # ids counted so far
         self._ids = array("q")  # all of them
         self._seen = Counts()
         self._written = Counts()
-        self._allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
-        self._banned = np.array([*params.banned_token_ids, *(p[0] for p in params.bad_words_ids if len(p) == 1)], np.int64)
-        self._ends = np.array(sorted(sequence.stop_ids), np.int64)
-        self._phrases: dict[tuple[int, ...], list[int]] = {}
-        for phrase in params.bad_words_ids:
-            if len(phrase) > 1:
-                self._phrases.setdefault(phrase[:-1], []).append(phrase[-1])
-        self._sizes = sorted({len(head) for head in self._phrases})
-        bias = params.logit_bias or {}
-        self._biased, self._bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+        self._ends = np.array([*sequence.stop_ids] if sequence.params.min_tokens else [], np.int64)
 
     def apply(self, row: Row) -> Row:
         """The row, edited in place or anew."""
@@ -69,11 +99,7 @@ class Edits:
         if params.presence_penalty or params.frequency_penalty:
             counts = self._written.counts
             row[self._written.ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-        row[self._biased] += self._bias
-        if self._allowed is not None:
-            only = np.full_like(row, BANNED)
-            only[self._allowed] = row[self._allowed]
-            row = only
+        row = self._rules.add(row)
         for banned in self._bans():
             row[banned] = BANNED
         if row.max() == BANNED:
@@ -94,9 +120,8 @@ class Edits:
     def _bans(self) -> Iterator[NDArray[np.int64] | list[int]]:
         """Ids that may not come next, by reason."""
         sequence, ids = self._sequence, self._sequence.ids
-        yield self._banned
-        for size in self._sizes:
-            yield self._phrases.get(tuple(ids[len(ids) - size :]), [])
+        for size in self._rules.sizes:
+            yield self._rules.phrases.get(tuple(ids[len(ids) - size :]), [])
         if sequence.params.no_repeat_ngram_size:
             yield _repeats(np.frombuffer(self._ids, np.int64), sequence.params.no_repeat_ngram_size)
         if sequence.generated < sequence.params.min_tokens:
