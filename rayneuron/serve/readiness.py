@@ -20,6 +20,7 @@ LOADING_RETRY_S = 2.0
 LOOK_PERIOD_S = 1.0  # how old a picture of healthy applications may be
 SHORT_PERIOD_S = 0.2  # and one in which a caller is refused
 WORDLESS = ("UPDATING", "UNHEALTHY", "DEPLOY_FAILED")  # deployments that answer nothing where no replica runs; UPSCALING wakes one up
+ANSWERING = ("RUNNING", "UPDATING", "PENDING_MIGRATION")  # replicas that take calls, now or once they have taken a new user_config
 KEY = b"rayneuron:start:"
 
 
@@ -78,8 +79,9 @@ def publish(application: str, progress: str) -> None:
 
 def _state(name: str, app: Any) -> State:
     deployments = app.deployments.values()
-    running = any(int(d.replica_states.get("RUNNING", 0)) for d in deployments)
-    ready = running or (bool(deployments) and not any(d.status.value in WORDLESS for d in deployments))
+    running = any(int(d.replica_states.get(kind, 0)) for d in deployments for kind in ANSWERING)
+    # An application that is built anew, or could not be, lists no deployments: those it had answer on, and one that had none has no route.
+    ready = running or not any(d.status.value in WORDLESS for d in deployments)
     message = "\n".join([app.message, *(d.message for d in deployments)])
     progress = "" if ready else (_internal_kv_get(KEY + name.encode()) or b"").decode()
     return State(app.status.value, ready, message, progress)
