@@ -36,7 +36,8 @@ def test_demo_model_prints_the_directory(tmp_path: Path) -> None:
 
 def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", SMOLLM2, "--set", "limits.max_waiting=3"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)["applications"][0]["args"]
+    (entry,) = yaml.safe_load(capsys.readouterr().out)["applications"]
+    printed = entry["args"]
     assert printed["limits"]["max_waiting"] == 3 and printed["tensor_parallel"] == 1 and printed["model"]["path"] == "demo:smollm2"
 
 
@@ -89,3 +90,36 @@ def test_shard_and_quantize_write_what_loads_again(tiny: Path, tmp_path: Path) -
     assert cli.main(["shard", str(tmp_path / "int8"), "--tp", "2", "--out", str(tmp_path / "cut")]) == 0
     assert len(list((tmp_path / "cut").rglob("*.safetensors"))) == 2
     assert cli.main(["shard", str(tiny), "--tp", "2", "--scheme", "per_row", "--quantization", "int8", "--out", str(tmp_path / "x")]) == 2
+
+
+def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0 and "usage: rayneuron" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("rayneuron ")
+
+
+@pytest.mark.parametrize("command", [["quantize"], ["shard", "--tp", "2"]])
+def test_what_fails_half_way_leaves_nothing_in_the_way(
+    command: list[str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full once: one line, and the same command succeeds afterwards."""
+    from rayneuron.models import hub
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    words = [*command[:1], str(tiny), *command[1:], "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "write_json", full)
+        assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "Traceback" not in said and not list(tmp_path.iterdir())
+    assert cli.main(words) == 0 and (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_directory_nobody_may_write_into_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo-model", "--random", "tiny", "--out", str(tmp_path / "file" / "x")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rayneuron demo-model: ") and said.count("\n") == 1
