@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 from starlette.applications import Starlette
 
 from rayneuron import config as deployment
@@ -126,12 +127,19 @@ class ServedEngine(EngineServer):
 def build(args: dict) -> Application:
     """The application of one model. `args` are config.Deployment's keys.
 
-    Raises ConfigError or CheckpointError for whatever a replica would refuse: a wrong update ends here, and what ran before runs on.
+    Raises Refused, a ConfigError, for whatever a replica would refuse: a wrong update ends here, and what ran before runs on.
     """
-    config = deployment.parse(args)
-    for note in preflight.inspect(config, _able(config)):
-        log.warning("%s: %s", config.model.served_name, note)
-    return application_of(config)
+    try:
+        config = deployment.parse(args)
+        for note in preflight.inspect(config, _able(config)):
+            log.warning("%s: %s", config.model.served_name, note)
+        return application_of(config)
+    except RayNeuronError as wrong:
+        raise Refused(wrong.message, param=wrong.param) from None
+
+
+class Refused(ConfigError, RayServeException):
+    """What the builder refuses. As one of Serve's own errors it is said in one line, and not tried again."""
 
 
 def _able(config: Deployment) -> bool:

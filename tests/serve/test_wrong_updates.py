@@ -124,8 +124,11 @@ def test_no_request_fails(client: httpx.Client, url: str, tiny: Path, tmp_path: 
             app = copy.deepcopy(good)
             change(app)
             deploy(app)
-            eventually(lambda name=name, last=last: refused(name, last), PATIENCE_S, lambda name=name: (name, states(), load.failed[:3]))
+            eventually(
+                lambda name=name, last=last: refused(name, last), 4 * PATIENCE_S, lambda name=name: (name, states(), load.failed[:3])
+            )
             before, last = load.done, status().message
+            assert name.startswith(("user_config", "import path")) or last.count("\n") == 1, last
             eventually(lambda before=before: load.done > before + 8, PATIENCE_S, lambda name=name: name)
             assert not load.failed, (name, load.failed[:3])
             if name.startswith("user_config"):
