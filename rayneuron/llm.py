@@ -15,7 +15,7 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError, RequestError
 from rayneuron.loading import Progress, open_engine
 from rayneuron.outputs import RequestOutput, collect
-from rayneuron.text import Assembler
+from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rayneuron.group.group import Group
     from rayneuron.models.arch import Arch
     from rayneuron.placement.layout import Layout
-    from rayneuron.text import Text
+    from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ def open_engine(
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
     with _timed(seconds, "tokenizer"):
-        from rayneuron.text import Text
-        from rayneuron.wordless import Wordless
+        from rayneuron.text.text import Text
+        from rayneuron.text.wordless import Wordless
 
         if config.model.skip_tokenizer_init:
             return Wordless(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayneuron import demo, devices, keys, models, settings, text
+from rayneuron import demo, devices, keys, models, settings
 from rayneuron.api import sampling
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
@@ -23,6 +23,7 @@ from rayneuron.placement import cores
 from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
 from rayneuron.placement.layout import Layout, counted, group_layout, partition
 from rayneuron.placement.memory import Memory
+from rayneuron.text import text
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-WORDS = {"text", "tokenizer", "chat_template", "detokenizer", "stops", "wordless"}
 LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -34,12 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"errors", "settings"},
     "deployment_file": {"errors", "config", "validation", "serve_config"},
     "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "placement", "text"},
-    "detokenizer": {"errors", "types"},
-    "stops": {"errors", "types"},
-    "tokenizer": {"errors", "detokenizer"},
-    "chat_template": {"errors"},
-    "text": {"errors", "types", "tokenizer", "chat_template", "detokenizer", "stops", "models.hub"},
-    "wordless": {"errors", "text", "tokenizer", "detokenizer"},
+    "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
     "models": {"errors", "settings"},
     "compile_cache": {"errors", "settings"},
@@ -51,15 +45,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": LEAVES | {"models", "engine.buckets", "engine.prefix_buckets", "policies", "devices.neuron.releases"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "group": LEAVES | {"models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
-    "loading": LEAVES | WORDS | {"demo", "models", "devices", "engine", "placement", "group", "preflight"},
+    "loading": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
-    | WORDS
-    | {"demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
+    | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
-    "llm": LEAVES | WORDS | {"outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
-    "hf": LEAVES | WORDS | {"demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
+    "llm": LEAVES | {"text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
 
@@ -77,9 +70,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
     "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
-    "transformers": ("tokenizer.py", "hf.py"),
-    "tokenizers": ("tokenizer.py", "demo/"),
-    "jinja2": ("text.py", "chat_template.py"),
+    "transformers": ("text/tokenizer.py", "hf.py"),
+    "tokenizers": ("text/tokenizer.py", "demo/"),
+    "jinja2": ("text/",),
     "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli.py"),
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
@@ -91,10 +84,10 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text.py", "tokenizer.py", "chat_template.py"),
+    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "slots", "blocks", "buckets")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "admission")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
@@ -379,15 +372,15 @@ def test_import_of_the_package_is_light() -> None:
 
 
 BAD = [
-    (wrong_units, "models/llama.py", "from rayneuron.engine import slots", "models may not import engine"),
+    (wrong_units, "models/llama.py", "from rayneuron.engine import blocks", "models may not import engine"),
     (wrong_units, "models/llama.py", "def f():\n    import rayneuron.serve.app", "models may not import serve"),
     (wrong_units, "api/openai.py", "from ..serve import app", "api may not import serve"),
     (wrong_units, "engine/runner.py", "from rayneuron.devices import cpu", "engine may not import devices.cpu"),
     (wrong_units, "stuff/x.py", "", "no row in MAY_IMPORT"),
     (wrong_third_party, "engine/loop.py", "import ray", "ray is imported only in serve/"),
     (wrong_third_party, "devices/cpu/device.py", "from torch_neuronx.xla import f", "only in devices/neuron/sdk.py"),
-    (wrong_third_party, "text.py", "import leftpad", "leftpad has no row"),
-    (torch_where_it_must_not_be, "engine/slots.py", "def f():\n    import torch.nn as nn", "free of torch"),
+    (wrong_third_party, "text/text.py", "import leftpad", "leftpad has no row"),
+    (torch_where_it_must_not_be, "engine/blocks.py", "def f():\n    import torch.nn as nn", "free of torch"),
     (pickled, "transfer/sockets.py", "import pickle", "no pickle here"),
     (pickled, "group/group.py", "from ray import cloudpickle", "no ray.cloudpickle here"),
     (environment_reads, "models/hub.py", "import os\nx = os.environ.get('A')", "settings.py alone"),
@@ -407,10 +400,10 @@ BAD = [
     (undocumented, "models/hub.py", "x = 1", "needs one first line"),
 ]
 GOOD = [
-    (wrong_units, "text.py", "from rayneuron.models.hub import read_config\nfrom rayneuron.models import hub"),
+    (wrong_units, "text/text.py", "from rayneuron.models.hub import read_config\nfrom rayneuron.models import hub"),
     (wrong_units, "engine/runner.py", "from rayneuron.models import decoder\nfrom rayneuron.errors import Busy"),
-    (wrong_third_party, "engine/slots.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import X"),
-    (torch_where_it_must_not_be, "engine/slots.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
+    (wrong_third_party, "engine/blocks.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import X"),
+    (torch_where_it_must_not_be, "engine/blocks.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
     (environment_reads, "settings.py", "import os\nx = os.environ"),
     (device_branches, "devices/__init__.py", "def f(d):\n    if d == 'cpu':\n        pass"),
     (mutable_state, "models/hub.py", "TABLE = {'a': 1}\n_NAMES = ['x']\n__all__ = ['f']\nn = 3"),

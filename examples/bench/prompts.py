@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Words:
-    """Prompts made of words that are one token each in one model's vocabulary (`text`: a rayneuron.text.Text)."""
+    """Prompts made of words that are one token each in one model's vocabulary (`text`: a rayneuron.text.text.Text)."""
 
     def __init__(self, text: Any) -> None:
         self._text = text

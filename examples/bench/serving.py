@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
     from rayneuron import demo
-    from rayneuron.text import Text
+    from rayneuron.text.text import Text
 
     path = demo.resolve(args.model)
     sizes = {"threads": args.threads, "dtype": args.dtype}

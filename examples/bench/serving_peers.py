@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
     from rayneuron import demo
-    from rayneuron.text import Text
+    from rayneuron.text.text import Text
 
     path = demo.resolve(args.model)
     known, running, ready = servers(path, args), {}, {}

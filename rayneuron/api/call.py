@@ -20,7 +20,7 @@ class Detokenizer(Protocol):
 
 
 class Encoder(Protocol):
-    """The part of `rayneuron.text.Text` the dialects use."""
+    """The part of `rayneuron.text.text.Text` the dialects use."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...

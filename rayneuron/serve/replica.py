@@ -32,7 +32,7 @@ from rayneuron.serve.pieces import chunks, plain
 from rayneuron.serve.startup import Startup, events_per_s, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
-from rayneuron.text import Assembler
+from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from rayneuron.text import Text  # noqa: E402
+from rayneuron.text.text import Text  # noqa: E402
 from tests.api import spelling  # noqa: E402
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rayneuron.api.call import Call, Context
-from rayneuron.text import Assembler, Text
+from rayneuron.text.text import Assembler, Text
 from rayneuron.types import Delta, Request, TokenDelta, TokenLogprobs
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rayneuron.api import neuron_server, openai
 from rayneuron.api.call import Call
 from rayneuron.errors import ConfigError, RayNeuronError, RequestError, UnknownModel
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 from tests.api import playing
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}

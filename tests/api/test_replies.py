@@ -16,9 +16,9 @@ from rayneuron.api import errors, openai
 from rayneuron.api.call import Context
 from rayneuron.config import parse
 from rayneuron.errors import Busy, ConfigError, NotReady, RayNeuronError, RequestError, RequestTimeout, UnknownModel, WorkerLost
-from rayneuron.text import Text
+from rayneuron.text.text import Text
+from rayneuron.text.wordless import Wordless
 from rayneuron.types import TokenLogprobs
-from rayneuron.wordless import Wordless
 from tests.api import playing
 
 Respond = Callable[[httpx2.Request], httpx2.Response]

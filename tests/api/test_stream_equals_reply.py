@@ -10,7 +10,7 @@ import pytest
 
 from rayneuron.api import neuron_server, openai
 from rayneuron.api.call import Call
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 from rayneuron.types import Delta
 from tests.api import playing, spelling
 

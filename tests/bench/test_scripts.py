@@ -20,7 +20,7 @@ from client import Load, Reply
 from fake_http import STREAM, Fake, chunk
 from server import CpuTime
 
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"

@@ -16,9 +16,9 @@ import torch
 import transformers as tf
 
 from rayneuron import models
-from rayneuron.devices.base import Solo
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub
+from rayneuron.models.collectives import Solo
 from rayneuron.models.config_json import dtype_of
 from rayneuron.models.defaults import ANY_ROPE_THETA, FIELDS, ROPE_THETA, SECTIONS, SPELLINGS, Maybe
 from tests.models import cases

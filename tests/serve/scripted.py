@@ -28,7 +28,7 @@ from rayneuron.engine.scheduler import Plan
 from rayneuron.loading import Opened
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import EngineServer
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 from rayneuron.types import Request
 
 LETTERS = "etaoinshrdlcumwfg"

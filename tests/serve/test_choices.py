@@ -14,7 +14,7 @@ from rayneuron.engine import commit
 from rayneuron.errors import RequestError
 from rayneuron.serve import replica
 from rayneuron.serve.leg import Leg
-from rayneuron.text import Assembler
+from rayneuron.text.text import Assembler
 from rayneuron.types import Request, SamplingParams
 from tests.serve.real import serving
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 from tests.serve.scripted import PATIENCE_S, Site, site, sse
 
 TEXTS = ("hello the world", "naïve café — 你好 🙂🙃 end", "a\n\nb\tc", "the stone is on the note", "🙂")

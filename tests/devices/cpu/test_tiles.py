@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.devices.cpu.test_device_families import on_kernels
-from tests.devices.cpu.test_device_kernels import close, draw
 
 from rayneuron.devices.cpu import isa, library, ops, packing
 from rayneuron.models import ops as plain
 from rayneuron.models import quantize
 from rayneuron.models.collectives import Solo
+from tests.devices.cpu.test_families import on_kernels
+from tests.devices.cpu.test_kernels import close, draw
 from tests.models import cases
 
 BF16 = torch.bfloat16

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayneuron.errors import CheckpointError
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 from tests.api import spelling
 
 GPT_4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -261,7 +261,7 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, said: 
 
 def test_a_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     spelling.byte_level(tmp_path)
-    program = "import sys; from rayneuron.text import Text, check; check(sys.argv[1]); text = Text(sys.argv[1])\n"
+    program = "import sys; from rayneuron.text.text import Text, check; check(sys.argv[1]); text = Text(sys.argv[1])\n"
     program += "text.chat([{'role': 'user', 'content': 'x'}]); print({'torch', 'transformers'} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "set()"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayneuron.detokenizer import Bytes
 from rayneuron.errors import RequestError
-from rayneuron.text import Text
-from rayneuron.tokenizer import eos_ids, read_json, vocab_size
+from rayneuron.text.detokenizer import Bytes
+from rayneuron.text.text import Text
+from rayneuron.text.tokenizer import eos_ids, read_json, vocab_size
 
 
 class Wordless(Text):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rayneuron.api.chat import parse as parse_chat
-from rayneuron.api.completions import parse as parse_completions
 from rayneuron.api.errors import encode, error_body, error_reply, failed
 from rayneuron.api.fields import decode
 from rayneuron.api.head import clean_id
+from rayneuron.api.openai.chat import parse as parse_chat
+from rayneuron.api.openai.completions import parse as parse_completions
+from rayneuron.api.openai.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version
 from rayneuron.api.sampling import check_defaults, sampling_defaults
 from rayneuron.api.stream import chunks
-from rayneuron.api.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version
 
 __all__ = [
     "check_defaults",

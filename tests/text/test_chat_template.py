@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rayneuron.chat_template import ChatTemplate
 from rayneuron.errors import CheckpointError, ConfigError, RequestError
-from rayneuron.text import Text, check
+from rayneuron.text.chat_template import ChatTemplate
+from rayneuron.text.text import Text, check
 from tests.api import spelling
-from tests.chat_templates import PARTS, TEMPLATES
+from tests.text.chat_templates import PARTS, TEMPLATES
 
 WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tools": None, "documents": None, "add_generation_prompt": True}
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rayneuron.detokenizer import byte_alphabet, steps_of
 from rayneuron.errors import CheckpointError
+from rayneuron.text.detokenizer import byte_alphabet, steps_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # tokenizer_class of a tokenizer that brings no tokens of its own

@@ -8,11 +8,11 @@ from typing import Any
 
 import jinja2
 
-from rayneuron.chat_template import ChatTemplate, compiled
-from rayneuron.detokenizer import Bytes, Detokenizer, Window, speller
 from rayneuron.errors import RequestError
-from rayneuron.stops import Stops, StopStrings
-from rayneuron.tokenizer import bound_of, eos_ids, find, open_tokenizer, read_json, read_templates, special_ids, vocab_size
+from rayneuron.text.chat_template import ChatTemplate, compiled
+from rayneuron.text.detokenizer import Bytes, Detokenizer, Window, speller
+from rayneuron.text.stops import Stops, StopStrings
+from rayneuron.text.tokenizer import bound_of, eos_ids, find, open_tokenizer, read_json, read_templates, special_ids, vocab_size
 from rayneuron.types import Delta, FinishReason, Request, TokenDelta, TokenLogprobs, Usage
 
 SHORT = 2048  # characters; longer texts go as a batch of one, which gives up the interpreter lock and costs a change of threads

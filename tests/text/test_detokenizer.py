@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayneuron.errors import RequestError
-from rayneuron.stops import Stops, StopStrings
-from rayneuron.text import Assembler, Text
+from rayneuron.text.stops import Stops, StopStrings
+from rayneuron.text.text import Assembler, Text
 from rayneuron.types import Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api import playing, spelling
 from tests.api.conftest import byte_fallback, byte_level, text, word_pieces
@@ -81,7 +81,7 @@ def test_window_streams_to_the_whole(word_pieces: Text, data: st.DataObject) -> 
 
 def test_window_does_not_halve_characters(byte_level: Text) -> None:
     """The window over a tokenizer that does make half characters."""
-    from rayneuron.detokenizer import Window
+    from rayneuron.text.detokenizer import Window
 
     for sample in spelling.CORPUS[:-1]:
         ids = byte_level.encode(sample * 5, add_special_tokens=False)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError, RequestError
-from rayneuron.text import Text
+from rayneuron.text.text import Text
 from tests.api import spelling
 from tests.api.conftest import byte_fallback, byte_level, text, word_pieces
 
