@@ -34,7 +34,8 @@ class DeploymentFile:
         index = next(i for i, entry in enumerate(self.content["applications"]) if entry.get("name", "default") == name)
         param = tuple(error.param.split(".")) if error.param else ()
         where = _place(self.path, self.lines, self.assigned, ("applications", index, "args", *param), error.message)
-        said = error.message if len(error.message) < MOST_LETTERS else f"{error.message[: MOST_LETTERS // 2]} ..."
+        said = " ".join(error.message.split())
+        said = said if len(said) < MOST_LETTERS else f"{said[: MOST_LETTERS // 2]} ..."
         return type(error)(f"{where}application {name}: {said}", param=error.param)
 
     def filled(self) -> dict[str, Any]:
