@@ -83,9 +83,9 @@ def places(space: KvSpace, held: Tensor, positions: Tensor, rows: Tensor, length
 
 
 def zeros(shape: KvShape, dtype: torch.dtype) -> Kv:
-    """KV of nothing but zeros."""
-    size = (shape.space.total, shape.heads, shape.columns, shape.dim)
-    return Kv(shape, [(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(shape.layers)])
+    """KV of nothing but zeros, as the CPU's kernels want it: keys and values of a head of a block beside each other."""
+    units = [torch.zeros(shape.space.total, shape.heads, 2, shape.columns, shape.dim, dtype=dtype) for _ in range(shape.layers)]
+    return Kv(shape, [(each[:, :, 0], each[:, :, 1]) for each in units])
 
 
 @dataclass

@@ -75,6 +75,8 @@ def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | No
         return "KV is split by position"
     if not kv.layers or kv.layers[0][0].dtype not in (torch.float32, torch.bfloat16):
         return "KV is stored small"
+    if any(k.stride() != v.stride() or k.data_ptr() + k[0, 0].nbytes != v.data_ptr() for k, v in kv.layers):
+        return "keys and values do not lie in units"
     if arch.head_dim % 2 or arch.act not in ACTS:
         return f"head size {arch.head_dim}, activation {arch.act}"
     return None
