@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rayneuron.api.call import Answer, Call, Context, Json
+from rayneuron.api.choices import gather
 from rayneuron.api.openai import chat, completions
-from rayneuron.api.openai.choices import gather
 from rayneuron.api.stream import Events, Progress, Shape
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, TokenLogprobs
