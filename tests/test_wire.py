@@ -54,14 +54,14 @@ def test_every_message_survives_the_wire() -> None:
     place = messages.Place(deployment="x", index=1, node_ip="::1", token=b"t", take=8, instance="inf2.48xlarge", share=2)
     sent: list[msgspec.Struct] = [
         Hello(b"t" * 32, 3, 17, 99), Placed((0, 1), (5, 6), "a:1", "unix:x", (9, 10)), Ready(), Progress(1, 2),
-        Done(4, [(array, None, array)]), Failed("Busy", "no core"),
+        Done(4, [[array, None, array]]), Failed("Busy", "no core"),
     ]  # fmt: skip
     told: list[msgspec.Struct] = [
         place,
         begin,
         messages.Load(),
         messages.Warm(),
-        Step(1, [(0, 1, 7)], [Part(shape, [array])]),
+        Step(1, [(0, 1)], [Part(shape, [array])]),
         messages.Stop(),
     ]
     for kinds, many in ((FromWorker, sent), (ToWorker, told)):

@@ -20,6 +20,7 @@ from tests.serve.real import serving
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 8, "prefill_chunk_tokens": 32}
 BODY = {"prompt": "go on", "max_tokens": 6, "n": 3, "temperature": 1, "seed": 1, "ignore_eos": True, "logit_bias": {"9": 0.0}}
+CHAT = {**{name: value for name, value in BODY.items() if name != "prompt"}, "messages": [{"role": "user", "content": "go on"}]}
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_choice_that_fails_ends_alone(tiny: Path, broken: set[int], path: str, caplog: pytest.LogCaptureFixture) -> None:
-    body: dict[str, Any] = BODY if path == "/v1/completions" else BODY | {"messages": [{"role": "user", "content": "go on"}]}
+    body: dict[str, Any] = BODY if path == "/v1/completions" else CHAT
     async with serving(tiny, **SMALL) as server:
         _, whole = await server.post(path, json.dumps(body).encode())
         broken.add(1)

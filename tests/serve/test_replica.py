@@ -97,7 +97,7 @@ async def test_a_stream_that_is_left_is_aborted(server: EngineServer) -> None:
 
 
 async def test_a_stream_of_chunks_raises_its_error(server: EngineServer) -> None:
-    with pytest.raises(RayNeuronError, match="the engine failed"):
+    with pytest.raises(RayNeuronError, match="the engine has stopped"):
         [chunk async for chunk in await server.completions({"prompt": "boom:2:", "max_tokens": 9, "stream": True})]
 
 
