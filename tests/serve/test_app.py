@@ -29,7 +29,7 @@ MUCH = GO | {"max_tokens": 240, "ignore_eos": True, "n": 128, "temperature": 1.0
 def arguments(path: Path, **more: Any) -> dict[str, Any]:
     return {
         "model": {"path": str(path), "name": "tiny"}, "dtype": "fp32", "max_model_len": 256, "max_num_seqs": 4, "threads": 1,
-        "limits": {"max_waiting": 8}, "serving": {"drain_timeout_s": 20, "num_cpus": 0.5}, **more,
+        "limits": {"max_waiting": 248}, "serving": {"drain_timeout_s": 20, "num_cpus": 0.5}, **more,
     }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_leaving_through_the_proxy_stops_the_work(client: httpx.Client) -> None:
 
 
 def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
-    """4 slots and 8 places: while 128 choices run everybody else is refused, in OpenAI's words; afterwards 12 at once all finish."""
+    """4 slots and 248 places: while two calls fill them everybody else is refused, in OpenAI's words; afterwards 12 at once all finish."""
     import concurrent.futures
 
     def ask(number: int) -> httpx.Response:
@@ -168,9 +168,12 @@ def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
         with client.stream("POST", "/v1/completions", json=MUCH | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)  # whoever lets go of `lines` has left
+            other = pool.submit(httpx.post, f"{url}/v1/completions", json=MUCH | {"n": 124, "max_tokens": 8}, timeout=PATIENCE_S)
+            eventually(lambda: client.get("/load").json()["open_sequences"] > 240, PATIENCE_S, lambda: client.get("/load").json())
             refused = list(pool.map(ask, range(12)))
         assert {reply.status_code for reply in refused} == {429}
         assert all(reply.json()["error"]["type"] == "RateLimitError" and reply.headers["retry-after"] == "1" for reply in refused)
+        assert other.result().status_code == 200
         settle(client)
         assert {reply.status_code for reply in pool.map(ask, range(12))} == {200}
 

@@ -78,15 +78,15 @@ def held(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     nxd_model.BEFORE.clear()
 
 
-def begun(engine: Any, verb: str) -> Callable[[int], None]:
-    """A function that waits until `verb` of the engine's runner was called so often."""
-    counted, original = threading.Semaphore(0), getattr(engine.runner, verb)
+def begun(engine: Any) -> Callable[[int], None]:
+    """A function that waits until the engine's runner was told so often to start a step."""
+    counted, original = threading.Semaphore(0), engine.runner.start
 
     def call(plan: Any) -> Any:
         counted.release()
         return original(plan)
 
-    setattr(engine.runner, verb, call)
+    engine.runner.start = call
 
     def wait(count: int) -> None:
         for _ in range(count):
@@ -106,7 +106,7 @@ def test_host_work_happens_while_the_device_computes(held: Held, tiny: Path, ahe
         parse({"model": {"path": str(tiny)}, "device": "neuron", "compile": {"async_mode": ahead}, **OPTIONS})
     ).engine
     nxd_model.BEFORE.append(held)
-    wait = begun(engine, "begin" if ahead else "run")
+    wait = begun(engine)
     heard: list[TokenDelta] = []
     told = threading.Semaphore(0)
 

@@ -62,8 +62,8 @@ def test_only_recorded_methods_and_arguments_are_called() -> None:
     known = {s.name: {p.lstrip("*") for p in s.parameters} for s in SYMBOLS}
     free = {"forward": {"model_name", "forward_mode"}}
     seen = set()
-    for path in ("neuron.py", "neuron_device.py"):
-        for node in ast.walk(ast.parse((ROOT / "rayneuron" / "devices" / path).read_text())):
+    for path in ("sdk.py", "device.py"):
+        for node in ast.walk(ast.parse((ROOT / "rayneuron" / "devices" / "neuron" / path).read_text())):
             if not isinstance(node, ast.Call):
                 continue
             name = _called(node.func)
@@ -75,7 +75,7 @@ def test_only_recorded_methods_and_arguments_are_called() -> None:
 
 def _called(function: ast.expr) -> str:
     """model.forward(...) -> forward; sdk["NxDModel"].load(...) -> load; sdk["ModelBuilder"](...) -> ModelBuilder."""
-    owners = ("builder", "model", "self._model", "sdk['NxDModel']")
+    owners = ("builder", "compiled", "model", "self._model", "sdk['NxDModel']")
     if isinstance(function, ast.Attribute) and ast.unparse(function.value) in owners:
         return function.attr
     if isinstance(function, ast.Subscript) and isinstance(function.slice, ast.Constant) and "sdk" in ast.unparse(function.value):
@@ -84,13 +84,13 @@ def _called(function: ast.expr) -> str:
 
 
 def test_the_modes_used_exist() -> None:
-    text = (ROOT / "rayneuron" / "devices" / "neuron_device.py").read_text()
+    text = (ROOT / "rayneuron" / "devices" / "neuron" / "device.py").read_text()
     assert set(re.findall(r'"(async|ranked|default|ranked_to_cpu)"', text)) <= set(FORWARD_MODES)
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda s: s.dotted)
 def test_the_stand_in_has_the_same_parameters(symbol: Symbol) -> None:
-    found = definition(file_of(ROOT / "tests" / "devices" / "standin", symbol.module).read_text(), symbol)
+    found = definition(file_of(ROOT / "tests" / "devices" / "neuron" / "standin", symbol.module).read_text(), symbol)
     assert found is not None
     if symbol.name == "forward":
         assert spelled(found.args) == symbol.parameters
