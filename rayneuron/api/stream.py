@@ -8,9 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from rayneuron.api.call import Call, Json
-from rayneuron.api.choices import Tally, usage
+from rayneuron.api.choices import Offsets, Tally, usage
 from rayneuron.api.errors import error_body, failed
-from rayneuron.api.logprobs import Offsets
 from rayneuron.types import Delta, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"

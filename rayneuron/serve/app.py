@@ -25,7 +25,7 @@ from rayneuron.placement.layout import Layout, group_layout
 from rayneuron.serve import readiness
 from rayneuron.serve.actors import Actors, check_room, refuse_chosen_cores, worker_options
 from rayneuron.serve.ingress import application
-from rayneuron.serve.replica import EngineServer, Opener
+from rayneuron.serve.replica import Opener, Replica
 from rayneuron.serve.telemetry import RayExport, merged
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ SWITCH_INTERVAL_S = 0.001  # the engine thread and the event loop share one inte
 
 
 @serve.ingress()
-class ServedEngine(EngineServer):
-    """EngineServer as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes)."""
+class ServedEngine(Replica):
+    """A Replica as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes)."""
 
     async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
         _log_through_serve()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._event_loop = asyncio.get_running_loop()
         opener = self._open_group if opener is loading.open_engine and grouped(deployment.parse(config)) else opener
-        EngineServer.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
+        Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: a full collection over it would hold every stream for tens of milliseconds
@@ -65,9 +65,9 @@ class ServedEngine(EngineServer):
         return loading.open_engine(config, progress, processes=Actors(layout), on_lost=self._lost)
 
     def check_health(self) -> None:
-        """As EngineServer's. One that is dead or wedged ends at once: Serve would ask three times, and then drain what cannot finish."""
+        """As Replica's. One that is dead or wedged ends at once: Serve would ask three times, and then drain what cannot finish."""
         try:
-            EngineServer.check_health(self)
+            Replica.check_health(self)
         except RayNeuronError as wrong:
             self._lost(wrong.message)
             raise
@@ -81,16 +81,18 @@ class ServedEngine(EngineServer):
 
     async def _leave(self, reason: str) -> None:
         log.error("this replica ends: %s", reason)
-        if self.ready:
-            self.draining = True
-            self.flights.fail_all(NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
+        served = self._served
+        if served is not None:
+            self.state = "leaving"
+            served.flights.fail_all(NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
         until = time.monotonic() + LEAVE_S
-        while (not self.ready or len(self.flights)) and time.monotonic() < until:
+        while (served is None or len(served.flights)) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await asyncio.sleep(LAST_BYTES_S)
         os._exit(1)
 
     _leaving = False
+    _export: asyncio.Task[None] | None = None
 
     async def replica_metrics(self) -> tuple[str, bytes]:
         """This replica's number and its own part of `/metrics`."""
@@ -119,7 +121,7 @@ class ServedEngine(EngineServer):
         return application(self, echo_request_id=False)
 
     async def __del__(self) -> None:
-        if self.ready:
+        if self._export is not None:
             self._export.cancel()
         await self.close()
 

@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayneuron.api import errors
-from rayneuron.api.head import clean_id
+from rayneuron.api.fields import clean_id
 from rayneuron.api.stream import DONE, event
 from rayneuron.serve.readiness import Readiness, reply
 

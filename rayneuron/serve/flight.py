@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rayneuron.engine.buckets import Capacity
@@ -53,11 +53,12 @@ class Flight:
     error that ended the flight. One task waits at a time.
     """
 
-    def __init__(self, legs: Sequence[Leg]) -> None:
+    def __init__(self, legs: Sequence[Leg], pace_s: Callable[[], float] = lambda: 0.0) -> None:
         self.legs = {leg.request.id: leg for leg in legs}
         self.unfinished = sum(leg.request.params.n for leg in legs)  # choices
         self.error: RayNeuronError | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self.pace_s = pace_s  # how long to rest between two writes
         self._pending: dict[tuple[str, int], list[Delta]] = {}
         self._begun = False
         self._every_step = True
@@ -241,7 +242,7 @@ class Flights:
             raise NotReady("the engine is still loading")
         if not self._engine.alive:
             raise NotReady(STOPPED)  # what it died of is in the log
-        flight = Flight(legs)
+        flight = Flight(legs, lambda: self.pace_s)
         self._open.add(flight)
         self.sequences += flight.unfinished
         self.waiting_tokens += sum(len(leg.request.prompt_ids) for leg in legs)

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from rayneuron.api import errors
-from rayneuron.api.head import clean_id
+from rayneuron.api.fields import clean_id
 from rayneuron.errors import BodyTooLarge, RequestError, RequestTimeout, UnsupportedMedia
 
 Scope = MutableMapping[str, Any]

@@ -22,20 +22,21 @@ from rayneuron.api import call as api
 from rayneuron.api import errors, neuron_server, openai
 from rayneuron.errors import NotReady, RayNeuronError
 from rayneuron.serve.flight import Flight
+from rayneuron.serve.handles import reader, stats_of
 from rayneuron.serve.http import ClientGone, Exchange, Receive, Scope, Send
 from rayneuron.serve.page_files import page_routes
-from rayneuron.serve.replica import EngineServer, Parse
+from rayneuron.serve.verbs import Verbs
 
 log = logging.getLogger(__name__)
 
-Endpoint = Callable[[EngineServer, Exchange], Awaitable[None]]
+Endpoint = Callable[[Verbs, Exchange], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/"})  # answered without the API key: they reveal and cost nothing
 CORS: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"], "max_age": 600}
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
-def application(server: EngineServer, echo_request_id: bool = True) -> Starlette:
+def application(server: Verbs, echo_request_id: bool = True) -> Starlette:
     """The ASGI application of one replica. `echo_request_id`: False behind Ray Serve, whose own middleware echoes X-Request-Id already."""
     routes: list[BaseRoute] = [
         Route(path, _Answer(server, path, endpoint, echo_request_id), methods=list(methods)) for path, endpoint, methods in ROUTES
@@ -55,7 +56,7 @@ def application(server: EngineServer, echo_request_id: bool = True) -> Starlette
 class _Answer:
     """One route: runs its endpoint and turns whatever it raises into the one reply there is."""
 
-    def __init__(self, server: EngineServer, path: str, endpoint: Endpoint, echo_request_id: bool) -> None:
+    def __init__(self, server: Verbs, path: str, endpoint: Endpoint, echo_request_id: bool) -> None:
         self._server = server
         self._path = path
         self._endpoint = endpoint
@@ -76,8 +77,7 @@ class _Answer:
             await self._refuse(exchange, wrong)
         finally:
             exchange.unwatch()
-            if server.ready:
-                server.telemetry.replied(exchange.method, self._path, exchange.status or 499)
+            server.telemetry.replied(exchange.method, self._path, exchange.status or 499)
 
     async def _refuse(self, exchange: Exchange, wrong: Exception) -> None:
         if not isinstance(wrong, RayNeuronError):
@@ -86,13 +86,12 @@ class _Answer:
             await exchange.refuse(errors.error_body(wrong))
 
 
-def _left(server: EngineServer, exchange: Exchange) -> None:
+def _left(server: Verbs, exchange: Exchange) -> None:
     log.info("%s %s: the client has gone [%s]", exchange.method, exchange.path, exchange.request_id)
-    if server.ready:
-        server.telemetry.series[metrics.DISCONNECTS].add()
+    server.telemetry.series[metrics.DISCONNECTS].add()
 
 
-def _check_key(server: EngineServer, exchange: Exchange, path: str) -> None:
+def _check_key(server: Verbs, exchange: Exchange, path: str) -> None:
     if not server.config.serving.api_keys or path in OPEN_PATHS:
         return
     scheme, _, given = (exchange.header("authorization") or "").partition(" ")
@@ -105,7 +104,7 @@ class _WrongKey(RayNeuronError):
     status = 401
 
 
-async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> None:
+async def _generate(parse: Callable[..., api.Call], server: Verbs, exchange: Exchange) -> None:
     """Any endpoint that generates: admit, read, parse, run, answer whole or piece by piece."""
     arrival_s = time.monotonic()
     server.admit()
@@ -114,15 +113,15 @@ async def _generate(parse: Parse, server: EngineServer, exchange: Exchange) -> N
     task = asyncio.current_task()
     assert task is not None
     exchange.watch(task)
-    call = await server.parse(parse, body, exchange.client_id)
+    call = await server.parse(reader(parse, exchange.client_id), body)
     with server.flight(call, arrival_s, limit_s, exchange.headers) as flight:
         if call.stream:
-            await _stream(server, call, flight, exchange)
+            await _stream(call, flight, exchange)
         else:
-            await exchange.reply(200, await server.write(call, await flight.finish(), errors.encode))
+            await exchange.reply(200, await server.text_thread.write(call, await flight.finish(), errors.encode))
 
 
-async def _stream(server: EngineServer, call: api.Call, flight: Flight, exchange: Exchange) -> None:
+async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
     stream = call.open()
@@ -132,7 +131,7 @@ async def _stream(server: EngineServer, call: api.Call, flight: Flight, exchange
         while not stream.done:
             if out:
                 await exchange.write(out)
-            await flight.rest(server.flights.pace_s)
+            await flight.rest(flight.pace_s())
             deltas = await flight.take()
             if not deltas:
                 break
@@ -148,66 +147,49 @@ async def _stream(server: EngineServer, call: api.Call, flight: Flight, exchange
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
-async def _models(server: EngineServer, exchange: Exchange) -> None:
-    _require_ready(server)
+async def _models(server: Verbs, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(openai.models_list(server.cards())))
 
 
-async def _model(server: EngineServer, exchange: Exchange) -> None:
-    _require_ready(server)
+async def _model(server: Verbs, exchange: Exchange) -> None:
     name = exchange.params["model"]
     await exchange.reply(200, errors.encode(openai.find_model(name, server.cards(name))))
 
 
-async def _tokens(convert: Callable[[Any, api.Context], Any], server: EngineServer, exchange: Exchange) -> None:
-    _require_ready(server)
+async def _tokens(convert: Callable[[Any, api.Context], Any], server: Verbs, exchange: Exchange) -> None:
     body = await exchange.json_body(server.limits.max_body_bytes, server.limits.body_timeout_s)
-    work = partial(_convert, convert, body, server.context)
-    reply = await server.on_text_thread(len(body), work)
-    await exchange.reply(200, reply)
+    await exchange.reply(200, await server.parse(lambda fields, context: errors.encode(convert(fields, context)), body))
 
 
-def _convert(convert: Callable[[Any, api.Context], Any], body: bytes, context: api.Context) -> bytes:
-    return errors.encode(convert(openai.decode(body), context))
+async def _tokenizer_info(server: Verbs, exchange: Exchange) -> None:
+    await exchange.reply(200, await server.parse(lambda _, context: errors.encode(openai.tokenizer_info(context)), {}))
 
 
-async def _tokenizer_info(server: EngineServer, exchange: Exchange) -> None:
-    _require_ready(server)
-    await exchange.reply(200, errors.encode(openai.tokenizer_info(server.context)))
-
-
-async def _health(server: EngineServer, exchange: Exchange) -> None:
+async def _health(server: Verbs, exchange: Exchange) -> None:
     """Empty 200 where a first token is possible; 503 while loading, draining, stalled or dead."""
-    _require_ready(server)
     try:
-        server.check_health()
+        server.health()
     except RayNeuronError as wrong:
         raise NotReady(wrong.message, retry_after_s=server.limits.retry_after_s) from wrong
     await exchange.reply(200, b"")
 
 
-async def _metrics(server: EngineServer, exchange: Exchange) -> None:
-    _require_ready(server, draining_too=True)
+async def _metrics(server: Verbs, exchange: Exchange) -> None:
+    server.load()  # nothing to say where there is none
     await exchange.reply(200, await server.metrics_text(), METRICS_TYPE)
 
 
-async def _version(server: EngineServer, exchange: Exchange) -> None:
+async def _version(server: Verbs, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(openai.version(__version__)))
 
 
-async def _load(server: EngineServer, exchange: Exchange) -> None:
+async def _load(server: Verbs, exchange: Exchange) -> None:
     """vLLM's {server_load}, and the engine's snapshot beside it."""
-    _require_ready(server, draining_too=True)
-    await exchange.reply(200, errors.encode({"server_load": len(server.flights), **await server.stats()}))
+    stats = stats_of(server)
+    await exchange.reply(200, errors.encode({"server_load": stats["open_calls"], **stats}))
 
 
-def _require_ready(server: EngineServer, draining_too: bool = False) -> None:
-    if not server.ready or (server.draining and not draining_too):
-        why = "the server is shutting down" if server.draining else "the engine is still loading"
-        raise NotReady(why, retry_after_s=server.limits.retry_after_s)
-
-
-async def _no_route(server: EngineServer, http: HttpRequest, wrong: Exception) -> Response:
+async def _no_route(server: Verbs, http: HttpRequest, wrong: Exception) -> Response:
     """404 and 405 in OpenAI's error body; a bare route prefix leads to the page, whose links need the slash."""
     assert isinstance(wrong, HTTPException)
     path = http.url.path

@@ -82,12 +82,13 @@ class Histogram:
 class Load:
     """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls."""
 
-    __slots__ = ("calls", "sequences", "snapshot")
+    __slots__ = ("calls", "refused", "sequences", "snapshot")
 
-    def __init__(self, snapshot: Snapshot, calls: int, sequences: int) -> None:
+    def __init__(self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None) -> None:
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences
+        self.refused = refused  # why the last user_config was
 
 
 class Telemetry:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron.serve.ingress import application
-from rayneuron.serve.replica import EngineServer
+from rayneuron.serve.replica import Replica
 from tests.serve.scripted import PATIENCE_S
 
 HEALTHY = 8
 
 
 class Server:
-    """One EngineServer and its ASGI application."""
+    """One Replica and its ASGI application."""
 
-    def __init__(self, server: EngineServer) -> None:
+    def __init__(self, server: Replica) -> None:
         self.server = server
         self.app = application(server)
 
@@ -63,9 +63,9 @@ class Server:
 
     async def settle(self) -> None:
         """Assert that the engine lives and everything returns to its baseline."""
-        engine, flights = self.server.opened.engine, self.server.flights
+        engine, flights = self.server.served.opened.engine, self.server.served.flights
         async with asyncio.timeout(PATIENCE_S):
-            while engine.has_work or self.server.engine.pending():
+            while engine.has_work or self.server.served.engine.pending():
                 await asyncio.sleep(0.001)
         self.server.check_health()
         engine.check_ledger()
@@ -80,7 +80,7 @@ class Server:
 async def serving(path: Path, **config: Any) -> AsyncIterator[Server]:
     """The model of `path`, served."""
     words = {"model": {"path": str(path), "name": "tiny"}, "dtype": "fp32", "threads": 1, "limits": {"max_waiting": 4000}}
-    server = EngineServer({**words, **config})
+    server = Replica({**words, **config})
     await server.open()
     try:
         yield Server(server)

@@ -27,7 +27,7 @@ from rayneuron.engine.runner import _want
 from rayneuron.engine.scheduler import Plan
 from rayneuron.loading import Opened
 from rayneuron.serve.ingress import application
-from rayneuron.serve.replica import EngineServer
+from rayneuron.serve.replica import Replica
 from rayneuron.text.text import Text
 from rayneuron.types import Request
 
@@ -131,9 +131,9 @@ def opener_of(
 
 
 class Site:
-    """An EngineServer behind uvicorn on a loopback port, in a thread of its own."""
+    """A Replica behind uvicorn on a loopback port, in a thread of its own."""
 
-    def __init__(self, server: EngineServer) -> None:
+    def __init__(self, server: Replica) -> None:
         self.server = server
         # With the protocol named: asyncio switches Nagle's delay off only on sockets that say they are TCP.
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -152,7 +152,7 @@ class Site:
 
     @property
     def runner(self) -> ScriptedRunner:
-        runner = self.server.opened.engine.runner
+        runner = self.server.served.opened.engine.runner
         assert isinstance(runner, ScriptedRunner)
         return runner
 
@@ -174,12 +174,12 @@ class Site:
 
     def idle(self) -> dict[str, float]:
         """Everything that must be back at its baseline when nobody calls: zero for each key."""
-        snapshot = self.server.engine.snapshot()
+        snapshot = self.server.served.engine.snapshot()
         return {
-            "calls": len(self.server.flights),
-            "sequences": self.server.flights.sequences,
-            "waiting_tokens": self.server.flights.waiting_tokens,
-            "registered": len(self.server.flights._by_request),
+            "calls": len(self.server.served.flights),
+            "sequences": self.server.served.flights.sequences,
+            "waiting_tokens": self.server.served.flights.waiting_tokens,
+            "registered": len(self.server.served.flights._by_request),
             "running": snapshot.running,
             "waiting": snapshot.waiting,
             "slots_taken": snapshot.slots_total - snapshot.slots_free,
@@ -189,7 +189,7 @@ class Site:
     def settle(self) -> None:
         """Assert that everything returns to the baseline, and that the engine's ledger holds."""
         eventually(lambda: not any(self.idle().values()), PATIENCE_S, self.idle)
-        self.server.opened.engine.check_ledger()
+        self.server.served.opened.engine.check_ledger()
 
     def close(self) -> None:
         self._http.should_exit = True
@@ -215,7 +215,7 @@ class Site:
         try:
             await self._http.serve(sockets=[self.socket])
         finally:
-            if isinstance(self.server.opened.engine.runner, ScriptedRunner):
+            if isinstance(self.server.served.opened.engine.runner, ScriptedRunner):
                 self.runner.free()
             await self.server.close()
 
@@ -224,7 +224,7 @@ class Site:
 def site(path: Path, config: dict[str, Any] | None = None, **script: Any) -> Iterator[Site]:
     """A scripted model served over real sockets."""
     args = {"model": {"path": str(path), "name": "scripted"}, **(config or {})}
-    running = Site(EngineServer(args, opener_of(path, **script)))
+    running = Site(Replica(args, opener_of(path, **script)))
     try:
         yield running
     finally:

@@ -26,8 +26,8 @@ def full(tiny: Path) -> Iterator[tuple[Site, list[Wire]]]:
         for count in (1, 2, 3):
             wires.append(Wire(running))
             wires[-1].post("/v1/completions", LONG)
-            eventually(lambda count=count: running.server.flights.sequences == count, PATIENCE_S, running.idle)  # type: ignore[misc]
-            eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
+            eventually(lambda count=count: running.server.served.flights.sequences == count, PATIENCE_S, running.idle)  # type: ignore[misc]
+            eventually(lambda: running.server.served.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         yield running, wires
         running.runner.free()
 
@@ -75,10 +75,10 @@ def test_prompt_tokens_in_the_queue_are_limited_too(tiny: Path) -> None:
         running.runner.hold()
         first = Wire(running)
         first.post("/v1/completions", LONG)
-        eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         second = Wire(running)
         second.post("/v1/completions", LONG | {"prompt": [9] * 50})
-        eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.flights.sequences == 2, PATIENCE_S, running.idle)
         reply = httpx.post(f"{running.url}/v1/completions", json=LONG | {"prompt": [9] * 10}, timeout=PATIENCE_S)
         assert reply.status_code == 429 and "prompt tokens" in reply.json()["error"]["message"]
         for wire in (first, second):
@@ -105,12 +105,12 @@ def test_one_call_leaves_half_of_the_queue_to_the_others(tiny: Path) -> None:
             reply = httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S)
             assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
             assert f"{prompts * n} sequences" in reply.json()["error"]["message"] and "takes 24" in reply.json()["error"]["message"]
-        assert running.server.flights.sequences == 0
+        assert running.server.served.flights.sequences == 0
         large, small, second = Wire(running), Wire(running), Wire(running)
         large.post("/v1/completions", LONG | {"prompt": ["a", "b"], "n": 12, "temperature": 1})
-        eventually(lambda: running.server.flights.sequences == 24, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.flights.sequences == 24, PATIENCE_S, running.idle)
         small.post("/v1/completions", LONG)  # there is room for somebody else
-        eventually(lambda: running.server.flights.sequences == 25, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.flights.sequences == 25, PATIENCE_S, running.idle)
         body = LONG | {"prompt": ["a", "b"], "n": 12, "temperature": 1}
         refused = httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert refused.status_code == 429 and "21 sequences wait, and this call brings 24; the limit is 40" in refused.text
@@ -123,7 +123,7 @@ def test_one_call_leaves_half_of_the_queue_to_the_others(tiny: Path) -> None:
 def test_a_request_that_is_taken_in_counts_once(tiny: Path) -> None:
     """One slot, one place: while the engine's thread moves the first call from the inbox to the queue, the second one has its place."""
     with site(tiny, {"limits": {"max_waiting": 1}}, rows=1) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        engine, answers = running.server.opened.engine, []
+        engine, answers = running.server.served.opened.engine, []
         add = engine.add
 
         def ask() -> httpx.Response:
@@ -147,9 +147,9 @@ def test_new_limits_without_a_restart(full: tuple[Site, list[Wire]]) -> None:
     running.call(lambda: running.server.reconfigure({"limits": {"max_waiting": 9}}))
     more = Wire(running)
     more.post("/v1/completions", LONG)
-    eventually(lambda: running.server.flights.sequences == 4, PATIENCE_S, running.idle)
+    eventually(lambda: running.server.served.flights.sequences == 4, PATIENCE_S, running.idle)
     running.call(lambda: running.server.reconfigure({"limits": {"max_wait": 1}}))
-    assert "did you mean max_waiting" in (running.server.refused or "") and running.server.limits.max_waiting == 9
+    assert "did you mean max_waiting" in (running.server.served.refused or "") and running.server.limits.max_waiting == 9
     for wire in (*wires, more):
         wire.drop()
     running.runner.free()

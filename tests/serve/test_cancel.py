@@ -46,15 +46,15 @@ def test_leaving_while_queued(held: Site, stream: bool) -> None:
     running = [Wire(held) for _ in range(2)]
     for wire in running:
         wire.post("/v1/completions", LONG)
-    eventually(lambda: held.server.flights.sequences == 2, PATIENCE_S, held.idle)
+    eventually(lambda: held.server.served.flights.sequences == 2, PATIENCE_S, held.idle)
     queued = Wire(held)
     queued.post("/v1/completions", LONG | {"stream": stream, "prompt": "queued"})
-    eventually(lambda: held.server.flights.sequences == 3, PATIENCE_S, held.idle)
+    eventually(lambda: held.server.served.flights.sequences == 3, PATIENCE_S, held.idle)
     queued.drop()
-    eventually(lambda: held.server.flights.sequences == 2, PATIENCE_S, held.idle)
+    eventually(lambda: held.server.served.flights.sequences == 2, PATIENCE_S, held.idle)
     for wire in running:
         wire.drop()
-    eventually(lambda: held.server.flights.sequences == 0, PATIENCE_S, held.idle)
+    eventually(lambda: held.server.served.flights.sequences == 0, PATIENCE_S, held.idle)
     held.runner.free()
     held.settle()
     assert not any(len(requests) > 2 for _, requests in held.runner.log)
@@ -66,9 +66,9 @@ def test_leaving_in_prefill_and_before_the_first_token(held: Site, stream: bool)
     """The prompt needs six chunks; the client leaves in the first. No more than two further steps may carry the request."""
     wire = Wire(held)
     wire.post("/v1/completions", LONG | {"prompt": [9] * 96, "max_tokens": 99, "stream": stream})
-    eventually(lambda: held.server.engine.snapshot().running == 1, PATIENCE_S, held.idle)  # the first chunk is at the gate
+    eventually(lambda: held.server.served.engine.snapshot().running == 1, PATIENCE_S, held.idle)  # the first chunk is at the gate
     wire.drop()
-    eventually(lambda: not held.server.flights.sequences, PATIENCE_S, held.idle)
+    eventually(lambda: not held.server.served.flights.sequences, PATIENCE_S, held.idle)
     held.flush()  # the engine has been told
     held.runner.free()
     held.settle()
@@ -84,7 +84,7 @@ def test_leaving_in_the_middle_stops_the_work_within_two_steps(held: Site, strea
         wire.read_until(b"data: ")
     eventually(lambda: len(held.runner.log) == 4, PATIENCE_S)  # the fifth waits at the gate
     wire.drop()
-    eventually(lambda: not held.server.flights.sequences, PATIENCE_S, held.idle)
+    eventually(lambda: not held.server.served.flights.sequences, PATIENCE_S, held.idle)
     held.flush()  # the engine has been told
     held.runner.free()
     held.settle()
@@ -106,9 +106,9 @@ def test_leaving_at_the_last_token(tiny: Path) -> None:
 def test_leaving_takes_every_choice_and_every_prompt(held: Site) -> None:
     wire = Wire(held)
     wire.post("/v1/completions", LONG | {"prompt": ["a", "b", "c"], "n": 3, "temperature": 1.0, "stream": True})
-    eventually(lambda: held.server.flights.sequences == 9, PATIENCE_S, held.idle)
+    eventually(lambda: held.server.served.flights.sequences == 9, PATIENCE_S, held.idle)
     wire.drop()
-    eventually(lambda: held.server.flights.sequences == 0, PATIENCE_S, held.idle)
+    eventually(lambda: held.server.served.flights.sequences == 0, PATIENCE_S, held.idle)
     held.runner.free()
     held.settle()
     assert aborts(held) == 9
@@ -121,7 +121,7 @@ def test_a_slow_reader_holds_no_step(tiny: Path) -> None:
         slow.post("/v1/completions", LONG | {"stream": True, "max_tokens": 4000, "return_token_ids": True})
         done = httpx.post(f"{running.url}/v1/completions", json=LONG | {"max_tokens": 100}, timeout=PATIENCE_S).json()
         assert done["usage"]["completion_tokens"] == 100
-        eventually(lambda: running.server.engine.snapshot().running == 0, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.engine.snapshot().running == 0, PATIENCE_S, running.idle)
         slow.drop()
         running.settle()
 
@@ -144,12 +144,12 @@ def test_five_hundred_connect_and_drop(tiny: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(drop, range(500)))
         running.settle()
-        steps = running.server.engine.snapshot().steps
+        steps = running.server.served.engine.snapshot().steps
         after = httpx.post(
             f"{running.url}/v1/completions", json={"model": "scripted", "prompt": "say:still here", "max_tokens": 20}, timeout=PATIENCE_S
         )
         assert after.json()["choices"][0]["text"] == "still here"
-        assert running.server.engine.snapshot().steps < steps + 30  # nobody else's work was left in the engine
+        assert running.server.served.engine.snapshot().steps < steps + 30  # nobody else's work was left in the engine
         gauges = httpx.get(f"{running.url}/metrics").text
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "rayneuron:open_calls", "rayneuron:open_sequences"):
             assert re.search(rf"^{name}\{{[^}}]*\}} 0\.0$", gauges, re.M), name
@@ -172,13 +172,13 @@ def test_a_storm_of_refusals_leaves_nothing(tiny: Path) -> None:
         holders = [Wire(running) for _ in range(2)]
         for wire in holders:
             wire.post("/v1/completions", LONG)
-        eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S, running.idle)
-        eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.flights.sequences == 2, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as client:
             for i in range(300):
                 reply = client.post("/v1/completions", json=LONG | {"stream": bool(i % 2)})
                 assert reply.status_code == 429 and reply.headers["retry-after"] == "3"
-        assert running.server.flights.sequences == 2
+        assert running.server.served.flights.sequences == 2
         for wire in holders:
             wire.drop()
         running.runner.free()
@@ -190,13 +190,13 @@ def test_a_handle_call_that_is_cancelled_is_aborted(held: Site) -> None:
         import asyncio
 
         task = asyncio.ensure_future(held.server.completions(dict(LONG)))
-        while not held.server.flights.sequences:
+        while not held.server.served.flights.sequences:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     held.await_(start_and_cancel())
-    assert held.server.flights.sequences == 0
+    assert held.server.served.flights.sequences == 0
     held.runner.free()
     held.settle()

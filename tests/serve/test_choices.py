@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rayneuron.api import call as api
 from rayneuron.engine import commit
 from rayneuron.errors import RequestError
-from rayneuron.serve import replica
 from rayneuron.serve.leg import Leg
 from rayneuron.text.text import Assembler
 from rayneuron.types import Request, SamplingParams
@@ -81,18 +81,18 @@ async def test_nothing_left_to_choose_is_the_requests_fault(tiny: Path, stream: 
 async def test_a_second_call_of_one_id_leaves_the_first_alone(tiny: Path) -> None:
     async with serving(tiny, **SMALL) as served:
         server = served.server
-        text = server.opened.text
+        text = server.served.opened.text
 
         def legs() -> list[Leg]:
             params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
             return [Leg(r, Assembler(r, text)) for r in (Request(id="same-0", prompt_ids=[20, 21], params=params),)]
 
-        first = server.flights.open(legs())
+        first = server.served.flights.open(legs())
         with pytest.raises(RequestError, match="'same-0' is in use"):
-            server.flights.open(legs())
+            server.served.flights.open(legs())
         deltas = await first.finish()
         assert [(d.finish_reason, d.usage and d.usage.completion_tokens) for d in deltas] == [("length", 40)]
-        server.flights.close(first)
+        server.served.flights.close(first)
         await served.settle()
 
 
@@ -115,8 +115,8 @@ async def test_a_large_reply_is_put_together_beside_the_streams(tiny: Path, monk
 
     threads: list[str] = []
     async with serving(tiny, **SMALL) as served:
-        reply = replica.api.Call.reply
-        monkeypatch.setattr(replica.api.Call, "reply", lambda *a: (threads.append(threading.current_thread().name), reply(*a))[1])
+        reply = api.Call.reply
+        monkeypatch.setattr(api.Call, "reply", lambda *a: (threads.append(threading.current_thread().name), reply(*a))[1])
         large = {"prompt": [9] * 120, "max_tokens": 1, "prompt_logprobs": 20}
         answers = await asyncio.gather(*(served.post("/v1/completions", json.dumps(b).encode()) for b in (large, {"prompt": "a"})))
         assert [status for status, _ in answers] == [200, 200]

@@ -291,7 +291,7 @@ def test_draining(tiny: Path) -> None:
         running.runner.hold()
         wire = Wire(running)
         wire.post("/v1/completions", GO | {"stream": True})
-        eventually(lambda: running.server.flights.sequences == 1, PATIENCE_S)
+        eventually(lambda: running.server.served.flights.sequences == 1, PATIENCE_S)
         running.await_(running.server.drain())
         for reply in (http.post("/v1/completions", json=GO), http.get("/health"), http.post("/ping")):
             error(reply, 503, "ServiceUnavailableError")
@@ -309,9 +309,9 @@ def test_draining_for_so_long(tiny: Path) -> None:
         short, long = Wire(running), Wire(running)
         short.post("/v1/completions", GO | {"stream": True, "max_tokens": 3})
         long.post("/v1/completions", GO | {"stream": True, "max_tokens": 200, "ignore_eos": True})
-        eventually(lambda: running.server.flights.sequences == 2, PATIENCE_S)
+        eventually(lambda: running.server.served.flights.sequences == 2, PATIENCE_S)
         draining = asyncio.run_coroutine_threadsafe(running.server.drain(2.0), running._loop)
-        eventually(lambda: running.server.draining, PATIENCE_S)
+        eventually(lambda: running.server.state == "leaving", PATIENCE_S)
         assert error(httpx.get(f"{running.url}/health"), 503, "ServiceUnavailableError")
         assert httpx.post(f"{running.url}/v1/completions", json=GO).headers["retry-after"] == "1"
         running.runner.allow(6)
@@ -330,7 +330,7 @@ def test_closing_ends_what_is_left_with_an_error(tiny: Path) -> None:
         wire = Wire(running)
         wire.post("/v1/completions", GO | {"stream": True})
         wire.read_until(b"data: ")
-        running.call(lambda: running.server.flights.fail_all(NotReady("the server is shutting down")))
+        running.call(lambda: running.server.served.flights.fail_all(NotReady("the server is shutting down")))
         rest = wire.read_until(b"[DONE]")
         assert b'"code":503' in rest
         wire.close()

@@ -84,7 +84,7 @@ def test_it_retries_a_full_queue_and_gets_through(tiny: Path) -> None:
         running.runner.hold()
         holder = Wire(running)
         holder.post("/v1/completions", {"model": "scripted", "prompt": "go", "max_tokens": 5})
-        eventually(lambda: running.server.engine.snapshot().running == 1, PATIENCE_S, running.idle)
+        eventually(lambda: running.server.served.engine.snapshot().running == 1, PATIENCE_S, running.idle)
         answers: list[int] = []
 
         def make_room(response: httpx.Response) -> None:
@@ -92,7 +92,7 @@ def test_it_retries_a_full_queue_and_gets_through(tiny: Path) -> None:
             answers.append(response.status_code)
             if response.status_code == 429:
                 running.runner.free()
-                eventually(lambda: not running.server.flights.sequences, PATIENCE_S, running.idle)
+                eventually(lambda: not running.server.served.flights.sequences, PATIENCE_S, running.idle)
 
         with (
             httpx.Client(event_hooks={"response": [make_room]}) as transport,

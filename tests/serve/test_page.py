@@ -498,10 +498,10 @@ def test_works_under_a_route_prefix(browser: Any, address: str, script: Script) 
 
 def test_the_real_application(browser: Any, tiny: Path) -> None:
     """The real routes and engine, a random model: an answer to the token limit, then one stopped half-way, and nothing is left behind."""
-    from rayneuron.serve.replica import EngineServer
+    from rayneuron.serve.replica import Replica
     from tests.serve.scripted import Site
 
-    site = Site(EngineServer({"model": {"path": str(tiny), "name": "tiny"}, "dtype": "fp32", "max_model_len": 4096, "max_num_seqs": 2}))
+    site = Site(Replica({"model": {"path": str(tiny), "name": "tiny"}, "dtype": "fp32", "max_model_len": 4096, "max_num_seqs": 2}))
     try:
         page = Page(browser, site.url + "/").ready()
         assert page.find("#model").text == "tiny"

@@ -1,4 +1,4 @@
-"""EngineServer without HTTP: handle methods, health, start-up and hot settings."""
+"""Replica without HTTP: handle methods, health, start-up and hot settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rayneuron import metrics
 from rayneuron.config import Deployment
 from rayneuron.config import parse as parse_config
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
-from rayneuron.serve import replica
+from rayneuron.serve import served
 from rayneuron.serve.profile import profile_env
-from rayneuron.serve.replica import EngineServer
+from rayneuron.serve.replica import Replica
 from rayneuron.serve.startup import thread_share
 from rayneuron.types import Delta, SamplingParams, TokenDelta
 from tests.serve.scripted import PATIENCE_S, ScriptedRunner, opener_of
@@ -41,26 +41,26 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(replica, "time", made)
+    monkeypatch.setattr(served, "time", made)
     return made
 
 
 @pytest.fixture
-async def server(tiny: Path) -> AsyncIterator[EngineServer]:
-    made = EngineServer({"model": {"path": str(tiny), "name": "scripted"}, "serving": {"stall_timeout_s": STALL_S}}, opener_of(tiny))
+async def server(tiny: Path) -> AsyncIterator[Replica]:
+    made = Replica({"model": {"path": str(tiny), "name": "scripted"}, "serving": {"stall_timeout_s": STALL_S}}, opener_of(tiny))
     await made.open()
     yield made
     runner_of(made).free()
     await made.close()
 
 
-def runner_of(server: EngineServer) -> ScriptedRunner:
-    runner: Any = server.opened.engine.runner
+def runner_of(server: Replica) -> ScriptedRunner:
+    runner: Any = server.served.opened.engine.runner
     assert isinstance(runner, ScriptedRunner)
     return runner
 
 
-async def test_methods_for_handles(server: EngineServer) -> None:
+async def test_methods_for_handles(server: Replica) -> None:
     reply = await server.completions({"prompt": "say:hello", "max_tokens": 20})
     assert reply["choices"][0]["text"] == "hello"
     reply = await server.chat({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4})
@@ -85,27 +85,27 @@ async def test_methods_for_handles(server: EngineServer) -> None:
     assert (await server.stats())["open_calls"] == 0 and (await server.models())["data"][0]["id"] == "scripted"
 
 
-async def test_a_stream_that_is_left_is_aborted(server: EngineServer) -> None:
+async def test_a_stream_that_is_left_is_aborted(server: Replica) -> None:
     stream = server.generate("go on", {"max_tokens": 200, "ignore_eos": True})
     await anext(stream)
     await stream.aclose()
-    assert server.flights.sequences == 0 and len(server.flights) == 0
+    assert server.served.flights.sequences == 0 and len(server.served.flights) == 0
     chunks = await server.chat({"messages": [{"role": "user", "content": "go on"}], "max_tokens": 200, "stream": True})
     await anext(chunks)
     await chunks.aclose()
-    assert server.flights.sequences == 0 and len(server.flights) == 0
+    assert server.served.flights.sequences == 0 and len(server.served.flights) == 0
 
 
-async def test_a_stream_of_chunks_raises_its_error(server: EngineServer) -> None:
+async def test_a_stream_of_chunks_raises_its_error(server: Replica) -> None:
     with pytest.raises(RayNeuronError, match="the engine has stopped"):
         [chunk async for chunk in await server.completions({"prompt": "boom:2:", "max_tokens": 9, "stream": True})]
 
 
-async def test_health_follows_the_steps(server: EngineServer, clock: Clock) -> None:
+async def test_health_follows_the_steps(server: Replica, clock: Clock) -> None:
     server.check_health()
     runner_of(server).hold()
     task = asyncio.ensure_future(server.completions({"prompt": "go", "max_tokens": 3}))
-    while not server.flights.sequences:
+    while not server.served.flights.sequences:
         await asyncio.sleep(0)
     server.check_health()  # work for a moment is no stall
     clock.ahead_s = STALL_S + 1
@@ -116,20 +116,20 @@ async def test_health_follows_the_steps(server: EngineServer, clock: Clock) -> N
     server.check_health()
 
 
-async def test_an_idle_engine_is_healthy_however_long_ago_its_last_step_was(server: EngineServer, clock: Clock) -> None:
+async def test_an_idle_engine_is_healthy_however_long_ago_its_last_step_was(server: Replica, clock: Clock) -> None:
     await server.completions({"prompt": "go", "max_tokens": 3})
     clock.ahead_s = STALL_S + 1
     server.check_health()
     runner_of(server).hold()
     task = asyncio.ensure_future(server.completions({"prompt": "go", "max_tokens": 3}))
-    while not server.engine.pending():
+    while not server.served.engine.pending():
         await asyncio.sleep(0)
     server.check_health()  # the new work is young, although the last step is old
     runner_of(server).free()
     await task
 
 
-async def test_a_dead_engine_is_unhealthy_at_once(server: EngineServer) -> None:
+async def test_a_dead_engine_is_unhealthy_at_once(server: Replica) -> None:
     with pytest.raises(RayNeuronError, match="engine has stopped"):
         await server.completions({"prompt": "boom:1:", "max_tokens": 3})
     with pytest.raises(RayNeuronError, match="scripted step fails"):
@@ -138,29 +138,29 @@ async def test_a_dead_engine_is_unhealthy_at_once(server: EngineServer) -> None:
         await server.completions({"prompt": "go", "max_tokens": 3})
 
 
-async def test_one_call_that_cannot_be_put_into_text_fails_alone(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Torn(replica.Assembler):
+async def test_one_call_that_cannot_be_put_into_text_fails_alone(server: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torn(served.Assembler):
         def push(self, delta: TokenDelta) -> Delta | None:
             if len(self.request.prompt_ids) == 3 and delta.finish_reason:
                 raise ValueError("a secret detail")
             return super().push(delta)
 
-    monkeypatch.setattr(replica, "Assembler", Torn)
+    monkeypatch.setattr(served, "Assembler", Torn)
     runner_of(server).hold()
     good = asyncio.ensure_future(server.completions({"prompt": [9] * 4, "max_tokens": 20, "ignore_eos": True}))
     bad = asyncio.ensure_future(server.completions({"prompt": [9] * 3, "max_tokens": 10, "ignore_eos": True}))
-    while server.flights.sequences < 2:
+    while server.served.flights.sequences < 2:
         await asyncio.sleep(0)
     runner_of(server).free()
     with pytest.raises(RayNeuronError, match="could not be put together") as caught:
         await bad
     assert "secret" not in str(caught.value)
     assert (await good)["usage"]["completion_tokens"] == 20
-    assert (server.flights.sequences, server.flights.waiting_tokens, len(server.flights)) == (0, 0, 0)
+    assert (server.served.flights.sequences, server.served.flights.waiting_tokens, len(server.served.flights)) == (0, 0, 0)
     server.check_health()
 
 
-async def test_unknown_fields_are_said_once_and_not_for_ever(server: EngineServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_fields_are_said_once_and_not_for_ever(server: Replica, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rayneuron"):
         for _ in range(3):
             await server.completions({"prompt": "go", "max_tokens": 1, "wishes": 3})
@@ -170,12 +170,12 @@ async def test_unknown_fields_are_said_once_and_not_for_ever(server: EngineServe
     assert 90 <= caplog.text.count("junk") <= 100
 
 
-async def test_stats_for_serve(server: EngineServer) -> None:
+async def test_stats_for_serve(server: Replica) -> None:
     assert server.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0, "running": 0, "sequences": 0, "kv_used": 0}
     assert server.record_routing_stats()["slots_total"] == 4
 
 
-async def test_hot_settings(server: EngineServer) -> None:
+async def test_hot_settings(server: Replica) -> None:
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}})
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
     server.reconfigure({"limits": {"retry_after_s": 3}})
@@ -202,13 +202,13 @@ WRONG_UPDATES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG_UPDATES)
-async def test_a_wrong_update_changes_nothing_and_is_said(server: EngineServer, name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_update_changes_nothing_and_is_said(server: Replica, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, on /load and as a metric, until one comes that is right; nothing is raised, for Serve would end the replica."""
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}, "limits": {"max_waiting": 5}})
-    before, gauge = (server.context, server.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
+    before, gauge = (server.served.context, server.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
     with caplog.at_level(logging.ERROR, logger="rayneuron"):
         server.reconfigure(WRONG_UPDATES[name])
-    assert (server.context, server.limits) == before
+    assert (server.served.context, server.limits) == before
     said = (await server.stats())["refused_user_config"]
     assert said and said in caplog.text and gauge.values[()] == 1 and b"rayneuron:user_config_refused" in server.telemetry.text()
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
@@ -217,7 +217,7 @@ async def test_a_wrong_update_changes_nothing_and_is_said(server: EngineServer, 
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("where", ["hot", "Telemetry", "Flights", "ThreadPoolExecutor", "EngineLoop"])
+@pytest.mark.parametrize("where", ["hot", "Flights", "EngineLoop"])
 async def test_whatever_open_made_is_given_back_where_it_fails(where: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **words: Any) -> None:
         raise RayNeuronError("a part of the start fails")
@@ -228,11 +228,11 @@ async def test_whatever_open_made_is_given_back_where_it_fails(where: str, tiny:
         made.append(opener_of(tiny)(config, progress))
         return made[-1]
 
-    monkeypatch.setattr(replica, where, fails)
-    server = EngineServer({"model": {"path": str(tiny)}}, opener)
+    monkeypatch.setattr(served, where, fails)
+    server = Replica({"model": {"path": str(tiny)}}, opener)
     with pytest.raises(RayNeuronError, match="a part of the start fails"):
         await server.open()
-    assert made[0].engine.runner.closed and not server.ready
+    assert made[0].engine.runner.closed and server.state == "starting"
     assert not [t.name for t in threading.enumerate() if t.name.startswith(("rayneuron-engine", "rayneuron-text"))]
     await server.close()
 
@@ -247,7 +247,7 @@ async def test_an_engine_nobody_waits_for_any_more_is_given_back(tiny: Path) -> 
         made.append(opener_of(tiny)(config, progress))
         return made[-1]
 
-    server = EngineServer({"model": {"path": str(tiny)}}, slow)
+    server = Replica({"model": {"path": str(tiny)}}, slow)
     opening = asyncio.ensure_future(server.open())
     while not begun.is_set():
         await asyncio.sleep(0.01)
@@ -263,9 +263,8 @@ async def test_a_key_that_is_not_there_ends_the_start_before_anything_is_loaded(
     def opener(*args: Any) -> Any:
         raise AssertionError("loaded")
 
-    server = EngineServer({"model": {"path": str(tiny)}, "serving": {"api_keys": ["env:NO_SUCH_KEY"]}}, opener)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
-        await server.open()
+        Replica({"model": {"path": str(tiny)}, "serving": {"api_keys": ["env:NO_SUCH_KEY"]}}, opener)
 
 
 async def test_not_ready_until_warm(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -278,7 +277,7 @@ async def test_not_ready_until_warm(tiny: Path, caplog: pytest.LogCaptureFixture
         assert loading.wait(PATIENCE_S)
         return open_scripted(config, progress)
 
-    server = EngineServer({"model": {"path": str(tiny), "name": "scripted"}}, slow)
+    server = Replica({"model": {"path": str(tiny), "name": "scripted"}}, slow)
     with caplog.at_level(logging.INFO, logger="rayneuron"):
         opening = asyncio.ensure_future(server.open())
         while "weights 1/2" not in caplog.text:
@@ -289,10 +288,11 @@ async def test_not_ready_until_warm(tiny: Path, caplog: pytest.LogCaptureFixture
         await opening
     assert "ready after" in caplog.text
     assert (await server.completions({"prompt": "say:x", "max_tokens": 5}))["choices"][0]["text"] == "x"
+    runner = runner_of(server)
     await server.close()
-    with pytest.raises(NotReady):
+    with pytest.raises(NotReady, match="shutting down"):
         await server.completions({"prompt": "go"})
-    assert runner_of(server).closed
+    assert runner.closed
 
 
 def test_threads_are_said_explicitly() -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayneuron import metrics
 from rayneuron.serve.ingress import application
-from rayneuron.serve.replica import EngineServer
+from rayneuron.serve.replica import Replica
 from rayneuron.serve.telemetry import Histogram, Load, Telemetry, merged
 from rayneuron.types import Request, SamplingParams, Snapshot, Stamps
 from tests.serve.scripted import PATIENCE_S, Site, eventually, site
@@ -144,9 +144,9 @@ def test_gauges_while_something_runs(running: Site) -> None:
     wires = [Wire(running) for _ in range(6)]
     for wire in wires:
         wire.post("/v1/completions", {"prompt": "go", "max_tokens": 50, "stream": True})
-    eventually(lambda: running.server.flights.sequences == 6, PATIENCE_S, running.idle)
+    eventually(lambda: running.server.served.flights.sequences == 6, PATIENCE_S, running.idle)
     running.runner.allow(2)
-    eventually(lambda: running.server.engine.snapshot().running == 4, PATIENCE_S, running.idle)
+    eventually(lambda: running.server.served.engine.snapshot().running == 4, PATIENCE_S, running.idle)
     found = samples(httpx.get(f"{running.url}/metrics").text)
     assert value(found, "vllm:num_requests_running") == 4 and value(found, "vllm:num_requests_waiting") == 2
     assert value(found, "rayneuron:open_sequences") == value(found, "rayneuron:open_calls") == 6
@@ -189,7 +189,7 @@ async def test_a_span_a_choice(tiny: Path) -> None:
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    server = EngineServer({"model": {"path": str(tiny), "name": "scripted"}}, opener_of(tiny))
+    server = Replica({"model": {"path": str(tiny), "name": "scripted"}}, opener_of(tiny))
     server._tracer = Tracer("scripted", provider)
     await server.open()
     transport = httpx.ASGITransport(application(server))
@@ -197,7 +197,7 @@ async def test_a_span_a_choice(tiny: Path) -> None:
         traced = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
         body = {"prompt": ["say:hello", "go"], "n": 2, "temperature": 1.0, "max_tokens": 10}
         assert (await http.post("/v1/completions", json=body, headers=traced)).status_code == 200
-    runner = server.opened.engine.runner
+    runner = server.served.opened.engine.runner
     runner.hold()  # the stream must not end by itself before it is closed
     runner.allow(2)
     stream = server.generate("go on", {"max_tokens": 200, "ignore_eos": True})

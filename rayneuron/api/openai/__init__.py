@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rayneuron.api.errors import encode, error_body, error_reply, failed
-from rayneuron.api.fields import decode
-from rayneuron.api.head import clean_id
+from rayneuron.api.fields import clean_id, decode
 from rayneuron.api.openai.chat import parse as parse_chat
 from rayneuron.api.openai.completions import parse as parse_completions
 from rayneuron.api.openai.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version

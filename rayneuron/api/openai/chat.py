@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rayneuron.api.call import Answer, Call, Context, Json
-from rayneuron.api.choices import Choice, gather
-from rayneuron.api.fields import Fields, wrong
-from rayneuron.api.head import read_head, refuse_formats, reply_id
-from rayneuron.api.logprobs import chat_logprobs, prompt_table
+from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
+from rayneuron.api.conversation import render
+from rayneuron.api.fields import Fields, read_head, refuse_formats, reply_id, wrong
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
 from rayneuron.api.stream import Events, Progress, Shape
-from rayneuron.api.template import render
 from rayneuron.api.unserved import CHAT, refuse_unserved
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs

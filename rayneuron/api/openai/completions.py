@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rayneuron.api.call import Answer, Call, Context, Json
-from rayneuron.api.choices import Choice, Gathered, gather
-from rayneuron.api.fields import Fields, token_ids, wrong
-from rayneuron.api.head import read_head, refuse_formats, reply_id
-from rayneuron.api.logprobs import Offsets, completion_logprobs, prompt_table
+from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
+from rayneuron.api.fields import Fields, read_head, refuse_formats, reply_id, token_ids, wrong
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
 from rayneuron.api.stream import Events, Progress, Shape
 from rayneuron.api.unserved import COMPLETIONS, refuse_unserved

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rayneuron.api.call import Context, Json
-from rayneuron.api.fields import Fields, token_ids
-from rayneuron.api.head import read_head
-from rayneuron.api.template import render
+from rayneuron.api.conversation import render
+from rayneuron.api.fields import Fields, read_head, token_ids
 from rayneuron.errors import RequestError, UnknownModel
 
 

@@ -1,0 +1,46 @@
+"""The command line, a file a command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from rayneuron import __version__
+from rayneuron.cli import compile, config, demo_model, doctor, generate, plan, quantize, serve, shard, version
+from rayneuron.errors import RayNeuronError
+
+COMMANDS = (demo_model, config, plan, compile, serve, generate, shard, quantize, doctor, version)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, or 2 with one line on standard error that says what is wrong."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever reads has seen enough; the interpreter would complain about it once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (RayNeuronError, OSError) as error:  # the latter: a full disk, a directory nobody may write into
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"rayneuron {args.command}: {said}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
+    parser.add_argument("--version", action="version", version=f"rayneuron {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

@@ -1,0 +1,30 @@
+"""plan: where every worker of a deployment goes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from rayneuron.cli import deployment
+
+
+def add(commands: Any) -> None:
+    """The command and its arguments."""
+    command = commands.add_parser("plan", help="print cores, memory and environment of every worker, without a cluster")
+    deployment.add(command)
+    command.add_argument("--instance", metavar="TYPE", help="plan for this instance type: inf2.48xlarge")
+    command.add_argument("--nodes", type=int, metavar="N", help="over so many instances (as many as the largest group spans)")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run it."""
+    from rayneuron import demo, devices, settings
+    from rayneuron.placement.listing import describe
+
+    file = deployment.read(args)
+    where = {"named": args.instance, "nodes": args.nodes, "vcpus": os.cpu_count() or 1}
+    visible = settings.given("NEURON_RT_VISIBLE_CORES")
+    found = describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=demo.resolve, visible=visible)
+    print(found)

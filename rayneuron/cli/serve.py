@@ -1,0 +1,32 @@
+"""serve: a deployment file behind Ray Serve, until told to end."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rayneuron.cli import deployment
+
+
+def add(commands: Any) -> None:
+    """The command and its arguments."""
+    command = commands.add_parser("serve", help="check a deployment file and serve it with Ray Serve until SIGTERM or Ctrl-C")
+    deployment.add(command)
+    command.add_argument("--profile", default="plain", help="plain: Ray Serve's defaults; fast: HAProxy and throughput settings (plain)")
+    command.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="when told to end, streams have most of it (30)")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run it."""
+    from rayneuron import settings
+    from rayneuron.serve import port
+    from rayneuron.serve.profile import ray_environment
+
+    file = deployment.checked(args)
+    environment = ray_environment(file.content, list(file.deployments.values()), args.profile)
+    port.check_free(file.content.get("http_options") or {})
+    settings.export(environment)  # before Ray is imported, which reads them once
+    from rayneuron.serve import process
+
+    process.run(file.content, file.deployments, args.grace)
