@@ -98,6 +98,7 @@ MUTABLE_CALLS = {
     *("Lock", "RLock", "Event", "Condition", "Semaphore", "Queue", "SimpleQueue", "Thread", "count", "cycle"),
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
+ENTRY_POINTS = {"HuggingFaceGenerationAdapter"}  # what users import and the package itself does not use
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 
@@ -239,6 +240,36 @@ def mutual_folders(modules: list[Module]) -> list[str]:
     return [f"{one} <-> {other}" for one, other in sorted(pairs) if one < other and (other, one) in pairs]
 
 
+def unused(modules: list[Module]) -> list[str]:
+    """Public functions and classes that nothing in the package mentions outside their own definition; tests are no use of a thing."""
+    mentioned = {module.path: set(_mentioned(module.tree, None)) for module in modules}
+    found = []
+    for module in modules:
+        elsewhere = set().union(*(words for path, words in mentioned.items() if path != module.path))
+        for node in module.tree.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+                continue
+            if node.name not in ENTRY_POINTS | elsewhere and node.name not in _mentioned(module.tree, node):
+                found.append(f"{module.path}:{node.lineno}: {node.name} is used nowhere")
+    return found
+
+
+def _mentioned(tree: ast.AST, skip: ast.AST | None) -> Iterator[str]:
+    """Names in code, and in strings that may be import paths."""
+    for node in ast.iter_child_nodes(tree):
+        if node is skip:
+            continue
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            yield from node.value.replace(":", ".").split(".")
+        yield from _mentioned(node, skip)
+
+
 def _targets(imported: str, names: set[str]) -> list[str]:
     """The module an import runs: `a.b.f` is a name of a.b, `a.b` may be a module or a name of a."""
     candidates = [imported, imported.rpartition(".")[0]]
@@ -364,6 +395,11 @@ def test_no_two_folders_import_each_other() -> None:
     assert not mutual_folders(package_modules())
 
 
+def test_every_public_name_is_used() -> None:
+    found = unused(package_modules())
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_most_functions_are_short() -> None:
     lengths = [length(function) for module in package_modules() for function in module.functions()]
     assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_P90
@@ -450,6 +486,14 @@ def test_cycles_are_found() -> None:
         "rayneuron.models.e -> rayneuron.models.f -> rayneuron.models.e",
     ]
     assert cycles(ring[:2]) == []
+
+
+def test_unused_names_are_found() -> None:
+    some = [
+        Module("models/a.py", "def f(n):\n    return f(n - 1)\n\n\ndef g():\n    pass\n\n\nclass C:\n    pass\n\n\ndef _h(c: C): pass"),
+        Module("models/b.py", "from rayneuron.models.a import g"),
+    ]
+    assert unused(some) == ["models/a.py:1: f is used nowhere"]
 
 
 def test_folders_that_import_each_other_are_found() -> None:
