@@ -98,7 +98,7 @@ MUTABLE_CALLS = {
     *("Lock", "RLock", "Event", "Condition", "Semaphore", "Queue", "SimpleQueue", "Thread", "count", "cycle"),
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
-ENTRY_POINTS = {"HuggingFaceGenerationAdapter"}  # what users import and the package itself does not use
+ENTRY_POINTS = {"HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 
@@ -254,6 +254,16 @@ def unused(modules: list[Module]) -> list[str]:
     return found
 
 
+def defined_twice(modules: list[Module]) -> list[str]:
+    """Public class names with two meanings."""
+    where: dict[str, list[str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module.path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in where.items() if len(paths) > 1]
+
+
 def _mentioned(tree: ast.AST, skip: ast.AST | None) -> Iterator[str]:
     """Names in code, and in strings that may be import paths."""
     for node in ast.iter_child_nodes(tree):
@@ -400,6 +410,11 @@ def test_every_public_name_is_used() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    found = defined_twice(package_modules())
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_most_functions_are_short() -> None:
     lengths = [length(function) for module in package_modules() for function in module.functions()]
     assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_P90
@@ -494,6 +509,11 @@ def test_unused_names_are_found() -> None:
         Module("models/b.py", "from rayneuron.models.a import g"),
     ]
     assert unused(some) == ["models/a.py:1: f is used nowhere"]
+
+
+def test_class_names_with_two_meanings_are_found() -> None:
+    some = [Module("models/a.py", "class C: ...\n\n\nclass _P: ..."), Module("engine/b.py", "class C: ...\n\n\nclass _P: ...")]
+    assert defined_twice(some) == ["C: models/a.py, engine/b.py"]
 
 
 def test_folders_that_import_each_other_are_found() -> None:

@@ -1,6 +1,6 @@
 """A step's output to tokens, logprobs and finish reasons, one delta a sequence.
 
-Pure: what needs the logits on the host is asked of `Host`. Shapes: B rows, T new tokens, V vocabulary.
+Pure: what needs the logits on the host is asked of `ReadsLogits`. Shapes: B rows, T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 FAILED = "this choice failed; the server log has the details under this request's id"
 
 
-class Host(Protocol):
+class ReadsLogits(Protocol):
     """What is read out of logits on the host; `engine.host_sampling` in an engine."""
 
     def next_id(self, row: Tensor, sequence: Sequence) -> int:
@@ -34,7 +34,7 @@ class Host(Protocol):
         """The same for every prompt token that follows, of logits [T,V]."""
 
 
-def advance(plan: Plan, output: StepOutput, now: float, host: Host) -> list[TokenDelta | None]:
+def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
     """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
     ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
@@ -54,7 +54,7 @@ def advance(plan: Plan, output: StepOutput, now: float, host: Host) -> list[Toke
     return deltas
 
 
-def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, host: Host) -> TokenDelta | None:
+def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta | None:
     """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores."""
     sequence = work.sequence
     if taken is None:
@@ -83,7 +83,7 @@ def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
     return delta
 
 
-def _score(work: Work, logits: Tensor, host: Host) -> Tensor:
+def _score(work: Work, logits: Tensor, host: ReadsLogits) -> Tensor:
     """Report the prompt's logprobs of this chunk; returns the logits [V] of its last position. logits: [T, V]."""
     sequence = work.sequence
     assert sequence.prompt_logprobs is not None
@@ -102,7 +102,7 @@ def _scored(sequence: Sequence) -> TokenDelta:
     return delta
 
 
-def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host: Host) -> TokenDelta:
+def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
     params = sequence.params
     sequence.ids.append(token)
     delta = TokenDelta(sequence.request.id, sequence.index, [token])

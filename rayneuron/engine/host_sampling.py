@@ -15,7 +15,7 @@ from rayneuron.engine.sequence import Sequence
 
 
 class HostSampling:
-    """`commit.Host` with torch. `rule`: as in `engine.step.step`."""
+    """`commit.ReadsLogits` with torch. `rule`: as in `engine.step.step`."""
 
     logprobs = staticmethod(logits.logprobs)
     prompt_logprobs = staticmethod(logits.prompt_logprobs)

@@ -114,7 +114,7 @@ class EngineServer:
         if self._text_pool is not None:
             self._text_pool.shutdown(wait=False, cancel_futures=True)
 
-    def admit(self, call: admission.Call = admission.LEAST) -> None:
+    def admit(self, call: admission.Demand = admission.LEAST) -> None:
         """Raise NotReady, or what the admission policy says to `call`; by default the least there is, before any work is spent. O(1)."""
         if not self.ready or self.draining:
             why = "the server is shutting down" if self.draining else "the engine is still loading"
