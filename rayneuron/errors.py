@@ -12,7 +12,6 @@ RayNeuronError                     500
  ├─ Busy                           429  queue full or no capacity; `retry_after_s`
  ├─ NotReady                       503  still loading, draining or unhealthy
  ├─ RequestTimeout                 408  the request's own deadline passed
- ├─ TransferError                  503  KV hand-off failed; the caller recomputes
  └─ WorkerLost                     503  a rank or its node died
 """
 
@@ -102,13 +101,6 @@ class RequestTimeout(RayNeuronError):
     """The request's own deadline passed before it ended."""
 
     status = 408
-
-
-class TransferError(RayNeuronError):
-    """KV could not be handed over; recompute."""
-
-    status = 503
-    retry = True
 
 
 class WorkerLost(RayNeuronError):

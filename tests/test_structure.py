@@ -87,7 +87,7 @@ TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "admission")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "admission", "commit")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
@@ -98,7 +98,8 @@ MUTABLE_CALLS = {
     *("Lock", "RLock", "Event", "Condition", "Semaphore", "Queue", "SimpleQueue", "Thread", "count", "cycle"),
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
-FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 25
+ENTRY_POINTS = {"HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
+FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,9 @@ def pickled(module: Module) -> list[str]:
 
 
 def cycles(modules: list[Module]) -> list[str]:
-    """Rings of imports that run; one under TYPE_CHECKING does not."""
+    """Rings of imports, those for types alone included: who is in one cannot be read without the others."""
     names = {module.name for module in modules}
-    edges = {
-        module.name: sorted({target for item in module.imports if not item.typing_only for target in _targets(item.module, names)})
-        for module in modules
-    }
+    edges = {module.name: sorted({target for item in module.imports for target in _targets(item.module, names)}) for module in modules}
     found, done = [], set()
 
     def visit(name: str, trail: list[str]) -> None:
@@ -232,6 +230,54 @@ def cycles(modules: list[Module]) -> list[str]:
     for name in edges:
         visit(name, [])
     return found
+
+
+def mutual_folders(modules: list[Module]) -> list[str]:
+    """Folders (or modules beside them) that import each other, also if only for types."""
+    names = {module.name for module in modules}
+    imported = [(module.unit, target) for module in modules for item in module.imports for target in _targets(item.module, names)]
+    pairs = {(unit, target.split(".")[1]) for unit, target in imported}
+    return [f"{one} <-> {other}" for one, other in sorted(pairs) if one < other and (other, one) in pairs]
+
+
+def unused(modules: list[Module]) -> list[str]:
+    """Public functions and classes that nothing in the package mentions outside their own definition; tests are no use of a thing."""
+    mentioned = {module.path: set(_mentioned(module.tree, None)) for module in modules}
+    found = []
+    for module in modules:
+        elsewhere = set().union(*(words for path, words in mentioned.items() if path != module.path))
+        for node in module.tree.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+                continue
+            if node.name not in ENTRY_POINTS | elsewhere and node.name not in _mentioned(module.tree, node):
+                found.append(f"{module.path}:{node.lineno}: {node.name} is used nowhere")
+    return found
+
+
+def defined_twice(modules: list[Module]) -> list[str]:
+    """Public class names with two meanings."""
+    where: dict[str, list[str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module.path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in where.items() if len(paths) > 1]
+
+
+def _mentioned(tree: ast.AST, skip: ast.AST | None) -> Iterator[str]:
+    """Names in code, and in strings that may be import paths."""
+    for node in ast.iter_child_nodes(tree):
+        if node is skip:
+            continue
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            yield from node.value.replace(":", ".").split(".")
+        yield from _mentioned(node, skip)
 
 
 def _targets(imported: str, names: set[str]) -> list[str]:
@@ -355,6 +401,20 @@ def test_no_cycles() -> None:
     assert not cycles(package_modules())
 
 
+def test_no_two_folders_import_each_other() -> None:
+    assert not mutual_folders(package_modules())
+
+
+def test_every_public_name_is_used() -> None:
+    found = unused(package_modules())
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    found = defined_twice(package_modules())
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_most_functions_are_short() -> None:
     lengths = [length(function) for module in package_modules() for function in module.functions()]
     assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_P90
@@ -364,10 +424,17 @@ def test_readme_tree_is_the_package() -> None:
     assert tree(package_modules()) in (ROOT / "README.md").read_text(), "run: python -m tests.test_readme"
 
 
-def test_import_of_the_package_is_light() -> None:
+@pytest.mark.parametrize(
+    ("modules", "free_of"),
+    [
+        ("rayneuron, rayneuron.cli", {"torch", "ray", "transformers", "numpy", "pydantic"}),
+        ("rayneuron.engine.commit, rayneuron.engine.scheduler", {"torch"}),
+    ],
+)
+def test_imports_are_light(modules: str, free_of: set[str]) -> None:
     import subprocess
 
-    script = "import sys, rayneuron, rayneuron.cli; print(sorted({'torch', 'ray', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    script = f"import sys, {modules}; print(sorted({free_of} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -429,8 +496,34 @@ def test_cycles_are_found() -> None:
         Module("models/e.py", "from rayneuron.models import f"),
         Module("models/f.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rayneuron.models import e"),
     ]
-    assert cycles(ring) == ["rayneuron.models.a -> rayneuron.models.b -> rayneuron.models.c -> rayneuron.models.a"]
+    assert cycles(ring) == [
+        "rayneuron.models.a -> rayneuron.models.b -> rayneuron.models.c -> rayneuron.models.a",
+        "rayneuron.models.e -> rayneuron.models.f -> rayneuron.models.e",
+    ]
     assert cycles(ring[:2]) == []
+
+
+def test_unused_names_are_found() -> None:
+    some = [
+        Module("models/a.py", "def f(n):\n    return f(n - 1)\n\n\ndef g():\n    pass\n\n\nclass C:\n    pass\n\n\ndef _h(c: C): pass"),
+        Module("models/b.py", "from rayneuron.models.a import g"),
+    ]
+    assert unused(some) == ["models/a.py:1: f is used nowhere"]
+
+
+def test_class_names_with_two_meanings_are_found() -> None:
+    some = [Module("models/a.py", "class C: ...\n\n\nclass _P: ..."), Module("engine/b.py", "class C: ...\n\n\nclass _P: ...")]
+    assert defined_twice(some) == ["C: models/a.py, engine/b.py"]
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    both = [
+        Module("models/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rayneuron.engine import b"),
+        Module("engine/b.py", ""),
+        Module("engine/c.py", "from rayneuron.models.a import f"),
+    ]
+    assert mutual_folders(both) == ["engine <-> models"]
+    assert mutual_folders(both[:2]) == []
 
 
 if __name__ == "__main__":

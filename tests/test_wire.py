@@ -59,7 +59,7 @@ def test_every_message_survives_the_wire() -> None:
     told: list[msgspec.Struct] = [
         place,
         begin,
-        messages.Load(),
+        messages.LoadWeights(),
         messages.Warm(),
         Step(1, [(0, 1)], [Part(shape, [array])]),
         messages.Stop(),

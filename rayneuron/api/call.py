@@ -11,7 +11,7 @@ from rayneuron.types import Delta, Request
 Json = dict[str, Any]
 
 
-class Detokenizer(Protocol):
+class Detokenizes(Protocol):
     """The part of a detokenizer the dialects use."""
 
     def push(self, token_id: int) -> str: ...
@@ -39,7 +39,7 @@ class Encoder(Protocol):
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]: ...
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer: ...
+    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizes: ...
 
     def token(self, token_id: int) -> str: ...
 
@@ -71,7 +71,7 @@ class Context:
         return max(65_536, 2 * self.max_model_len)
 
 
-class Stream(Protocol):
+class ReplyStream(Protocol):
     """An answer sent piece by piece; every verb returns ready bytes (b"": nothing to send)."""
 
     content_type: str
@@ -91,7 +91,7 @@ class Answer(NamedTuple):
     """How one endpoint of one dialect answers."""
 
     reply: Callable[[Call, Iterable[Delta]], Json]
-    open: Callable[[Call], Stream]
+    open: Callable[[Call], ReplyStream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Call:
         """The unary reply from every delta of the call in arrival order; raises what a failed delta says."""
         return self.answer.reply(self, deltas)
 
-    def open(self) -> Stream:
+    def open(self) -> ReplyStream:
         """A fresh stream for this call."""
         return self.answer.open(self)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.openai import chat, completions
-from rayneuron.api.stream import Events, Progress, Shape
+from rayneuron.api.stream import ChoiceState, ChunkFormat, Events
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, TokenLogprobs
 
@@ -52,7 +52,7 @@ def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
     }
 
 
-def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
+def _chunk(call: Call, progress: ChoiceState, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
     return {"index": 0, "text": delta.text, "finish_reason": delta.finish_reason}
 
 
@@ -64,5 +64,5 @@ def _open(call: Call) -> Events:
     return Events(call, SHAPE)
 
 
-SHAPE = Shape(wrap=_wrap, opening=lambda call: [], choice=_chunk)
+SHAPE = ChunkFormat(wrap=_wrap, opening=lambda call: [], choice=_chunk)
 ANSWER = Answer(reply=_reply, open=_open)

@@ -28,7 +28,7 @@ def chunks(events: bytes) -> list[Json]:
     return [msgspec.json.decode(part.removeprefix(b"data: ")) for part in events.removesuffix(DONE).split(b"\n\n") if part]
 
 
-class Progress:
+class ChoiceState:
     """What a stream remembers of one choice."""
 
     __slots__ = ("begun", "index", "offsets", "prompt", "tokens", "waiting")
@@ -42,7 +42,7 @@ class Progress:
         self.offsets = Offsets(call, self.prompt)
 
 
-class Shape(NamedTuple):
+class ChunkFormat(NamedTuple):
     """How one endpoint writes a chunk.
 
     `wrap(call, choices)`: the whole chunk. `opening(call)`: choices of the chunks sent before any text.
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
     wrap: Callable[[Call, list[Json]], Json]
     opening: Callable[[Call], list[Json]]
-    choice: Callable[[Call, Progress, Delta, list[TokenLogprobs | None] | None], Json]
+    choice: Callable[[Call, ChoiceState, Delta, list[TokenLogprobs | None] | None], Json]
 
 
 class Events:
@@ -61,10 +61,10 @@ class Events:
 
     __slots__ = ("_call", "_choices", "_cuts", "_finished", "_held", "_prompt_logprobs", "_shape", "_tally", "done", "failed")
 
-    def __init__(self, call: Call, shape: Shape) -> None:
+    def __init__(self, call: Call, shape: ChunkFormat) -> None:
         self._call = call
         self._shape = shape
-        self._choices = [Progress(call, index) for index in range(call.choices)]
+        self._choices = [ChoiceState(call, index) for index in range(call.choices)]
         self._tally = Tally(call)
         self._cuts: dict[int, tuple[bytes, bytes]] = {}
         self._finished = 0
@@ -141,7 +141,7 @@ class Events:
             chunk["usage"] = usage(len(self._call.requests[progress.prompt].prompt_ids), progress.tokens)
         return event(chunk)
 
-    def _cut(self, progress: Progress) -> tuple[bytes, bytes]:
+    def _cut(self, progress: ChoiceState) -> tuple[bytes, bytes]:
         """Head and tail of a chunk that holds nothing but text, cut out of one written the long way."""
         choice = self._shape.choice(self._call, progress, Delta(request_id="", index=0, text=_MARK, token_ids=[]), None)
         head, _, tail = event(self._shape.wrap(self._call, [choice])).rpartition(_encode(_MARK))

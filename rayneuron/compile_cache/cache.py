@@ -262,8 +262,3 @@ def _reporter(waiting: Waiting) -> Waiting:
 
 def _silent(what: str, waited_s: float) -> None:
     return None
-
-
-def files_of(folder: Path) -> Sequence[Path]:
-    """The files of an entry, its manifest left out."""
-    return [f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != MANIFEST]

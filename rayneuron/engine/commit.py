@@ -1,34 +1,41 @@
 """A step's output to tokens, logprobs and finish reasons, one delta a sequence.
 
-Shapes: B rows, T new tokens, V vocabulary.
+Pure: what needs the logits on the host is asked of `ReadsLogits`. Shapes: B rows, T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine import logits as host
-from rayneuron.engine import neuron_sampling, sampling
-from rayneuron.engine.batch import draw_number
-from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.scheduler import Plan, Work
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
-from rayneuron.types import TokenDelta
+from rayneuron.types import TokenDelta, TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 FAILED = "this choice failed; the server log has the details under this request's id"
 
 
-def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | None = None) -> list[TokenDelta | None]:
-    """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant.
+class ReadsLogits(Protocol):
+    """What is read out of logits on the host; `engine.host_sampling` in an engine."""
 
-    `rule`: as in `engine.step.step`, for what is sampled here.
-    """
+    def next_id(self, row: Tensor, sequence: Sequence) -> int:
+        """The next token of a sequence from its logits [V]."""
+
+    def logprobs(self, row: Tensor, token: int, count: int) -> TokenLogprobs:
+        """The chosen token's logprob and the `count` likeliest, of logits [V]."""
+
+    def prompt_logprobs(self, rows: Tensor, following: list[int], count: int) -> list[TokenLogprobs]:
+        """The same for every prompt token that follows, of logits [T,V]."""
+
+
+def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
+    """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
     ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     deltas: list[TokenDelta | None] = []
@@ -41,30 +48,28 @@ def advance(plan: Plan, output: StepOutput, now: float, rule: NeuronSampling | N
         token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
         row = None if output.logits is None else output.logits[i]
         try:
-            deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, rule))
+            deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, host))
         except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
             deltas.append(failed(sequence, wrong))
     return deltas
 
 
-def _advance(
-    work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, rule: NeuronSampling | None
-) -> TokenDelta | None:
+def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta | None:
     """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores."""
     sequence = work.sequence
     if taken is None:
         assert row is not None
-        row = _score(work, row)
+        row = _score(work, row, host)
     if not work.last:
         return None
     if sequence.max_tokens == 0:
         return _scored(sequence)
     if token is None or sequence.params.edits_logits:
         assert row is not None
-        token = _sample_on_host(row, sequence, rule)
+        token = host.next_id(row, sequence)
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
             sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
-    return _append(sequence, token, row, now)
+    return _append(sequence, token, row, now, host)
 
 
 def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
@@ -78,7 +83,7 @@ def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
     return delta
 
 
-def _score(work: Work, logits: Tensor) -> Tensor:
+def _score(work: Work, logits: Tensor, host: ReadsLogits) -> Tensor:
     """Report the prompt's logprobs of this chunk; returns the logits [V] of its last position. logits: [T, V]."""
     sequence = work.sequence
     assert sequence.prompt_logprobs is not None
@@ -97,24 +102,7 @@ def _scored(sequence: Sequence) -> TokenDelta:
     return delta
 
 
-def _sample_on_host(row: Tensor, sequence: Sequence, rule: NeuronSampling | None) -> int:
-    """The same choice as the device's, after editing the row, over the whole vocabulary."""
-    params = sequence.params
-    if params.edits_logits:
-        row = host.edit(row, sequence)
-    if params.greedy:
-        return int(row.argmax())
-    top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(draw_number(sequence))
-    temperature = torch.tensor([params.temperature])
-    if rule is not None:
-        ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, rule)
-    else:
-        min_p = torch.tensor([params.min_p])
-        ids = sampling.on_host(row[None], temperature, top_k, top_p, min_p, uniform)
-    return int(ids[0])
-
-
-def _append(sequence: Sequence, token: int, row: Tensor | None, now: float) -> TokenDelta:
+def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
     params = sequence.params
     sequence.ids.append(token)
     delta = TokenDelta(sequence.request.id, sequence.index, [token])

@@ -12,6 +12,7 @@ from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.admission import validate
 from rayneuron.engine.batch import RowError
+from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.logits import Edits, Rules
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.runner import Runs
@@ -60,6 +61,7 @@ class Engine:
         self._clock = clock
         self._seed = seed
         self._rule = rule
+        self._host = HostSampling(rule)
         self._order = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = False
@@ -233,7 +235,7 @@ class Engine:
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
         deltas = []
-        for work, delta in zip(plan.works, commit.advance(plan, output, now, self._rule), strict=True):
+        for work, delta in zip(plan.works, commit.advance(plan, output, now, self._host), strict=True):
             sequence = work.sequence
             if delta is None:
                 continue

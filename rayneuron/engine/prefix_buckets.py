@@ -1,4 +1,4 @@
-"""NxD Inference's bucket lists and selection rules, two-dimensional ones included, as pure functions (research/neuron.md F1).
+"""NxD Inference's rules for selecting buckets, two-dimensional ones included, as pure functions (research/neuron.md F1).
 
 A prefix bucket is (prefill, prefix): new tokens by tokens already cached. Our own scheduler needs no prefix dimension, since its prefill
 attends any length bucket; with `buckets.prefix` it keeps to these rules, the tail of the prefix computed again included.
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rayneuron.engine.buckets import Capacity, powers
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError
 
 Fit = Literal["first", "second"]
-SMALLEST, SMALLEST_PREFILL, SMALLEST_PREFIX_STEP = 128, 512, 256
+SMALLEST_PREFILL = 512
 _WHOLE = range(257, 513)  # contexts that are computed whole in the (512, 0) bucket: measured faster by NxD Inference
 
 
@@ -27,11 +27,6 @@ class PrefixFit:
     recomputed: int
 
 
-def context_lengths(longest: int, bucketing: bool = True) -> list[int]:
-    """Prefill buckets: powers of two from 128, the last the longest prompt; only that one without bucketing."""
-    return powers(SMALLEST, longest) if bucketing else [longest]
-
-
 def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
     """`buckets.prefix` of a deployment: a list, or "auto" for NxD's powers of two from 512; empty where it says nothing."""
     if said is None:
@@ -42,27 +37,6 @@ def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
 def chunk_fit(c: Capacity, new: int, cached: int) -> PrefixFit:
     """The bucket of a chunk of `new` tokens behind `cached` ones, of an engine with prefix buckets."""
     return select_prefix([(t, p) for t in c.context for p in c.prefix], new, cached)
-
-
-def prefix_contexts(longest: int, prefill: Sequence[int] | None = None, prefix: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(prefill, prefix) of prefills: each prefill with no prefix and with each prefix. Lists of one's own replace powers from 512."""
-    rows = sorted(prefill) if prefill else powers(SMALLEST_PREFILL, longest)
-    columns = [0, *(sorted(prefix) if prefix else powers(SMALLEST_PREFILL, longest))]
-    if rows[-1] > longest:
-        raise ConfigError(f"the largest prefill bucket {rows[-1]} is beyond the longest prompt {longest}")
-    return [(t, p) for t in rows for p in columns]
-
-
-def prefix_steps(longest: int, lengths: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(1, prefix) of decode steps, powers from 256 or a list of one's own."""
-    return [(1, n) for n in (sorted(lengths) if lengths else powers(SMALLEST_PREFIX_STEP, longest))]
-
-
-def batch_steps(largest: int, batches: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(batch, length) of decode steps, largest batch first, the largest batch always among them."""
-    if batches and max(batches) > largest:
-        raise ConfigError(f"token_generation_batches goes to {max(batches)}, beyond the batch {largest}")
-    return [(b, n) for b in sorted({*batches, largest}, reverse=True) for n in lengths]
 
 
 def select(buckets: Sequence[int], width: int, speculated: int = 0, fit: Fit = "first", truncate: bool = False) -> int:
@@ -79,17 +53,6 @@ def select(buckets: Sequence[int], width: int, speculated: int = 0, fit: Fit = "
     if needed == buckets[-1] or truncate:
         return buckets[-1]
     raise CompileError(f"{needed} positions exceed the largest bucket {buckets[-1]}")
-
-
-def select_batch(buckets: Sequence[tuple[int, int]], rows: int, width: int, speculated: int = 0, truncate: bool = False) -> tuple[int, int]:
-    """The smallest batch that holds `rows`, then its smallest length that holds `width` (equality is enough here)."""
-    fitting = [b for b in buckets if rows <= b[0] and width + speculated <= b[1]]
-    if fitting:
-        return min(fitting)
-    largest = max(buckets)
-    if truncate and largest[0] >= rows:
-        return largest
-    raise CompileError(f"{rows} rows of {width + speculated} positions exceed the largest bucket {largest[0]} x {largest[1]}")
 
 
 def select_prefix(buckets: Sequence[tuple[int, int]], new: int, cached: int, block: int = 0, truncate: bool = False) -> PrefixFit:
@@ -111,16 +74,3 @@ def select_prefix(buckets: Sequence[tuple[int, int]], new: int, cached: int, blo
     if prefix is None:
         raise CompileError(f"a prefix of {cached - moved} tokens exceeds the largest prefix bucket {columns[-1]}")
     return PrefixFit(prefill, prefix, moved)
-
-
-def select_prefix_step(
-    buckets: Sequence[tuple[int, int]], queries: int, longest: int, speculated: int = 0, fit: Fit = "first", truncate: bool = False
-) -> tuple[int, int]:
-    """The decode bucket of a batch whose longest row has `longest` cached tokens: a prefix strictly larger, room for `queries`."""
-    fitting = [i for i, (t, p) in enumerate(buckets) if p > longest + speculated and t >= queries]
-    if not fitting:
-        if truncate:
-            return buckets[-1]
-        raise CompileError(f"{queries} tokens behind {longest} exceed the largest bucket {buckets[-1]}")
-    at = min(fitting, key=lambda i: buckets[i][1])
-    return buckets[min(at + (fit == "second"), len(buckets) - 1)]

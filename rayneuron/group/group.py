@@ -121,7 +121,7 @@ class Group:
 
     def load(self, progress: Count = lambda done, total: None) -> None:
         """Read the weights, every rank its share, all at once."""
-        self._send(messages.Load())
+        self._send(messages.LoadWeights())
         self._locally(lambda: self.rank.load(self._checked(progress)))
         self._all(Ready, "has not loaded its weights, and made no progress", self.config.group.load_s)
 

@@ -92,7 +92,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     model: str
 
 
-class Load(msgspec.Struct, tag=True, frozen=True):
+class LoadWeights(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: read the weights."""
 
 
@@ -117,11 +117,11 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker: Begin, Load or Warm is done."""
+    """A worker: Begin, LoadWeights or Warm is done."""
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """A worker: `done` of `total` parts of Load or Warm."""
+    """A worker: `done` of `total` parts of LoadWeights or Warm."""
 
     done: int
     total: int
@@ -145,5 +145,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | Load | Warm | Step | Stop | Beat
+ToWorker = Place | Begin | LoadWeights | Warm | Step | Stop | Beat
 FromWorker = Hello | Placed | Ready | Progress | Done | Failed

@@ -156,8 +156,3 @@ def merge(outputs: Sequence[StepOutput], sizes: Sequence[int]) -> StepOutput:
         return torch.cat(there) if len(there) == len(parts) else None
 
     return StepOutput(**{f.name: joined([getattr(o, f.name) for o in outputs]) for f in fields(StepOutput)})
-
-
-def bubble(stages: int, micro_batches: int) -> float:
-    """The share of time a stage waits, in theory (GPipe, Huang et al. 2019)."""
-    return (stages - 1) / (micro_batches + stages - 1)

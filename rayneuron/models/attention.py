@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTables:
     """What every layer of one step shares: where its tokens are, biases by window, cos/sin or None.
 
     `split`: how to attend where KV is split over ranks by position (flash decoding), None where it is not.
@@ -61,7 +61,7 @@ def bias(positions: Tensor, length: int, window: int, slopes: Tensor | None, dty
 
 
 def attention(
-    arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: Step, window: int
+    arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, window: int
 ) -> tuple[Tensor, Layer]:  # fmt: skip
     """This rank's summand of the layer [B,T,E], and the layer's KV with k and v of the new tokens."""
     q, k, v = project(arch, ops, w, x, step)
@@ -77,7 +77,7 @@ def attention(
     return ops.linear(w, "o", mixed), kv
 
 
-def project(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+def project(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, step: StepTables) -> tuple[Tensor, Tensor, Tensor]:
     """q [B,T,H,D], k and v [B,T,K,D], from one fused product or three."""
     sizes = [step.q_heads * arch.head_dim, step.kv_heads * arch.head_dim, step.kv_heads * arch.head_dim]
     parts = ops.linear(w, "qkv", x).split(sizes, -1) if "qkv.w" in w else [ops.linear(w, n, x) for n in "qkv"]

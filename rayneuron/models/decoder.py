@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayneuron.models import flash_decoding, rotary, shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.attention import Step, attention, bias
+from rayneuron.models.attention import StepTables, attention, bias
 from rayneuron.models.feedforward import feed_forward
 from rayneuron.models.kv import Kv, KvShape, Places
 
@@ -55,7 +55,7 @@ def layers(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], 
 
 def prepare(
     arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], places: Places, shape: KvShape, dtype: torch.dtype
-) -> Step:
+) -> StepTables:
     """Masks and rotary tables, once a step."""
     plan = shard.head_plan(arch.heads, arch.kv_heads, comm.ranks, arch.gqa, arch.sequence_shards)
     positions, length = places.positions, places.length
@@ -66,7 +66,7 @@ def prepare(
         split = partial(flash_decoding.attend, arch, ops, comm, top, shape)
     else:
         biases = {w: bias(positions, length, w, top.get("slopes"), dtype) for w in windows}
-    return Step(places, biases, cos, sin, plan.q_heads, plan.kv_heads, split)
+    return StepTables(places, biases, cos, sin, plan.q_heads, plan.kv_heads, split)
 
 
 def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], to
 
 
 def layer(
-    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: Step, window: int
+    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, window: int
 ) -> tuple[Tensor, Layer]:  # fmt: skip
     """One layer on the residual x [B,T,E], and its KV afterwards.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.models.arch import Arch
-from rayneuron.models.attention import Step, mask_value
+from rayneuron.models.attention import StepTables, mask_value
 from rayneuron.models.kv import KvShape
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def attend(
     kv: KvShape,
     layer: Layer,
     qkv: tuple[Tensor, Tensor, Tensor],
-    step: Step,
+    step: StepTables,
     window: int,
 ) -> tuple[Tensor, Layer]:
     """Write k, v of the positions that are this rank's, attend them for the group's heads, and merge by log-sum-exp.

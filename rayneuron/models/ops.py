@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayneuron.models import feedforward, rotary
+from rayneuron.models import rotary
+from rayneuron.models.experts import experts
 from rayneuron.models.linear import linear
 
 FP8_LIMIT = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's e4m3 ends at 240, not 448
@@ -101,4 +102,4 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, which
 
 
-PLAIN = Ops(linear, norm, rotary.rotate, write_kv, attend, top_k, feedforward.experts)
+PLAIN = Ops(linear, norm, rotary.rotate, write_kv, attend, top_k, experts)

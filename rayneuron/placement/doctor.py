@@ -30,6 +30,8 @@ def report(
         yield f"devices: {problem.message}"
     if kind is None and chips:
         kind = cores.detect(cores.Facts(chips=chips, product=product, vcpus=os.cpu_count() or 1))
+        for wrong in cores.check_links(kind, chips):
+            yield f"devices: {wrong}"
     if kind is not None:
         left = cores.left_here(kind, visible, root)
         yield f"{kind.name}: cores {compact(left)}" + (f" of {kind.cores} are here and left to us" if len(left) < kind.cores else "")

@@ -129,18 +129,6 @@ def partition(layers: int, stages: int, style: Style = "own") -> tuple[range, ..
     return parts
 
 
-def check_placed(nodes: Sequence[str], local: int) -> None:
-    """Refuse ranks (given as the node of each, in rank order) that are not an equal, uninterrupted share a node. Raises ConfigError."""
-    blocks = [nodes[i : i + local] for i in range(0, len(nodes), local)]
-    if all(len(set(block)) == 1 and len(block) == local for block in blocks) and len({block[0] for block in blocks}) == len(blocks):
-        return
-    counts = {node: list(nodes).count(node) for node in dict.fromkeys(nodes)}
-    raise ConfigError(
-        f"TP ranks must lie {local} a node, node after node, but are placed {', '.join(nodes)} "
-        f"({', '.join(f'{n} on {node}' for node, n in counts.items())}); write `nodes:` so that each node gets an equal share"
-    )
-
-
 def _spread(tensor_parallel: int, pipeline_parallel: int, nodes: int) -> tuple[int, int]:
     """(stages a node, nodes a stage); one of them is 1."""
     if pipeline_parallel % nodes == 0:

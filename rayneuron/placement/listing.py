@@ -9,7 +9,7 @@ from pathlib import Path
 from rayneuron.config import Deployment
 from rayneuron.placement import cores, instances
 from rayneuron.placement.fitting import Wanted, gib, parts
-from rayneuron.placement.plan import Group, Place, Plan, address, plan, read_raw, target
+from rayneuron.placement.plan import PlacementPlan, PlannedGroup, PlannedWorker, address, plan, read_raw, target
 from rayneuron.policies import packing
 
 
@@ -33,7 +33,7 @@ def describe(
     return format(plan(wanted, kind, nodes, left=None if kind.name == instances.MACHINE else cores.left_here(kind, visible)))
 
 
-def format(made: Plan) -> str:
+def format(made: PlacementPlan) -> str:
     """The plan for people: placement, ranks, memory and environment of every worker."""
     lines = _head(made)
     for group in made.groups:
@@ -45,12 +45,12 @@ def format(made: Plan) -> str:
     return "\n".join([*lines, *([""] if tail else []), *tail]) + "\n"
 
 
-def _loading(made: Plan, node: int) -> str:
+def _loading(made: PlacementPlan, node: int) -> str:
     has = made.instance.host_memory_bytes
     return f"; host memory while loading: {gib(made.loading[node])} of {gib(has)} GiB" if has else ""
 
 
-def _head(made: Plan) -> list[str]:
+def _head(made: PlacementPlan) -> list[str]:
     kind = made.instance
     if not made.counted:
         shared = f" shared by {kind.cores} ranks" if kind.cores > 1 else ""
@@ -63,7 +63,7 @@ def _head(made: Plan) -> list[str]:
     ]
 
 
-def _title(group: Group, counted: bool) -> str:
+def _title(group: PlannedGroup, counted: bool) -> str:
     shape = group.layout
     words = (
         f"{group.name} replica {group.replica}: tensor_parallel {shape.tensor_parallel} x pipeline_parallel {shape.pipeline_parallel} "
@@ -77,7 +77,7 @@ def _title(group: Group, counted: bool) -> str:
     return f"{words}, bundles {listed} {shape.strategy}"
 
 
-def _worker(place: Place, made: Plan) -> list[str]:
+def _worker(place: PlannedWorker, made: PlacementPlan) -> list[str]:
     worker, held, kind = place.worker, place.memory, made.instance
     where = f", cores {packing.compact(place.cores)}" if made.counted else ""
     return [

@@ -27,7 +27,7 @@ Spots = Mapping[tuple[int, int], tuple[int, int]]  # (stage, node of the group) 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlannedWorker:
     """One worker on its node. `node` counts the plan's nodes, `cores` are the node's."""
 
     worker: Worker
@@ -38,24 +38,24 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PlannedGroup:
     """One replica."""
 
     name: str
     replica: int
     layout: Layout
     graphs: int
-    places: tuple[Place, ...]
+    places: tuple[PlannedWorker, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """All replicas of a deployment file on `nodes` equal instances. `free`: what remains of each node, of the cores `left` to us;
     `loading`: bytes of a node's own memory while all of its replicas load."""
 
     instance: Instance
     nodes: int
-    groups: tuple[Group, ...]
+    groups: tuple[PlannedGroup, ...]
     free: tuple[frozenset[int], ...]
     notes: tuple[str, ...]
     left: frozenset[int]
@@ -91,7 +91,7 @@ class _Nodes:
 def plan(
     wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = None, *, style: Style = "own", host: Host = _HOST,
     left: frozenset[int] | None = None,
-) -> Plan:  # fmt: skip
+) -> PlacementPlan:  # fmt: skip
     """Place every replica on `nodes` instances (None: as many as the largest group spans), of each on the cores that are `left` to us.
 
     Raises ConfigError or CheckpointError naming the application, what it wants, what there is, and what would fit.
@@ -115,15 +115,15 @@ def plan(
     notes += [
         f"{n}: the file says instance: {w.config.instance}" for n, w in wanted.items() if w.config.instance not in (None, instance.name)
     ]
-    return Plan(instance, count, groups, tuple(map(frozenset, state.free)), tuple(notes), left, _loading(groups, count))
+    return PlacementPlan(instance, count, groups, tuple(map(frozenset, state.free)), tuple(notes), left, _loading(groups, count))
 
 
-def _loading(groups: Sequence[Group], count: int) -> tuple[int, ...]:
+def _loading(groups: Sequence[PlannedGroup], count: int) -> tuple[int, ...]:
     """Bytes of each node's own memory while all of its workers load."""
     return tuple(host_memory([p for g in groups for p in g.places if p.node == node]) for node in range(count))
 
 
-def _quantized(group: Group, want: Wanted) -> Group:
+def _quantized(group: PlannedGroup, want: Wanted) -> PlannedGroup:
     """The group with int8 weights."""
     if want.config.quantization is not None:
         return group
@@ -236,7 +236,7 @@ def _starts(free: set[int], size: int, count: int, instance: Instance) -> list[i
     return starts
 
 
-def _group(name: str, replica: int, one: _Laid, spots: Spots, instance: Instance, index: int, host: Host, tag: str) -> Group:
+def _group(name: str, replica: int, one: _Laid, spots: Spots, instance: Instance, index: int, host: Host, tag: str) -> PlannedGroup:
     made = one.layout
     ports = FIRST_PORT + index * (made.pipeline_parallel + 1)
     addresses = tuple(address(spots[_stages(made, share)[0], share][0]) for share in range(made.nodes))
@@ -246,8 +246,8 @@ def _group(name: str, replica: int, one: _Laid, spots: Spots, instance: Instance
         node, start = spots[worker.stage, worker.node]
         cores = tuple(range(start + worker.offset, start + worker.offset + len(worker.ranks)))
         variables = environment(made, worker, instance, cores, endpoints, host, tag) if instance.name != instances.MACHINE else {}
-        places.append(Place(worker, node, cores, one.memory[worker.stage], variables))
-    return Group(name, replica, made, one.graphs, tuple(places))
+        places.append(PlannedWorker(worker, node, cores, one.memory[worker.stage], variables))
+    return PlannedGroup(name, replica, made, one.graphs, tuple(places))
 
 
 def address(node: int) -> str:

@@ -12,7 +12,7 @@ from rayneuron.types import MAX_LOGPROBS, Request
 SCORES = 50_000  # probabilities one call may ask for, however short the model: each is half a kilobyte until the reply is written
 
 
-class Limits(Protocol):
+class Bounds(Protocol):
     """How much may wait: sequences, and prompt tokens (None: no limit); `retry_after_s` is what a refused client is told."""
 
     @property
@@ -26,7 +26,7 @@ class Limits(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Occupancy:
     """What is in. `slots` run at once, each up to `length` tokens; `sequences` have not finished; `waiting_tokens` of prompts not begun."""
 
     slots: int
@@ -36,7 +36,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Demand:
     """What a call brings: prompts, sequences (choices of all prompts), prompt tokens, probabilities. By default the least there is."""
 
     prompts: int = 1
@@ -45,16 +45,16 @@ class Call:
     scores: int = 0
 
 
-LEAST = Call()
+LEAST = Demand()
 
 
-def measure(requests: Sequence[Request]) -> Call:
+def measure(requests: Sequence[Request]) -> Demand:
     """What the requests of one call bring together."""
     sequences = sum(r.params.n for r in requests)
-    return Call(len(requests), sequences, sum(len(r.prompt_ids) for r in requests), sum(map(_scores, requests)))
+    return Demand(len(requests), sequences, sum(len(r.prompt_ids) for r in requests), sum(map(_scores, requests)))
 
 
-def decide(load: Load, call: Call, limits: Limits) -> None:
+def decide(load: Occupancy, call: Demand, limits: Bounds) -> None:
     """Raise RequestError where the call is too large to come in ever, Busy where it is not now. Sequences that have a slot do not wait.
 
     One call may fill the slots and half of the queue, never all of it, so that the others are not refused for as long as it lasts.

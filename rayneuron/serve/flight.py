@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
-from rayneuron.policies.admission import Load
+from rayneuron.policies.admission import Occupancy
 from rayneuron.serve.leg import Leg, join
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta
@@ -31,7 +31,7 @@ STOPPED = "the engine has stopped; this replica is being replaced"
 TIMED_OUT = "the request did not finish within its time limit"
 
 
-class Engine(Protocol):
+class EngineHandle(Protocol):
     """What serving needs of the engine's thread (engine.loop.EngineLoop)."""
 
     @property
@@ -181,14 +181,14 @@ class Flights:
         self._event_loop = event_loop
         self._by_request: dict[str, Flight] = {}
         self._open: set[Flight] = set()
-        self._engine: Engine | None = None
+        self._engine: EngineHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def load(self, capacity: Capacity) -> Load:
+    def load(self, capacity: Capacity) -> Occupancy:
         """What admission decides on."""
-        return Load(capacity.rows, capacity.length, self.sequences, self.waiting_tokens)
+        return Occupancy(capacity.rows, capacity.length, self.sequences, self.waiting_tokens)
 
     @property
     def pace_s(self) -> float:
@@ -199,7 +199,7 @@ class Flights:
         """
         return min(len(self._open) / self.events_per_s, LONGEST_PAUSE_S)
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: EngineHandle) -> None:
         """Name the engine; once, before the first call."""
         self._engine = engine
 

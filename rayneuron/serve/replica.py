@@ -96,7 +96,7 @@ class Replica(Handles):
         """What calls are held to now."""
         return self.config.limits if self._served is None else self._served.limits
 
-    def admit(self, call: admission.Call = admission.LEAST) -> None:
+    def admit(self, call: admission.Demand = admission.LEAST) -> None:
         """Raise NotReady, or what the admission policy says to `call`."""
         self._taking().admit(call)
 

@@ -59,7 +59,7 @@ class Served:
     refused: str | None = None
     idle: Idle = field(default_factory=Idle)
 
-    def admit(self, call: admission.Call) -> None:
+    def admit(self, call: admission.Demand) -> None:
         """As the verb."""
         try:
             admission.decide(self.flights.load(self.opened.engine.capacity), call, self.limits)

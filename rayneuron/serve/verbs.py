@@ -31,7 +31,7 @@ class Verbs(Protocol):
     @property
     def limits(self) -> Limits: ...
 
-    def admit(self, call: admission.Call = admission.LEAST) -> None:
+    def admit(self, call: admission.Demand = admission.LEAST) -> None:
         """Raise what the admission policy says to `call`; by default the least there is, before any work is spent. O(1)."""
 
     async def parse(self, read: Read[Result], body: bytes | Json) -> Result:

@@ -15,22 +15,15 @@ from hypothesis import strategies as st
 
 from rayneuron.engine import prefix_buckets as nxd
 from rayneuron.engine.buckets import powers
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError
 
 NXDI = os.environ.get("RAYNEURON_NXDI")
-PREFIX = nxd.prefix_contexts(2048)
+PREFIX = [(t, p) for t in (512, 1024, 2048) for p in (0, *nxd.prefixes("auto", 2048))]
 
 
 def test_lists() -> None:
-    assert nxd.context_lengths(1024) == [128, 256, 512, 1024]
-    assert nxd.context_lengths(1000, bucketing=False) == [1000]
-    assert nxd.prefix_contexts(1024) == [(512, 0), (512, 512), (512, 1024), (1024, 0), (1024, 512), (1024, 1024)]
-    assert nxd.prefix_contexts(1024, [256, 128], [64]) == [(128, 0), (128, 64), (256, 0), (256, 64)]
-    assert nxd.prefix_steps(1024) == [(1, 256), (1, 512), (1, 1024)]
-    assert nxd.prefix_steps(1024, [700, 300]) == [(1, 300), (1, 700)]
-    assert nxd.batch_steps(8, [1, 4], [128, 256]) == [(8, 128), (8, 256), (4, 128), (4, 256), (1, 128), (1, 256)]
-    with pytest.raises(ConfigError, match="goes to 16"):
-        nxd.batch_steps(8, [16], [128])
+    assert nxd.prefixes(None, 1024) == () and nxd.prefixes([64, 100], 1024) == (64, 100)
+    assert nxd.prefixes("auto", 1000) == (512, 1000) and nxd.prefixes("auto", 2048) == (512, 1024, 2048)
 
 
 @pytest.mark.parametrize(
@@ -49,22 +42,6 @@ def test_select_beyond() -> None:
     with pytest.raises(CompileError, match="513 positions exceed the largest bucket 512"):
         nxd.select([128, 512], 513)
     assert nxd.select([128, 512], 513, truncate=True) == 512
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "expected"), [(1, 128, (1, 128)), (2, 128, (4, 128)), (4, 129, (4, 256)), (5, 1, (8, 128)), (8, 256, (8, 256))]
-)
-def test_select_batch(rows: int, width: int, expected: tuple[int, int]) -> None:
-    buckets = nxd.batch_steps(8, [1, 4], [128, 256])
-    assert nxd.select_batch(buckets, rows, width) == expected
-
-
-def test_select_batch_beyond() -> None:
-    buckets = nxd.batch_steps(8, [1], [128])
-    assert nxd.select_batch(buckets, 8, 200, truncate=True) == (8, 128)
-    for rows, width in ((9, 1), (8, 129)):
-        with pytest.raises(CompileError, match="exceed the largest bucket 8 x 128"):
-            nxd.select_batch(buckets, rows, width)
 
 
 @pytest.mark.parametrize(
@@ -102,25 +79,11 @@ def test_select_prefix_beyond() -> None:
         nxd.select_prefix(PREFIX, 512, 2100)
 
 
-@pytest.mark.parametrize(
-    ("longest", "speculated", "fit", "expected"),
-    [(255, 0, "first", 256), (256, 0, "first", 512), (250, 6, "first", 512), (250, 5, "first", 256), (10, 0, "second", 512)],
-)
-def test_select_prefix_step(longest: int, speculated: int, fit: nxd.Fit, expected: int) -> None:
-    assert nxd.select_prefix_step(nxd.prefix_steps(1024), 1, longest, speculated, fit) == (1, expected)
-
-
-def test_select_prefix_step_beyond() -> None:
-    with pytest.raises(CompileError, match="1 tokens behind 1024"):
-        nxd.select_prefix_step(nxd.prefix_steps(1024), 1, 1024)
-    assert nxd.select_prefix_step(nxd.prefix_steps(1024), 1, 1024, truncate=True) == (1, 1024)
-
-
 @pytest.mark.skipif(NXDI is None, reason="RAYNEURON_NXDI names no neuronx-distributed-inference source")
 def test_lists_against_the_real_source() -> None:
     """The generating functions of the real file, executed alone."""
     source = (Path(NXDI or "") / "neuronx_distributed_inference" / "modules" / "autobucketing.py").read_text()
-    names = ("generate_buckets", "generate_2d_buckets_for_prefix_caching", "generate_2d_buckets_for_batch_bucketing")
+    names = ("generate_buckets", "generate_2d_buckets_for_prefix_caching")
     picked = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name in names]
     code = "from math import *\nimport math\n" + re.sub(r"-> .*:\n", ":\n", "\n".join(ast.unparse(n) for n in picked))
     real: dict[str, object] = {"log2": math.log2, "List": list, "Any": object}
@@ -130,10 +93,8 @@ def test_lists_against_the_real_source() -> None:
             assert powers(low, high) == real["generate_buckets"](low, high), (low, high)
     for longest in (512, 1000, 2048, 5000):
         two = real["generate_2d_buckets_for_prefix_caching"](512, longest, 512, longest, True)
-        assert nxd.prefix_contexts(longest) == [tuple(b) for b in two]
-    config = types.SimpleNamespace(token_generation_batches=[1, 4], tkg_batch_size=8)
-    two = real["generate_2d_buckets_for_batch_bucketing"](config, [128, 256])
-    assert nxd.batch_steps(8, [1, 4], [128, 256]) == [tuple(b) for b in two]
+        auto = nxd.prefixes("auto", longest)
+        assert [(t, p) for t in auto for p in (0, *auto)] == [tuple(b) for b in two]
 
 
 @pytest.mark.skipif(NXDI is None, reason="RAYNEURON_NXDI names no neuronx-distributed-inference source")
@@ -142,7 +103,7 @@ def test_selection_against_the_real_source() -> None:
     import torch
 
     source = (Path(NXDI or "") / "neuronx_distributed_inference" / "models" / "model_wrapper.py").read_text()
-    names = ("_get_seq_bucket", "_get_batch_and_seq_bucket", "get_target_2d_bucket_for_prefix_caching")
+    names = ("_get_seq_bucket", "get_target_2d_bucket_for_prefix_caching")
     picked = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name in names]
     real: dict[str, object] = {"torch": torch, "FUSED_SPECULATION_MODEL_TAG": "f", "CONTEXT_ENCODING_MODEL_TAG": "c"}
     exec("\n".join(ast.unparse(n) for n in picked), real)  # noqa: S102
@@ -159,11 +120,6 @@ def test_selection_against_the_real_source() -> None:
     for width in range(1, 513, 7):
         for fit in ("first", "second"):
             assert nxd.select(lengths, width, 0, fit) == real["_get_seq_bucket"](owner(lengths, "t"), lengths, width, 0, f"{fit}_fit")
-    steps = nxd.batch_steps(8, [1, 4], lengths)
-    for rows in range(1, 9):
-        for width in (1, 128, 129, 512):
-            theirs = real["_get_batch_and_seq_bucket"](owner(steps, "t"), [list(b) for b in steps], rows, width, 0, "first_fit")
-            assert nxd.select_batch(steps, rows, width) == tuple(theirs)
     for block in (0, 32):
         for new in (1, 100, 256, 480, 512, 700, 1500):
             for cached in (0, 1, 100, 256, 300, 511, 700, 1000, 2048):
@@ -171,9 +127,3 @@ def test_selection_against_the_real_source() -> None:
                 theirs = real["get_target_2d_bucket_for_prefix_caching"](owner(PREFIX, "c", block), *args)
                 fit = nxd.select_prefix(PREFIX, new, cached, block)
                 assert (fit.prefill, fit.prefix) == tuple(theirs.tolist()), (new, cached, block)
-    decode = nxd.prefix_steps(1024)
-    for cached in (1, 255, 256, 511, 512, 1023):
-        for way in ("first", "second"):
-            args = [None] * 13 + [torch.tensor([[1]]), torch.tensor([[cached]])]
-            theirs = real["get_target_2d_bucket_for_prefix_caching"](owner(decode, "t"), *args, strategy=f"{way}_fit")
-            assert nxd.select_prefix_step(decode, 1, cached, 0, way) == tuple(theirs.tolist())

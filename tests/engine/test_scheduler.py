@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayneuron.devices.base import StepOutput
+from rayneuron.engine import commit
 from rayneuron.engine.buckets import capacity
+from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import Request, SamplingParams
@@ -22,17 +26,14 @@ def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] 
     plan = scheduler.plan()
     if plan is None:
         return None
-    done = []
     rows = [w.sequence.hold.row for w in plan.works]
     assert plan.works and len(set(rows)) == len(rows)
     for work in plan.works:
-        s = work.sequence
-        assert work.start == s.computed and work.count >= 1 and work.start + work.count <= len(s.ids)
-        s.computed += work.count
-        if s.computed == len(s.ids):
-            s.ids.append(1)
-            if s.generated >= s.max_tokens:
-                done.append(s)
+        assert work.start == work.sequence.computed and work.count >= 1 and work.start + work.count <= len(work.sequence.ids)
+    scheduler.launch(plan, overlaps=False)
+    deltas = commit.advance(plan, StepOutput(ids=np.ones((len(rows), 1), np.int32)), 1.0, HostSampling())
+    assert [d is not None for d in deltas] == [w.last for w in plan.works]
+    done = [w.sequence for w, d in zip(plan.works, deltas, strict=True) if d is not None and d.finish_reason is not None]
     for s in done:
         scheduler.remove(s)
     scheduler.check()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayneuron.models import feedforward
+from rayneuron.models import experts, feedforward
 
 X, E, FF, K = 5, 16, 24, 2
 
@@ -37,9 +37,7 @@ def draw(tokens: int, seed: int, experts: int = X) -> tuple[Tensor, Tensor, Tens
     return x, which, share
 
 
-@pytest.mark.parametrize(
-    "form", [feedforward.experts, feedforward.gathered_experts, feedforward.blocked_experts, feedforward.grouped_experts]
-)
+@pytest.mark.parametrize("form", [experts.experts, experts.gathered_experts, experts.blocked_experts, experts.grouped_experts])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 31, 32, 33, 100])
 def test_forms_agree(form, tokens: int) -> None:
     w = weights()
@@ -47,7 +45,7 @@ def test_forms_agree(form, tokens: int) -> None:
     assert (form(w, x, which, share, F.silu) - by_hand(w, x, which, share)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("form", [feedforward.gathered_experts, feedforward.blocked_experts, feedforward.grouped_experts])
+@pytest.mark.parametrize("form", [experts.gathered_experts, experts.blocked_experts, experts.grouped_experts])
 @pytest.mark.parametrize("tokens", [3, 64])
 def test_experts_nobody_chose_are_not_computed(form, tokens: int) -> None:
     """Weights of experts 3 and 4 are NaN: computing them and multiplying by zero would show."""
@@ -64,7 +62,7 @@ def test_skewed_choices_fill_blocks_unevenly() -> None:
     x, _, share = draw(200, 2)
     which = torch.tensor([[0, 4]]).repeat(200, 1)
     which[0] = torch.tensor([2, 1])
-    assert (feedforward.blocked_experts(w, x, which, share, F.silu) - by_hand(w, x, which, share)).abs().max() < 1e-5
+    assert (experts.blocked_experts(w, x, which, share, F.silu) - by_hand(w, x, which, share)).abs().max() < 1e-5
 
 
 def test_capacity_drops_the_last_of_a_row() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.models import hub, memory, stored
+from rayneuron.models import hub, memory
+from rayneuron.models.arch import Arch
+from rayneuron.models.stored import stored_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB_MODEL = {
@@ -59,12 +63,26 @@ def test_planning_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def checkpoint_shapes(arch: Arch, family: ModuleType) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor a checkpoint of this architecture holds, as its family stores them."""
+    parts = [("", family.top(arch), arch.ffn)]
+    for i in range(arch.layers):
+        parts.append((family.PREFIX.format(i), family.layer(arch, i), arch.dense_ffn if i in arch.dense_layers else arch.ffn))
+    for prefix, rules, ffn in parts:
+        for ours, rule in rules.items():
+            theirs, convert = rule if isinstance(rule, tuple) else (rule, None)
+            if arch.tied and ours == "head.w":
+                continue
+            for e in range(arch.experts if "{e}" in theirs else 1):
+                yield prefix + theirs.replace("{e}", str(e)), stored_shape(arch, ours.split(), ffn, convert)
+
+
 @pytest.mark.slow
 def test_a_rank_reads_lean(tmp_path: Path) -> None:
     """A sharded checkpoint of 1 GB at TP 4: peak <= its share + one tensor + 200 MB (BR-92), and the count within 1 % of the truth."""
     (tmp_path / "config.json").write_text(json.dumps(GIB_MODEL))
     arch, family = models.architecture(GIB_MODEL), models.family(GIB_MODEL)
-    shapes = dict(stored.checkpoint_shapes(arch, family))
+    shapes = dict(checkpoint_shapes(arch, family))
     where = {n: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, n in enumerate(shapes)}
     for file in sorted(set(where.values())):
         mine = {n: (torch.bfloat16, shapes[n]) for n in shapes if where[n] == file}

@@ -16,7 +16,7 @@ from rayneuron.placement.fitting import Wanted, check_host
 from rayneuron.placement.instances import INSTANCES, declared, instance
 from rayneuron.placement.ledger import Ledger
 from rayneuron.placement.listing import describe, format
-from rayneuron.placement.plan import Plan, plan, read_raw, target
+from rayneuron.placement.plan import PlacementPlan, plan, read_raw, target
 from tests.placement.test_cores import listed, neuron_ls
 from tests.placement.test_memory import LLAMA_3_70B, LLAMA_31_8B, LLAMA_31_405B
 
@@ -29,7 +29,7 @@ def want(raw: dict[str, Any] = LLAMA_31_8B, processes: int = SPMD, **settings: A
     return Wanted(parse({"model": {"path": "/m"}, "dtype": "bf16", "max_model_len": 4096, "max_num_seqs": 8, **settings}), raw, processes)
 
 
-def placed(made: Plan) -> list[tuple[str, int, int, str]]:
+def placed(made: PlacementPlan) -> list[tuple[str, int, int, str]]:
     """(group, node, stage, cores) of each worker."""
     return [
         (f"{g.name}{g.replica}", p.node, p.worker.stage, f"{p.cores[0]}-{p.cores[-1]}") for g in made.groups for p in g.places

@@ -8,7 +8,7 @@ import pytest
 
 from rayneuron.config import Limits
 from rayneuron.errors import Busy, RequestError
-from rayneuron.policies.admission import SCORES, Call, Load, decide, measure, room
+from rayneuron.policies.admission import SCORES, Demand, Occupancy, decide, measure, room
 from rayneuron.types import Request, SamplingParams
 
 LIMITS = Limits(max_waiting=10, max_waiting_tokens=100, retry_after_s=2.5)
@@ -17,25 +17,25 @@ LIMITS = Limits(max_waiting=10, max_waiting_tokens=100, retry_after_s=2.5)
 @pytest.mark.parametrize(
     ("load", "call", "outcome"),
     [
-        (Load(4, 64), Call(), None),
-        (Load(4, 64), Call(1, 9), None),  # four slots and half of ten places
-        (Load(4, 64), Call(1, 10), "n"),
-        (Load(4, 64), Call(5, 10), "prompt"),
-        (Load(4, 64, sequences=13), Call(), None),
-        (Load(4, 64, sequences=14), Call(), "busy"),
-        (Load(4, 64, sequences=10), Call(1, 5), "busy"),
-        (Load(4, 64, waiting_tokens=90), Call(tokens=10), None),
-        (Load(4, 64, waiting_tokens=90), Call(tokens=11), "busy"),
-        (Load(4, 64, waiting_tokens=100), Call(), "busy"),  # the door asks with the least call there is
-        (Load(4, 64), Call(tokens=1000), None),  # one long prompt has to come in some time
-        (Load(4, 64), Call(2, 2, tokens=101), "prompt"),
-        (Load(4, 64), Call(scores=SCORES), None),
-        (Load(4, 64), Call(scores=SCORES + 1), "logprobs"),
-        (Load(4, 10_000), Call(scores=210_000), None),  # one prompt of the whole length with all alternatives
-        (Load(4, 10_000), Call(scores=210_001), "logprobs"),
+        (Occupancy(4, 64), Demand(), None),
+        (Occupancy(4, 64), Demand(1, 9), None),  # four slots and half of ten places
+        (Occupancy(4, 64), Demand(1, 10), "n"),
+        (Occupancy(4, 64), Demand(5, 10), "prompt"),
+        (Occupancy(4, 64, sequences=13), Demand(), None),
+        (Occupancy(4, 64, sequences=14), Demand(), "busy"),
+        (Occupancy(4, 64, sequences=10), Demand(1, 5), "busy"),
+        (Occupancy(4, 64, waiting_tokens=90), Demand(tokens=10), None),
+        (Occupancy(4, 64, waiting_tokens=90), Demand(tokens=11), "busy"),
+        (Occupancy(4, 64, waiting_tokens=100), Demand(), "busy"),  # the door asks with the least call there is
+        (Occupancy(4, 64), Demand(tokens=1000), None),  # one long prompt has to come in some time
+        (Occupancy(4, 64), Demand(2, 2, tokens=101), "prompt"),
+        (Occupancy(4, 64), Demand(scores=SCORES), None),
+        (Occupancy(4, 64), Demand(scores=SCORES + 1), "logprobs"),
+        (Occupancy(4, 10_000), Demand(scores=210_000), None),  # one prompt of the whole length with all alternatives
+        (Occupancy(4, 10_000), Demand(scores=210_001), "logprobs"),
     ],
 )
-def test_the_table(load: Load, call: Call, outcome: str | None) -> None:
+def test_the_table(load: Occupancy, call: Demand, outcome: str | None) -> None:
     if outcome is None:
         decide(load, call, LIMITS)
         return
@@ -49,13 +49,13 @@ def test_what_is_let_in_stays_within_the_limits() -> None:
     for _ in range(200):
         limits = Limits(max_waiting=draw.randrange(30), max_waiting_tokens=draw.choice([None, 50]))
         slots = draw.randrange(1, 9)
-        inside: list[Call] = []
+        inside: list[Demand] = []
         for _ in range(60):
             if inside and draw.random() < 0.3:
                 inside.pop(draw.randrange(len(inside)))
             prompts = draw.randrange(1, 4)
-            call = Call(prompts, prompts * draw.randrange(1, 12), draw.randrange(40))
-            load = Load(slots, 64, sum(c.sequences for c in inside), sum(c.tokens for c in inside))
+            call = Demand(prompts, prompts * draw.randrange(1, 12), draw.randrange(40))
+            load = Occupancy(slots, 64, sum(c.sequences for c in inside), sum(c.tokens for c in inside))
             try:
                 decide(load, call, limits)
             except (Busy, RequestError):
@@ -70,8 +70,8 @@ def test_what_is_let_in_stays_within_the_limits() -> None:
 def test_what_a_call_brings() -> None:
     params = SamplingParams(n=3, max_tokens=7, logprobs=4, prompt_logprobs=1)
     requests = [Request(id=str(i), prompt_ids=[1] * size, params=params) for i, size in enumerate((5, 6))]
-    assert measure(requests) == Call(prompts=2, sequences=6, tokens=11, scores=11 * 2 + 2 * 3 * 7 * 5)
-    assert measure([Request(id="a", prompt_ids=[1], params=SamplingParams(max_tokens=0))]) == Call(1, 1, 1, 0)
+    assert measure(requests) == Demand(prompts=2, sequences=6, tokens=11, scores=11 * 2 + 2 * 3 * 7 * 5)
+    assert measure([Request(id="a", prompt_ids=[1], params=SamplingParams(max_tokens=0))]) == Demand(1, 1, 1, 0)
 
 
 def test_room() -> None:

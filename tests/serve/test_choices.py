@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rayneuron.api import call as api
-from rayneuron.engine import commit
+from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.errors import RequestError
 from rayneuron.serve.leg import Leg
 from rayneuron.text.text import Assembler
@@ -27,14 +27,14 @@ CHAT = {**{name: value for name, value in BODY.items() if name != "prompt"}, "me
 def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Choices whose third token cannot be told."""
     failing: set[int] = set()
-    sample = commit._sample_on_host
+    sample = HostSampling.next_id
 
-    def stumble(row: Any, sequence: Any, rule: Any) -> int:
+    def stumble(self: HostSampling, row: Any, sequence: Any) -> int:
         if sequence.index in failing and sequence.generated == 2:
             raise ValueError("a secret of the machine")
-        return sample(row, sequence, rule)
+        return sample(self, row, sequence)
 
-    monkeypatch.setattr(commit, "_sample_on_host", stumble)
+    monkeypatch.setattr(HostSampling, "next_id", stumble)
     return failing
 
 

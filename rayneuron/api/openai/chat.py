@@ -10,7 +10,7 @@ from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.conversation import render
 from rayneuron.api.fields import Fields, read_head, refuse_formats, reply_id, wrong
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
-from rayneuron.api.stream import Events, Progress, Shape
+from rayneuron.api.stream import ChoiceState, ChunkFormat, Events
 from rayneuron.api.unserved import CHAT, refuse_unserved
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
@@ -102,7 +102,7 @@ def _finished(call: Call, choice: Choice) -> Json:
     return written
 
 
-def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
+def _chunk(call: Call, progress: ChoiceState, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
     written: Json = {
         "index": progress.index,
         "delta": {"content": delta.text} if delta.text else {},
@@ -141,5 +141,5 @@ def _open(call: Call) -> Events:
     return Events(call, SHAPE)
 
 
-SHAPE = Shape(wrap=_wrap, opening=_roles, choice=_chunk)
+SHAPE = ChunkFormat(wrap=_wrap, opening=_roles, choice=_chunk)
 ANSWER = Answer(reply=_reply, open=_open)

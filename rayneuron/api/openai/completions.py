@@ -9,7 +9,7 @@ from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, read_head, refuse_formats, reply_id, token_ids, wrong
 from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
-from rayneuron.api.stream import Events, Progress, Shape
+from rayneuron.api.stream import ChoiceState, ChunkFormat, Events
 from rayneuron.api.unserved import COMPLETIONS, refuse_unserved
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
@@ -176,7 +176,7 @@ def _logprobs(
     return completion_logprobs(call, call.requests[prompt].prompt_ids + ids, [*echoed, *entries], call.echo_offsets[prompt] + places)
 
 
-def _chunk(call: Call, progress: Progress, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
+def _chunk(call: Call, progress: ChoiceState, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
     text = delta.text if progress.begun or not call.echo else call.echo[progress.prompt] + delta.text
     written: Json = {
         "index": progress.index,
@@ -205,5 +205,5 @@ def _open(call: Call) -> Events:
     return Events(call, SHAPE)
 
 
-SHAPE = Shape(wrap=_wrap, opening=lambda call: [], choice=_chunk)
+SHAPE = ChunkFormat(wrap=_wrap, opening=lambda call: [], choice=_chunk)
 ANSWER = Answer(reply=_reply, open=_open)

@@ -18,7 +18,7 @@ from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
 from rayneuron.devices.idle import idle
 from rayneuron.errors import CompileError
-from rayneuron.models import feedforward
+from rayneuron.models import experts
 from rayneuron.models import ops as plain
 from rayneuron.models.collectives import Collectives, Solo
 from rayneuron.models.kv import Kv, KvShape
@@ -43,7 +43,7 @@ class Cpu:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, experts=feedforward.grouped_experts)
+        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, experts=experts.grouped_experts)
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops

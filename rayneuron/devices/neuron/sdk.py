@@ -169,7 +169,7 @@ def build(
                 graph.shown = tracing
                 builder.trace(kwargs=inputs, tag=graph_name)
             tracing = None
-            with Watch(work, len(targets), progress):
+            with CompileWatch(work, len(targets), progress):
                 compiled = builder.compile(priority_model_key=priority, compiler_workdir=work, compiler_args=dict(arguments))
             compiled.save(str(folder / MODEL))
     except Exception as problem:
@@ -219,7 +219,7 @@ def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[st
     return model
 
 
-class Watch:
+class CompileWatch:
     """Counts finished graphs below `folder` while the compiler, which tells nobody, is at work."""
 
     def __init__(self, folder: Path, total: int, told: Callable[[int], None]) -> None:

@@ -1,0 +1,39 @@
+"""What the host reads out of logits: the token where the device could not or must not choose it, and logprobs.
+
+Shapes: T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rayneuron.engine import logits, neuron_sampling, sampling
+from rayneuron.engine.batch import draw_number
+from rayneuron.engine.neuron_sampling import NeuronSampling
+from rayneuron.engine.sequence import Sequence
+
+
+class HostSampling:
+    """`commit.ReadsLogits` with torch. `rule`: as in `engine.step.step`."""
+
+    logprobs = staticmethod(logits.logprobs)
+    prompt_logprobs = staticmethod(logits.prompt_logprobs)
+
+    def __init__(self, rule: NeuronSampling | None = None) -> None:
+        self._rule = rule
+
+    def next_id(self, row: Tensor, sequence: Sequence) -> int:
+        """The same choice as the device's, after editing the row [V], over the whole vocabulary."""
+        params = sequence.params
+        if params.edits_logits:
+            row = logits.edit(row, sequence)
+        if params.greedy:
+            return int(row.argmax())
+        top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(draw_number(sequence))
+        temperature = torch.tensor([params.temperature])
+        if self._rule is not None:
+            ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, self._rule)
+        else:
+            ids = sampling.on_host(row[None], temperature, top_k, top_p, torch.tensor([params.min_p]), uniform)
+        return int(ids[0])

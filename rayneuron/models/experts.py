@@ -1,0 +1,73 @@
+"""The weighted sum of the experts that a router chose for every token.
+
+N tokens (B x T), E hidden, F inner size of a rank, X experts, k chosen experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rayneuron.models.linear import expert_weight
+
+GATHERED_PAIRS = 16  # up to so many (token, expert) pairs the chosen experts' weights are gathered, above they are sorted into blocks
+BLOCK = 32  # rows a block of one expert
+
+
+def experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum over a token's chosen experts. x [N,E], which, share [N,k] -> [N,E]. Static shapes: the form every device can compile."""
+    if which.numel() <= GATHERED_PAIRS:
+        return gathered_experts(w, x, which, share, act)
+    return blocked_experts(w, x, which, share, act)
+
+
+def gathered_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """For few tokens: gather the weights of the chosen experts."""
+    up = torch.einsum("nkfe,ne->nkf", expert_weight(w, "experts.gate_up", which, x.dtype), x)
+    gate, up = up.chunk(2, -1)
+    return torch.einsum("nkef,nkf,nk->ne", expert_weight(w, "experts.down", which, x.dtype), act(gate) * up, share)
+
+
+def blocked_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """For many tokens: sort the pairs by expert into blocks of one expert each. The number of blocks depends on shapes alone."""
+    n, k = which.shape
+    count = w["experts.down.w"].shape[0]
+    pairs = which.flatten()
+    order = pairs.argsort(stable=True)
+    sizes = F.one_hot(pairs, count).sum(0)
+    blocks = (sizes + BLOCK - 1) // BLOCK
+    ends = blocks.cumsum(0)
+    sorted_expert = pairs[order]
+    inside = torch.arange(n * k, device=x.device) - (sizes.cumsum(0) - sizes)[sorted_expert]
+    place = (ends - blocks)[sorted_expert] * BLOCK + inside  # row of each sorted pair among the padded blocks
+    total = min(n * k, (n * k) // BLOCK + count)
+    rows = x.new_zeros(total * BLOCK, x.shape[1]).index_copy(0, place, x[order // k])
+    owner = (torch.arange(total, device=x.device)[:, None] >= ends).sum(1).clamp(max=count - 1)  # searchsorted has no XLA form
+    out = [_one_block(w, owner[i], rows[i * BLOCK : (i + 1) * BLOCK], act) for i in range(total)]
+    summands = torch.cat(out)[place] * share.flatten()[order][:, None]
+    return torch.zeros_like(x).index_add(0, order // k, summands)
+
+
+def _one_block(w: Mapping[str, Tensor], expert: Tensor, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    index = expert.view(1)
+    gate, up = F.linear(x, expert_weight(w, "experts.gate_up", index, x.dtype)[0]).chunk(2, -1)
+    return F.linear(act(gate) * up, expert_weight(w, "experts.down", index, x.dtype)[0])
+
+
+def grouped_experts(w: Mapping[str, Tensor], x: Tensor, which: Tensor, share: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """The eager form: one product for each expert that was chosen, on exactly its tokens. Reads counts on the host; not exportable."""
+    k = which.shape[1]
+    pairs = which.flatten()
+    order = pairs.argsort(stable=True)
+    out = torch.zeros_like(x)
+    start = 0
+    for expert, size in enumerate(pairs.bincount(minlength=w["experts.down.w"].shape[0]).tolist()):
+        if size:
+            mine = order[start : start + size]
+            start += size
+            y = _one_block(w, torch.tensor(expert), x[mine // k], act)
+            out.index_add_(0, mine // k, y * share.flatten()[mine][:, None])
+    return out
