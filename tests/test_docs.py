@@ -1,6 +1,6 @@
-"""README.md tells the truth: its commands are CI's and the command line's, its reference is the schema, its files exist.
+"""The documents tell the truth: commands are CI's and the command line's, the reference is the schema, rooms and files exist.
 
-`python -m tests.test_readme` writes the generated parts anew.
+`python -m tests.test_docs` writes docs/reference.md anew.
 """
 
 from __future__ import annotations
@@ -11,21 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin
 
-import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from rayneuron import cli
 from rayneuron.config import Deployment
-from tests.test_structure import package_modules, tree
+from tests.test_structure import package_modules
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-
-
-def package_tree() -> str:
-    """Every module with the first line of its docstring."""
-    return f"```\n{tree(package_modules())}\n```"
+README, ARCHITECTURE, REFERENCE = ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "docs" / "reference.md"
 
 
 def reference() -> str:
@@ -33,6 +27,11 @@ def reference() -> str:
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     rows += [f"| `{key}` | {value} | {default} | {meaning} |" for key, value, default, meaning in _keys(Deployment, "")]
     return "\n".join(rows)
+
+
+def document() -> str:
+    """docs/reference.md."""
+    return f"# Keys of a deployment file\n\n`args` of an application; written by `python -m tests.test_docs`.\n\n{reference()}\n"
 
 
 def _keys(kind: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
@@ -60,24 +59,20 @@ def _words(annotation: object) -> str:
     return names.get(annotation, "mapping") if isinstance(annotation, type) else "mapping"
 
 
-GENERATED = {"tree": package_tree, "reference": reference}
-
-
-def part(text: str, name: str) -> tuple[str, str, str]:
-    """What stands before, in, and after the generated part of that name."""
-    start, end = f"<!-- {name}: python -m tests.test_readme -->\n", f"\n<!-- end of {name} -->"
-    before, _, rest = text.partition(start)
-    inside, _, after = rest.partition(end)
-    return before + start, inside, end + after
-
-
 def code_blocks(text: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
 
 
-@pytest.mark.parametrize("name", GENERATED)
-def test_generated_parts_are_current(name: str) -> None:
-    assert part(README.read_text(), name)[1] == GENERATED[name](), "run: python -m tests.test_readme"
+def test_the_reference_is_the_schema() -> None:
+    assert REFERENCE.read_text() == document(), "run: python -m tests.test_docs"
+
+
+def test_the_architecture_names_every_room_and_nothing_else() -> None:
+    text = ARCHITECTURE.read_text()
+    rooms = {f"{module.unit}/" for module in package_modules() if "/" in module.path}
+    assert set(re.findall(r"^\| `(\w+/)` \|", text, re.M)) == rooms and len(text.splitlines()) <= 100
+    for path in set(re.findall(r"`([\w/]+\.(?:py|md|yaml))`", text)):
+        assert (ROOT / path).is_file() or list((ROOT / "rayneuron").rglob(path)), path
 
 
 def test_the_two_commands_come_first_and_ci_runs_the_second() -> None:
@@ -95,13 +90,5 @@ def test_every_command_and_file_it_names_exists() -> None:
         assert (ROOT / path).is_file() or "{" in path, path
 
 
-def write() -> None:
-    text = README.read_text()
-    for name, make in GENERATED.items():
-        before, _, after = part(text, name)
-        text = before + make() + after
-    README.write_text(text)
-
-
 if __name__ == "__main__":
-    write()
+    REFERENCE.write_text(document())
