@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
+from rayneuron.errors import CompileError
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv, KvShape
 
@@ -174,7 +175,9 @@ class Graph(nn.Module):
             given = (tokens, positions, rows, blocks, slots, last, temperature, top_k, top_p, min_p, uniform, adapters, hidden)
             batch = Batch(*cast("tuple[Any, ...]", given))
             out = outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, shown), shown)
-        for name, value in zip(states(self.kv), (store for layer in kv.layers for store in layer), strict=True):
+        for name, old, value in zip(states(self.kv), held, (store for layer in kv.layers for store in layer), strict=True):
+            if value is old:
+                raise CompileError(f"the program leaves {name} as it was, and every graph has to rebind every state")
             setattr(self, name, value)
         if seen is not None:
             setattr(self, IDS, remember(seen, rows, out, shown))

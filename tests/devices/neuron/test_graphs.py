@@ -22,7 +22,7 @@ from tests.models import cases, runs
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
             "gpt_neox", "gptj", "dbrx")  # fmt: skip
-SPACE = KvSpace(rows=3, limit=32, blocks=8, block=8)
+SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
 TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES))
 ONCE = (  # what no family changes
@@ -222,7 +222,7 @@ def test_one_block_a_row_exports(tmp_path: Path, target: graphs.Target) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 def test_the_gate_sees_what_it_must_refuse(tiny: Path) -> None:
-    """A program that reads on the host does not pass; one that leaves a state alone still writes it back, as the state set rule asks."""
+    """Neither a program that reads on the host passes nor one that leaves a state as it was."""
 
     def host_read(ops, comm, w, kv, batch, shape):
         if batch.tokens.sum().item() > 0:
@@ -241,12 +241,8 @@ def test_the_gate_sees_what_it_must_refuse(tiny: Path) -> None:
         made = graphs.Graph(program, ops.PLAIN, Solo(), {"top": {}, "layers": []}, kv, torch.float32)
         made.shown = shape
         given = graphs.example(shape, kv, torch.float32)
-        if program is host_read:
-            with pytest.raises(Exception, match="[Dd]ata-dependent|unbacked|u0"):
-                torch.export.export(made, (), given, strict=False)
-        else:
-            signature = torch.export.export(made, (), given, strict=False).run_decompositions({}).graph_signature
-            assert set(signature.buffers_to_mutate.values()) == {"kv_0_k", "kv_0_v", "kv_1_k", "kv_1_v"}
+        with pytest.raises(Exception, match="[Dd]ata-dependent|unbacked|u0" if program is host_read else "leaves kv_1_k as it was"):
+            torch.export.export(made, (), given, strict=False)
 
 
 def test_names_and_service() -> None:
