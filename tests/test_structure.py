@@ -1,7 +1,4 @@
-"""The shape of the package: who may import whom, how long things are, and that README.md's tree tells the truth.
-
-`python tests/test_structure.py --tree` prints the tree of README.md as it should be; `python -m tests.test_readme` puts it there.
-"""
+"""The shape of the package: who may import whom, how long things are, what they are called."""
 
 from __future__ import annotations
 
@@ -112,7 +109,7 @@ class Import:
 
 
 class Module:
-    """One parsed file. `path` is relative to the package ("engine/slots.py")."""
+    """One parsed file. `path` is relative to the package ("engine/blocks.py")."""
 
     def __init__(self, path: str, source: str) -> None:
         self.path = path
@@ -372,19 +369,6 @@ def undocumented(module: Module) -> list[str]:
     return []
 
 
-def tree(modules: list[Module]) -> str:
-    """The tree of README.md: every module with the first line of its docstring."""
-    lines, folder = [f"{PACKAGE}/"], ""
-    order = sorted(modules, key=lambda m: (m.path.count("/") > 0, m.path.rpartition("/")[0], m.path.rpartition("/")[2]))
-    for module in order:
-        parent, _, name = module.path.rpartition("/")
-        if parent != folder:
-            folder = parent
-            lines.append(f"  {parent}/")
-        lines.append(f"{'    ' if parent else '  '}{name:<{20 if parent else 22}} {module.first_line()}".rstrip())
-    return "\n".join(lines)
-
-
 EACH = [
     *(wrong_units, wrong_third_party, torch_where_it_must_not_be, pickled, environment_reads),
     *(device_branches, mutable_state, vague_names, too_long, undocumented),
@@ -418,10 +402,6 @@ def test_a_class_name_has_one_meaning() -> None:
 def test_most_functions_are_short() -> None:
     lengths = [length(function) for module in package_modules() for function in module.functions()]
     assert statistics.quantiles(lengths, n=10)[-1] <= FUNCTION_P90
-
-
-def test_readme_tree_is_the_package() -> None:
-    assert tree(package_modules()) in (ROOT / "README.md").read_text(), "run: python -m tests.test_readme"
 
 
 @pytest.mark.parametrize(
@@ -524,7 +504,3 @@ def test_folders_that_import_each_other_are_found() -> None:
     ]
     assert mutual_folders(both) == ["engine <-> models"]
     assert mutual_folders(both[:2]) == []
-
-
-if __name__ == "__main__":
-    print(tree(package_modules()))
