@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, how long things are, that names have one meaning and somebody who uses them."""
+"""The shape of the package: who may import whom, how long things are, what they are called."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Import:
 
 
 class Module:
-    """One parsed file. `path` is relative to the package ("engine/slots.py")."""
+    """One parsed file. `path` is relative to the package ("engine/blocks.py")."""
 
     def __init__(self, path: str, source: str) -> None:
         self.path = path

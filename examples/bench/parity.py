@@ -1,4 +1,4 @@
-"""Every family against transformers: the table of README.md, as Markdown.
+"""Every family against transformers: the table of docs/parity.md, as Markdown.
 
     python examples/bench/parity.py [--families llama gpt2] [--demo]
 

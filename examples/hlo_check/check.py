@@ -1,9 +1,9 @@
 """The HLO gate: the graphs that would go to neuronx-cc, lowered by torch-xla on a CPU.
 
-For every tag: no operator falls back to eager, no dynamic dimension, the donated buffers are exactly the states (KV, and in async mode
-the ids sampled last), and the outputs and states equal eager torch's; also for the stages of a pipeline. For 8 and 32 ranks, with and
-without sequence parallelism: the replica groups of every collective. With --nxd PATH (a neuronx-distributed checkout's src): its shard of
-a row- and a column-parallel layer equals ours.
+For every tag: no operator falls back to eager, no dynamic dimension, and the outputs and the states (KV, and in async mode the ids
+sampled last) equal eager torch's; also for the stages of a pipeline. For 8 and 32 ranks, with and without sequence parallelism: the
+replica groups of every collective. With --nxd PATH (a neuronx-distributed checkout's src): its shard of a row- and a column-parallel
+layer equals ours.
 
     python check.py [--family llama] [--nxd /path/to/neuronx-distributed/src]
 """

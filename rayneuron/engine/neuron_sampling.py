@@ -1,4 +1,4 @@
-"""On-device sampling as NxD Inference does it, edge cases included (`sampling.neuron_compat: true`); research/neuron.md F5.
+"""On-device sampling as NxD Inference does it, edge cases included (`on_device_sampling.neuron_compat`).
 
 Shapes: B rows, V vocabulary, C candidates. Its three parameters a row are [top_k, top_p, temperature]. It differs from
 `engine.sampling`: the token that crosses top_p is dropped, not kept; top_k -1 or 0 draws evenly among the candidates; min_p is unknown.

@@ -1,4 +1,4 @@
-"""NxD Inference's rules for selecting buckets, two-dimensional ones included, as pure functions (research/neuron.md F1).
+"""NxD Inference's rules for selecting buckets, two-dimensional ones included, as pure functions.
 
 A prefix bucket is (prefill, prefix): new tokens by tokens already cached. Our own scheduler needs no prefix dimension, since its prefill
 attends any length bucket; with `buckets.prefix` it keeps to these rules, the tail of the prefix computed again included.

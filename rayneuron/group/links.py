@@ -1,7 +1,7 @@
 """The way of hidden states from a rank to the same rank of the next stage: one socket, raw bytes, sent by a thread of its own.
 
 The sender's thread lets a stage begin its next micro-batch while the last one is still on its way. On one host a unix socket: 17-26 us
-for 64 KB where gloo takes 130-2300 us (research/ray.md 5); else TCP between the nodes' internal addresses. The connecting side shows the
+for 64 KB where gloo takes 130-2300 us; else TCP between the nodes' internal addresses. The connecting side shows the
 group's token.
 """
 

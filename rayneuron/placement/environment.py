@@ -1,6 +1,7 @@
 """The environment of one worker process: every variable the Neuron runtime and its libraries read, as a pure function of its place.
 
-It must be in place before the process imports torch: the runtime reads most of it once. Meanings and sources: research/neuron.md B2, C3.
+It must be in place before the process imports torch: the runtime reads most of it once.
+Meanings and sources: the SDK's documentation, NxD Inference's launcher.
 """
 
 from __future__ import annotations

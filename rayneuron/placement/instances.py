@@ -1,6 +1,6 @@
 """Instance types as data: devices, cores, memory, legal TP degrees, links, network, host.
 
-Sources: AWS Neuron SDK 2.32 documentation and the instance pages, read 2026-08 (research/neuron.md G1, G2); a device is a chip.
+Sources: AWS Neuron SDK 2.32 documentation and the instance pages, read 2026-08; a device is a chip.
 trn2.3xlarge is not in that documentation. TP degrees: the feature guide's list (Inf2 1 2 4 8 24, Trn1 1 2 8 16 32, Trn2 1 2 4 8 16 32 64);
 two more, which only some documents have, carry a note.
 """

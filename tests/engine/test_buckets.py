@@ -10,7 +10,7 @@ from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES
 from rayneuron.engine.buckets import capacity, decode_shape, inventory, pack_prefill, powers, prefill_shape
 from rayneuron.errors import CompileError, ConfigError
 
-# research/neuron.md F1: lo == hi -> [hi]; else powers of two up to round(log2 hi), then hi
+# NxD Inference: lo == hi -> [hi]; else powers of two up to round(log2 hi), then hi
 NXD_TABLE = [
     ((128, 128), [128]),
     ((128, 256), [128, 256]),

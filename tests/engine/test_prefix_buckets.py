@@ -1,4 +1,4 @@
-"""Bucket lists and selection against NxD Inference's rules as tables (research/neuron.md F1), and our padding against F2."""
+"""Bucket lists and selection against NxD Inference's rules as tables, and our padding."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ DEGREES = (1, 2, 3, 4, 6, 8, 16, 24, 32)
 
 
 def test_example_of_nxd() -> None:
-    """56 query and 8 KV heads on 32 ranks: 64 queries, each group of 7 padded by one, every KV head on 4 ranks (research/neuron.md F4)."""
+    """56 query and 8 KV heads on 32 ranks: 64 queries, each group of 7 padded by one, every KV head on 4 ranks."""
     plan = shard.head_plan(56, 8, 32)
     assert plan.strategy == shard.REPLICATE and len(plan.q) == 64 and plan.kv == tuple(k for k in range(8) for _ in range(4))
     assert plan.q[:8] == (0, 1, 2, 3, 4, 5, 6, -1) and plan.q[-1] == -1

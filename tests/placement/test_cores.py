@@ -23,7 +23,7 @@ from rayneuron.policies import packing
 
 FIXTURES = Path(__file__).parent / "neuron_ls"
 
-# research/neuron.md G1, G2, typed by hand: name -> devices, logical cores, GiB a core, vCPUs, host GiB, EFA interfaces, TP degrees.
+# Typed by hand from AWS's pages: name -> devices, logical cores, GiB a core, vCPUs, host GiB, EFA interfaces, TP degrees.
 TABLE = {
     "inf2.xlarge": (1, 2, 16, 4, 16, 0, {1, 2}),
     "inf2.8xlarge": (1, 2, 16, 32, 128, 0, {1, 2}),

@@ -1,6 +1,6 @@
 """What is known of the Neuron SDK: its releases and the chips they serve, compiler arguments per graph, the legal sizes. Pure.
 
-Sources: SDK release notes and manifest, NxD Inference's model_wrapper (research/neuron.md A6, I5, §0).
+Sources: SDK release notes and manifest, NxD Inference's model_wrapper.
 """
 
 from __future__ import annotations

@@ -490,7 +490,7 @@ MODULAR = " --internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 -
     ],
 )  # fmt: skip
 def test_compiler_arguments(given: tuple, expected: str) -> None:
-    """As NxD Inference's model_wrapper composes them (research/neuron.md A6)."""
+    """As NxD Inference's model_wrapper composes them."""
     assert releases.arguments(*given) == expected
 
 
