@@ -38,7 +38,7 @@ Defaults = Annotated[dict[str, Any], AfterValidator(_known_parameters)]
 class Model(Section):
     """Which checkpoint, under which name."""
 
-    path: str = Field(min_length=1, description="A model directory, or demo:NAME (demo:smollm2, demo:random:llama-1b).")
+    path: str = Field(min_length=1, description="A model directory, or demo:NAME (demo:smollm2, demo:random:1b).")
     name: str | None = Field(None, min_length=1, description="The name clients use; default: the last part of the path.")
     aliases: list[str] = Field([], description="More names it answers to.")
     any_name: bool = Field(False, description="Answer whatever model a client names.")
@@ -204,9 +204,9 @@ class Deployment(Section):
     sequence_parallel: bool = Field(False, description="Split norms and residual of a prefill over the TP ranks; same tokens, less memory.")
     micro_batches: int | None = Field(None, ge=1, description="Parts of a step that keep pipeline stages busy; default: as many as pay.")
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
-    max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once: KV slots.")
+    max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
-    kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: every slot full. Less means preemption.")
+    kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: all rows full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     block_size: int | None = Field(
         None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
