@@ -110,9 +110,11 @@ class Scheduler:
 
     def _copies(self) -> list[tuple[int, int]]:
         """Copies of blocks that sequences wait for, before anything is written."""
-        copies = [hold.copy for hold in self._holds() if hold.copy is not None]
+        copies = []
         for hold in self._holds():
-            hold.copy = None
+            if hold.copy is not None:
+                copies.append(hold.copy)
+                hold.copy = None
         return copies
 
     def _admit(self) -> None:

@@ -59,6 +59,11 @@ def to_kv(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x if limit is None else x.clamp(-limit, limit)).to(dtype)
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """x, or its bytes where it is float8, which torch neither indexes nor scatters."""
+    return x if x.dtype.itemsize > 1 else x.view(torch.uint8)
+
+
 def write_kv(layer: Layer, slots: Tensor, k: Tensor, v: Tensor) -> Layer:
     """A layer's (keys, values), [N,K,S,D] each, with k, v [B,T,K,D] at slots int32 [B,T]: new tensors."""
     size = layer[0].shape[2]
@@ -67,15 +72,12 @@ def write_kv(layer: Layer, slots: Tensor, k: Tensor, v: Tensor) -> Layer:
 
 
 def _written(store: Tensor, where: list[Tensor | None], x: Tensor) -> Tensor:
-    value = to_kv(x, store.dtype)
-    if store.dtype.itemsize > 1:
-        return torch.ops.aten.index_put(store, where, value)
-    return torch.ops.aten.index_put(store.view(torch.uint8), where, value.view(torch.uint8)).view(store.dtype)  # no float8 there; bytes do
+    return torch.ops.aten.index_put(bytes_of(store), where, bytes_of(to_kv(x, store.dtype))).view(store.dtype)
 
 
 def read_kv(store: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The first `length` positions of every row [B,K,L,D] in `dtype`, of store [N,K,S,D], through blocks int32 [B,M]."""
-    plain = store if store.dtype.itemsize > 1 else store.view(torch.uint8)
+    plain = bytes_of(store)
     if blocks.shape[1] == 1:
         part = plain[:, :, :length][blocks[:, 0]]
     else:

@@ -37,6 +37,7 @@ class Memory:
     def total(self) -> int:
         return self.weights + self.kv + self.scratch + self.runtime
 
+
 def arch_of(config: Deployment, raw: Mapping[str, Any], ranks: int) -> Arch:
     """The Arch as this deployment shards it. Raises CheckpointError naming what config.json lacks."""
     arch = replace(models.architecture(dict(raw)), gqa=config.group_query_attention)

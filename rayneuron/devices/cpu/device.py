@@ -22,6 +22,7 @@ from rayneuron.models import experts
 from rayneuron.models import ops as plain
 from rayneuron.models.collectives import Collectives, Solo
 from rayneuron.models.kv import Kv, KvShape
+from rayneuron.models.ops import bytes_of
 
 
 class Cpu:
@@ -107,11 +108,6 @@ class Cpu:
         if self.kernels is not None:
             self.kernels.close()
         self.kv, self._units, self._weights, self._program = None, [], {}, None
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    """x, or its bytes where it is float8, which torch neither indexes nor scatters."""
-    return x if x.dtype.itemsize > 1 else x.view(torch.uint8)
 
 
 def representatives(shapes: Sequence[Shape]) -> list[Shape]:

@@ -22,6 +22,7 @@ from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCHEMA, S
 from rayneuron.errors import CompileError
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv, KvShape
+from rayneuron.models.ops import bytes_of
 
 IDS = "ids"  # the state of ids, with feedback
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -241,7 +242,7 @@ def move(
     """
     out = []
     for i, layer in enumerate(kv.layers):
-        stores = [store if store.dtype.itemsize > 1 else store.view(torch.uint8) for store in layer]
+        stores = [bytes_of(store) for store in layer]
         if what.tag == "kv_export":
             out.append(torch.stack([store[cast(Tensor, moved)] for store in stores], 2))
             last = [torch.full((1,), store.shape[0] - 1, dtype=torch.int32, device=store.device) for store in stores]
