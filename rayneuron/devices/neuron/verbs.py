@@ -22,7 +22,7 @@ from rayneuron.models.attention import mask_value
 from rayneuron.models.choice import LOWEST
 from rayneuron.models.kv import KvShape
 from rayneuron.models.linear import linear as product
-from rayneuron.models.ops import Layer, Ops, bytes_of, norm, to_kv, top_k
+from rayneuron.models.ops import Layer, Ops, bytes_of, to_kv, top_k
 
 WIDEST = 512  # a cumulative sum up to so many is one triangular product; longer ones are two
 PART = 128  # logits that are drawn from together
@@ -46,38 +46,40 @@ def linear(w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return y if bias is None else y + bias
 
 
+def norm(w: Mapping[str, Tensor], name: str, x: Tensor, kind: str, eps: float) -> Tensor:
+    """As `models.ops.norm`, in float32 by sums: torch-xla's own means divide by a number that might be zero, else NaN."""
+    wide, share = x.float(), 1.0 / x.shape[-1]
+    if kind != "rms":
+        wide = wide - wide.sum(-1, keepdim=True) * share
+    wide = wide * ((wide * wide).sum(-1, keepdim=True) * share + eps).rsqrt()
+    for part, put in ((".w", torch.mul), (".b", torch.add)):
+        wide = put(wide, w[name + part].float()) if name + part in w else wide
+    return wide.to(x.dtype)
+
+
 def write_kv(columns: int, aligned: bool, layer: Layer, slots: Tensor, k: Tensor, v: Tensor) -> Layer:
     """k, v [B,T,K,D] into a layer's (keys, values) [N,K,S,D], of which the first `columns` are attended, at slots [B,T]: new tensors.
 
-    Aligned, row i writes into KV row i, what is to be forgotten into the columns behind. Else block, head and column are indices side by
-    side, so that no store is turned for them.
+    Aligned, row i writes into KV row i, what is to be forgotten into the columns behind. Block, head and column are indices side by side:
+    so an update is a run of D numbers, and no store is turned for it.
     """
-    if not aligned:
-        at = _divided(slots, columns)
-        return _put(layer[0], at, k), _put(layer[1], at, v)
-    column = slots - torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)[:, None] * columns
-    column = torch.where((column < 0) | (column >= columns), columns, column)[:, None, :, None]  # B 1 T 1
-    return _scattered(layer[0], column, k), _scattered(layer[1], column, v)
+    if aligned:
+        block = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)[:, None]
+        column = slots - block * columns
+        column = torch.where((column < 0) | (column >= columns), columns, column)
+    elif columns & (columns - 1) == 0:
+        block, column = slots >> (columns.bit_length() - 1), slots & (columns - 1)
+    else:
+        block = torch.div(slots, columns, rounding_mode="floor")
+        column = slots - block * columns
+    heads = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
+    where = [block[:, None], heads[None, :, None], column[:, None]]  # B 1 T, 1 K 1, B 1 T
+    return _written(layer[0], where, k), _written(layer[1], where, v)
 
 
-def _divided(slots: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Slots as block and column."""
-    if columns & (columns - 1) == 0:
-        return slots >> (columns.bit_length() - 1), slots & (columns - 1)
-    block = torch.div(slots, columns, rounding_mode="floor")
-    return block, slots - block * columns
-
-
-def _put(store: Tensor, at: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    heads = torch.arange(store.shape[1], dtype=torch.int32, device=store.device)
-    where = [at[0][:, None], heads[None, :, None], at[1][:, None]]  # B 1 T, 1 K 1, B 1 T
+def _written(store: Tensor, where: list[Tensor], x: Tensor) -> Tensor:
     made = torch.ops.aten.index_put(bytes_of(store), where, bytes_of(to_kv(x, store.dtype)).transpose(1, 2))
     return made.view(store.dtype)
-
-
-def _scattered(store: Tensor, column: Tensor, x: Tensor) -> Tensor:
-    new = bytes_of(to_kv(x, store.dtype)).transpose(1, 2)  # B K T D
-    return torch.scatter(bytes_of(store), 2, column.long().expand(new.shape), new).view(store.dtype)
 
 
 def read(aligned: bool, store: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
