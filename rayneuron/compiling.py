@@ -51,14 +51,14 @@ def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) ->
     from rayneuron.models.memory import kv_shape
 
     config, arch, capacity = checked.config, checked.arch, checked.capacity
-    made = ahead(config, capacity.length, stage=stage, hidden=arch.hidden, raw=checked.raw)
-    made = replace(made, local_ranks=1, artifact=None, required=False)
+    made = ahead(config, capacity.length, 0, checked.layout.nodes_per_stage, stage, arch.hidden, checked.raw)
+    made = replace(made, artifact=None, required=False)
     threads = config.threads or settings.threads()
     device: Any = devices.open(
         config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads
     )  # fmt: skip
     try:
-        weights = loading.rank_weights(checked, made, _silent, stage)
+        weights = loading.rank_weights(checked, replace(made, local_ranks=1), _silent, stage)
         device.load(weights, kv_shape(arch, capacity.space, device.comm.ranks, len(weights["layers"])))
         program = loading.program(config, arch, checked.dtype, stage)
         return devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))

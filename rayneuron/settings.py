@@ -74,6 +74,16 @@ def bind(cores: str, name: str) -> None:
         os.environ[_BOUND] = f"{os.getpid()} {cores} {name}"
 
 
+def root_ports() -> str | None:
+    """Ports of this node that the Neuron runtime may meet on, RAYNEURON_ROOT_PORTS: FIRST-LAST; None: `placement.ports` says."""
+    return os.environ.get("RAYNEURON_ROOT_PORTS") or None
+
+
+def any_sdk() -> bool:
+    """Whether an SDK that is not known to serve models on this chip is tried all the same: RAYNEURON_ANY_SDK=1."""
+    return os.environ.get("RAYNEURON_ANY_SDK") == "1"
+
+
 def ledger_dir() -> Path:
     """Where the core locks of this machine live, one folder a node: RAYNEURON_LEDGER, else /tmp/rayneuron-cores."""
     return Path(os.environ.get("RAYNEURON_LEDGER") or "/tmp/rayneuron-cores")

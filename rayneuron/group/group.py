@@ -28,6 +28,7 @@ from rayneuron.group.watch import KINDS, Watch
 from rayneuron.group.worker import Invitation
 from rayneuron.models import hub
 from rayneuron.models.arch import Arch
+from rayneuron.placement.environment import BEFORE_START
 from rayneuron.placement.layout import Layout
 from rayneuron.placement.memory import float8
 from rayneuron.placement.records import this_process
@@ -60,16 +61,14 @@ class Group:
     ) -> None:
         self.config, self.layout = config, layout
         self.arch, self.capacity, self.dtype, self.model = arch, capacity, dtype, model
-        self.processes = processes or Children()
+        self.processes = processes or Children(BEFORE_START if config.device == "neuron" else {})
         self.members: list[Member] = []
-        self.refused = 0
-        self.steps = 0
+        self.refused = self.steps = 0
         self.step_s = self.busy_s = self._began_s = 0.0
         self.rank = Rank()
-        self._on_lost = on_lost
         self._meeting: Meeting | None = None
         self._watch: Watch | None = None
-        self._closed = False
+        self._on_lost, self._closed = on_lost, False
 
     @property
     def lost(self) -> str | None:
@@ -121,15 +120,17 @@ class Group:
 
     def load(self, progress: Count = lambda done, total: None) -> None:
         """Read the weights, every rank its share, all at once."""
-        self._send(messages.LoadWeights())
-        self._locally(lambda: self.rank.load(self._checked(progress)))
-        self._all(Ready, "has not loaded its weights, and made no progress", self.config.group.load_s)
+        self._together(messages.LoadWeights(), lambda: self.rank.load(self._checked(progress)), "has not loaded its weights")
 
     def warm(self, progress: Count = lambda done, total: None) -> None:
-        """Make every shape ready, all ranks together."""
-        self._send(messages.Warm())
-        self._locally(lambda: self.rank.warm(self._checked(progress)))
-        self._all(Ready, "has not warmed up, and made no progress", self.config.group.load_s)
+        """Make every shape ready: first all have their graphs, however long one of them compiles; then they load them together."""
+        self._together(messages.Prepare(), lambda: self.rank.prepare(self._checked(progress)), "has not compiled its graphs")
+        self._together(messages.Warm(), lambda: self.rank.warm(self._checked(progress)), "has not warmed up")
+
+    def _together(self, message: messages.ToWorker, work: Callable[[], None], late: str) -> None:
+        self._send(message)
+        self._locally(work)
+        self._all(Ready, f"{late}, and made no progress", self.config.group.load_s)
 
     @property
     def overlaps(self) -> bool:
@@ -155,8 +156,8 @@ class Group:
         answers = self._all(Done, f"has not finished step {step.number}", self.config.group.step_s)
         self.step_s += time.perf_counter() - self._began_s
         self.busy_s += self.rank.busy_s + sum(answer.busy_s for answer in answers)
-        outputs = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
-        return pipeline.merge(outputs, step.rows)
+        last = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
+        return pipeline.merge(last, step.rows)
 
     def close(self) -> None:
         """End every worker and give everything back. Harmless twice."""
@@ -204,8 +205,8 @@ class Group:
 
     def _common(self) -> assignment.Common:
         share = max(1, settings.threads() // max(len(self.layout.on_node(n)) for n in range(self.layout.nodes)))
-        small = float8(self.config, hub.read_config(self.model))
-        return assignment.Common(self.capacity, self.dtype, self.config.threads or share, str(self.model), small)
+        threads, small = self.config.threads or share, float8(self.config, hub.read_config(self.model))
+        return assignment.Common(self.capacity, self.dtype, threads, str(self.model), small)
 
     def _send(self, message: messages.ToWorker) -> None:
         frame = wire.frame(message)

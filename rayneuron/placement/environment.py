@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rayneuron.devices.neuron import releases
 from rayneuron.devices.neuron.releases import VISIBLE
@@ -19,7 +20,8 @@ from rayneuron.placement.instances import Instance
 from rayneuron.placement.layout import Layout, Worker
 
 _EXEC_TIMEOUT_S = 600  # the documents name 2, 30 and 600 as the default: set it
-_MALLOC_ARENAS = 64  # more arenas multiply host memory while weights load
+# Read by the C library when a process starts, and never again: more arenas multiply host memory while weights load.
+BEFORE_START: Mapping[str, str] = MappingProxyType({"MALLOC_ARENA_MAX": "64"})
 _FORK_SAFE_SINCE = (5, 15)
 
 
@@ -76,7 +78,6 @@ def environment(
         "NEURON_RT_EXEC_TIMEOUT": str(_EXEC_TIMEOUT_S),
         "NEURON_PROCESS_TAG": deployment if layout.pipeline_parallel == 1 else f"{deployment}/stage{worker.stage}",
         "OMP_NUM_THREADS": str(max(1, vcpus * len(cores) // instance.cores)),
-        "MALLOC_ARENA_MAX": str(_MALLOC_ARENAS),
     }
     if len(instance.lncs) > 1:
         out["NEURON_LOGICAL_NC_CONFIG"] = str(instance.lnc)

@@ -66,6 +66,9 @@ class Cpu:
         self._units = [zeros(shape, dtype=self.kv_dtype) for _ in range(kv.layers)]
         self.kv = Kv(kv, [(units[:, :, 0], units[:, :, 1]) for units in self._units])
 
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Nothing is compiled."""
+
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled, but oneDNN builds a kernel for each number of new tokens, and the allocator grows: meet them all now."""
         self._program = program

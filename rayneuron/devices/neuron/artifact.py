@@ -14,7 +14,8 @@ from rayneuron.compile_cache import folder
 from rayneuron.compile_cache.cache import Key
 from rayneuron.devices.base import Program, Shape, Weights
 from rayneuron.devices.neuron import graphs, releases
-from rayneuron.devices.neuron.targets import Target, listed
+from rayneuron.devices.neuron.pipeline import World
+from rayneuron.devices.neuron.targets import Target, listed, name
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvShape
@@ -27,23 +28,25 @@ _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for sma
 
 
 def graphs_key(
-    program: Program, targets: Sequence[Target], weights: Weights, kv: KvShape, kv_dtype: Any, ranks: int, lnc: int,
-    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False,
+    program: Program, targets: Sequence[Target], weights: Weights, kv: KvShape, kv_dtype: Any, world: World,
+    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False, reduce_dtype: str = "fp32",
 ) -> Key:  # fmt: skip
-    """The key of all graphs of an engine. The ranks of a node are no part of it: one compile serves every node."""
+    """The key of all graphs of an engine. What is saved is for processes that drive `world.local` ranks; which ones is no part of it."""
     more = {"feedback": True} if feedback else {}
     said = bound(program)
     files = {*(_PACKAGE / name for name in _SOURCES), *(_PACKAGE / "models").glob("*.py"), Path(inspect.getfile(_parts(program)[0]))}
     return caching.key(
         "graphs",
         program=said,
-        graphs=sorted(graphs.name(t) for t in targets),
+        graphs=sorted(name(t) for t in targets),
         parameters=graphs.signature(weights),
         first_layer=weights.get("first", 0),
         kv=caching.plain(kv),
         kv_dtype=kv_dtype,
-        tp_degree=ranks,
-        logical_nc_config=lnc,
+        tp_degree=world.ranks,
+        local_ranks_size=world.local,
+        logical_nc_config=world.lnc,
+        reduce_dtype=reduce_dtype,
         device=chip,
         compiler=dict(versions),
         flags=dict(arguments),
@@ -82,6 +85,7 @@ def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
         "neuron_config": {
             "tp_degree": fields["tp_degree"],
             "world_size": fields["tp_degree"],
+            "local_ranks_size": fields["local_ranks_size"],
             "logical_nc_config": fields["logical_nc_config"],
             "target": fields["device"],
             "max_batch_size": max(s.rows for s in shapes),
@@ -96,7 +100,7 @@ def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
             "is_continuous_batching": True,
             "save_sharded_checkpoint": False,
         },
-        "graphs": [graphs.name(t) for t in targets],
+        "graphs": [name(t) for t in targets],
         "key": fields,
         "digest": key.digest,
     }

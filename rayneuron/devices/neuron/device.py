@@ -18,12 +18,13 @@ from torch import Tensor
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
 from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Progress, Shape, Weights
-from rayneuron.devices.neuron import artifact, graphs, releases
+from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
 from rayneuron.devices.neuron.graphs import Graph
+from rayneuron.devices.neuron.pipeline import Job, Ticker, World
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.devices.neuron.sdk import InGraph, build, sdk, start
+from rayneuron.devices.neuron.sdk import InGraph, sdk, start
 from rayneuron.devices.neuron.started import Started, running
-from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, moved_at_once
+from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvShape
 
@@ -65,16 +66,17 @@ class Neuron:
                 f"the deployment's instance has {chip}, and the SDK here is for {self.sdk.chip}; correct `instance:`, or compile ahead "
                 f"for it with NEURON_PLATFORM_TARGET_OVERRIDE={chip}"
             )
-        self.comm = InGraph(self.sdk, ranks)
+        self.comm = InGraph(self.sdk, ranks, self._options.reduce_dtype == "fp32")
         self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
         self.lnc = lnc or releases.logical(self.sdk.chip, {name: settings.given(name) for name in releases.LOGICAL})
         self._export(told(lnc=self.lnc))
-        self._cache, self._artifact = cache, artifact
+        self._cache, self._artifact = cache or Cache(), artifact
         self._mode = "async" if async_mode else "ranked"
         self.overlaps = async_mode
         self._border = border
         self._model: Any = None
         self._targets: frozenset[Target] = frozenset()
+        self._compiled: tuple[Key, Path] | None = None
         self._kv: KvShape | None = None
         self._vocab: int | None = None
         self._wider: dict[Shape, list[Shape]] = {}  # the graphs of more rows than one has, itself first
@@ -82,25 +84,30 @@ class Neuron:
         self._held: list[Weights] = []
 
     def load(self, weights: Weights, kv: KvShape) -> None:
-        """Take the weights of every local rank (`weights["ranks"]`, or one rank's) and the shape of one rank's KV."""
-        self._held = list(weights.get("ranks") or [weights])
-        if len(self._held) != self.local_ranks:
-            raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
-        self._kv = kv
+        """Take the weights of every local rank (`weights["ranks"]`), or one's to compile with, and the shape of one rank's KV."""
+        self._held, self._kv = list(weights.get("ranks") or [weights]), kv
 
-    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
-        """Compile, or find compiled, every graph; load them on the cores; run each once. Raises CompileError, ConfigError."""
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Compile, or find compiled, every graph. Raises CompileError, ConfigError."""
         if not self._held:
             raise CompileError("load weights before compiling")
-        visible = artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
-        targets = self.targets(shapes)
-        path = self.artifact(program, targets, progress, shapes[0])
+        artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
+        self.artifact(program, self.targets(shapes), progress, shapes[0])
+
+    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """`prepare`; load the graphs on the cores; run each once. Raises CompileError, ConfigError, DeviceError."""
+        self.prepare(program, shapes, progress)
+        if len(self._held) != self.local_ranks:
+            raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
+        visible, targets = settings.visible_cores() or "", self.targets(shapes)
+        path, weights = self.artifact(program, targets, progress, shapes[0]), [dict(graphs.named(w)) for w in self._held]
         settings.bind(visible, self._name)
-        self._model = start(self.sdk, path, self.start_rank, [dict(graphs.named(w)) for w in self._held], self._name, visible)
+        with Ticker(lambda: progress(0, len(shapes), shapes[0])):  # hundreds of GB of weights, and a meeting of nodes, tell nobody
+            self._model = start(self.sdk, path, self.start_rank, weights, self._name, visible)
         self._targets, self._vocab = frozenset(targets), artifact.vocabulary(program)
         self._held = []
         for i, shape in enumerate(shapes):
-            target = graphs.served(shape, self._border)
+            target = served(shape, self._border)
             if target not in self._blank:
                 self._blank[target] = graphs.example(target, self._shape, self.kv_dtype, self._border)
                 self._begin(target, shape, self._blank[target]).wait()
@@ -114,7 +121,7 @@ class Neuron:
 
     def targets(self, shapes: Sequence[Shape]) -> list[Target]:
         """The graphs that serve `shapes`."""
-        return graphs.targets(shapes, self._shape.space, self._border)
+        return targets(shapes, self._shape.space, self._border)
 
     def listing(self, targets: Sequence[Target]) -> str:
         """What is going to be compiled, for people."""
@@ -124,28 +131,28 @@ class Neuron:
     def key(self, program: Program, targets: Sequence[Target]) -> Key:
         """What the compiled graphs depend on."""
         return artifact.graphs_key(
-            program, targets, self._held[0], self._shape, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
-            {t.tag: self._arguments(t) for t in targets}, self._border.feedback,
+            program, targets, self._held[0], self._shape, self.kv_dtype, self._world, self.sdk.chip, self.sdk.versions,
+            {t.tag: self._arguments(t) for t in targets}, self._border.feedback, self._options.reduce_dtype,
         )  # fmt: skip
 
     def artifact(self, program: Program, targets: Sequence[Target], progress: Progress, shape: Shape) -> Path:
         """The folder of the compiled graphs: the artifact the deployment names, or the cache's, compiled if it is nowhere."""
         key = self.key(program, targets)
-        if self._artifact is not None:
-            return artifact.opened(self._artifact, key)
-        return (self._cache or Cache()).get_or_build(
-            key,
-            lambda draft: self._build(program, targets, draft, progress, shape),
-            lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
-        )
+        if self._compiled is None or self._compiled[0] != key:
+            self._compiled = key, artifact.opened(self._artifact, key) if self._artifact is not None else self._cache.get_or_build(
+                key,
+                lambda draft: self._build(program, targets, key, draft, progress, shape),
+                lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
+            )  # fmt: skip
+        return self._compiled[1]
 
     def start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
-        target = graphs.served(shape, self._border)
+        target = served(shape, self._border)
         if target not in self._targets and target.want == LIKELIEST:
             target = replace(target, want=LOGITS)  # temperature 0 of the graph that samples
         if target not in self._targets:
-            raise CompileError(f"{graphs.name(target)} was not listed, or this device is closed")
+            raise CompileError(f"{name(target)} was not listed, or this device is closed")
         inputs, seats = graphs.pack(batch, target, self._border), None
         if aligned(target, self._shape.space, self._border):
             target, inputs, seats = self._seated(target, batch.blocks[:, 0], inputs)
@@ -237,11 +244,11 @@ class Neuron:
         if self._model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
         with running(self._where(target)):
-            outputs: list[list[Tensor]] = self._model.forward(model_name=graphs.name(target), forward_mode=self._mode, **ranked)
+            outputs: list[list[Tensor]] = self._model.forward(model_name=name(target), forward_mode=self._mode, **ranked)
         return outputs
 
     def _where(self, target: Target) -> str:
-        return f"{self._name}: {graphs.bucket(target)} on cores {settings.visible_cores()}"
+        return f"{self._name}: {bucket(target)} on cores {settings.visible_cores()}"
 
     def _export(self, ours: Mapping[str, str]) -> None:
         values, notes = releases.agreed(ours, settings.given)
@@ -254,13 +261,15 @@ class Neuron:
         float8 = any(d.is_floating_point and d.itemsize == 1 for d in dtypes)
         return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
-    def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress, shape: Shape) -> None:
+    @property
+    def _world(self) -> World:
+        return World(self.comm.ranks, self.local_ranks, self.lnc)
+
+    def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress, shape: Shape) -> None:
         graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
-        arguments = {graphs.name(t): self._arguments(t) for t in targets}
-        key = self.key(program, targets)
-        build(
-            self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft,
-            lambda n: progress(n, len(targets), shape), self._name, draft.parents[1] / "failed" / key.digest,
-        )  # fmt: skip
+        workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
+        job = Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
+        work = self._cache.folder.root / "builds" / key.digest
+        pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets), shape))
         artifact.write(draft, key, targets)

@@ -21,10 +21,6 @@ from torch import Tensor, nn
 from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
 from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, spare_columns
-from rayneuron.devices.neuron.targets import bucket as bucket
-from rayneuron.devices.neuron.targets import name as name
-from rayneuron.devices.neuron.targets import served as served
-from rayneuron.devices.neuron.targets import targets as targets
 from rayneuron.devices.neuron.verbs import verbs
 from rayneuron.errors import CompileError
 from rayneuron.models.collectives import Collectives

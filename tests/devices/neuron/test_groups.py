@@ -54,9 +54,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def nodes(standin: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Two nodes' cores, ledgers, and one compile cache; no child may stay."""
-    from neuronx_distributed.trace.nxd_model import nxd_model
+    from neuronx_distributed.trace.nxd_model import runtime
 
-    monkeypatch.setattr(nxd_model, "_CLAIMED", {})  # this process may have claimed for another test
+    monkeypatch.setattr(runtime, "CLAIMED", {})  # this process may have claimed for another test
     monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
     monkeypatch.setenv("STANDIN_CORES", str(standin / "cores-0"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(compiled))
