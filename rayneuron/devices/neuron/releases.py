@@ -28,6 +28,7 @@ SCRATCHPAD, SCRATCHPAD_MB = "NEURON_SCRATCHPAD_PAGE_SIZE", 1024
 LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
 VISIBLE, CC_FLAGS = "NEURON_RT_VISIBLE_CORES", "NEURON_CC_FLAGS"
 _PAGE = "--hbm-scratchpad-page-size"
+MOST_CANDIDATES = 1024
 _FLOAT8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 COMPILER_BYTES, COMPILER_PROCESSORS = 24 << 30, 4  # what one neuronx-cc is given
 # What the operator says of these is taken; of all else that we export it is ours that holds, and said where it differs.
@@ -108,6 +109,28 @@ class CompilerOptions:
 def workers(graphs: int, memory_bytes: int, processors: int) -> int:
     """Compilers that may run at once: one of a heavy graph was killed for memory on a host of 128 GiB (aws-neuron-sdk #1329)."""
     return max(1, min(graphs, memory_bytes // COMPILER_BYTES, processors // COMPILER_PROCESSORS))
+
+
+def refused(kv_dtype: str | None, candidates: int | None, split_over_nodes: bool) -> tuple[str, str] | None:
+    """An option that the SDK or a chip does not take: (the key, why and what to write), None if there is none.
+
+    `candidates`: global_topk of NxD's sampling rule, None without it.
+    """
+    if kv_dtype == "f8e5m2":
+        return "kv_dtype", (
+            "f8e5m2 states cannot be made: NxD's StateInitializer knows f8e4m3 only, and what it does not know is created on the device, "
+            "which has no such type; write kv_dtype: f8e4m3"
+        )
+    if candidates is not None and not 1 <= candidates <= MOST_CANDIDATES:
+        return "on_device_sampling.global_topk", (
+            f"{candidates or 'the whole vocabulary'} cannot be the number of candidates: TopK takes at most 16384 (NCC_EVRF014), and "
+            f"cumulative sums wider than {MOST_CANDIDATES} do not compile; write global_topk: 256"
+        )
+    if split_over_nodes:
+        return "shard_over_sequence", (
+            "its gathers in every layer are over all ranks, so over the network between nodes each time; leave it out, or write nodes: 1"
+        )
+    return None
 
 
 def compile_minutes(layers: int) -> tuple[float, float]:
