@@ -95,7 +95,7 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     check(name)
     if name == "neuron":
         from rayneuron.devices.neuron.device import Neuron
-        from rayneuron.devices.neuron.graphs import Border
+        from rayneuron.devices.neuron.targets import Border
 
         a = ahead or Ahead()
         return Neuron(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 
+from rayneuron.devices.base import SCORES
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import RequestError
@@ -23,6 +24,9 @@ def validate(request: Request, capacity: Capacity, vocab: int, blocks: Blocks, e
     _check_ids("prompt", request.prompt_ids, vocab)
     if eos_ids is not None:
         _check_params(params, vocab, eos_ids)
+    if params.prompt_logprobs is not None and SCORES not in capacity.wants:
+        said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
+        raise RequestError(said, param="prompt_logprobs")
     most = prompt + (left if params.max_tokens is None else params.max_tokens)
     if not blocks.fits(most):
         raise RequestError(f"{most} tokens do not fit the KV cache of {blocks.total_tokens} tokens", param="max_tokens")

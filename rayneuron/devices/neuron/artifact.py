@@ -14,14 +14,16 @@ from rayneuron.compile_cache import folder
 from rayneuron.compile_cache.cache import Key
 from rayneuron.devices.base import Program, Shape, Weights
 from rayneuron.devices.neuron import graphs, releases
-from rayneuron.devices.neuron.graphs import Target
 from rayneuron.devices.neuron.pipeline import World
+from rayneuron.devices.neuron.targets import Target, listed, name
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvShape
 
 CONFIG = "neuron_config.json"
 _PACKAGE = Path(__file__).parents[2]
-_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py", "devices/neuron/graphs.py")
+_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py",
+            *(f"devices/neuron/{name}.py" for name in ("graphs", "targets", "verbs")))  # fmt: skip
 _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for small graphs, no promise
 
 
@@ -36,7 +38,7 @@ def graphs_key(
     return caching.key(
         "graphs",
         program=said,
-        graphs=sorted(graphs.name(t) for t in targets),
+        graphs=sorted(name(t) for t in targets),
         parameters=graphs.signature(weights),
         first_layer=weights.get("first", 0),
         kv=caching.plain(kv),
@@ -58,6 +60,11 @@ def _parts(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     if isinstance(program, functools.partial):
         return program.func, program.args, program.keywords
     return program, (), {}
+
+
+def vocabulary(program: Program) -> int | None:
+    """How many logits the model has; None of a program that binds no architecture."""
+    return next((one.vocab for one in _parts(program)[1] if isinstance(one, Arch)), None)
 
 
 def bound(program: Program) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
             "is_continuous_batching": True,
             "save_sharded_checkpoint": False,
         },
-        "graphs": [graphs.name(t) for t in targets],
+        "graphs": [name(t) for t in targets],
         "key": fields,
         "digest": key.digest,
     }
@@ -136,10 +143,7 @@ def check_cores(visible: str | None, ranks: int, bound: tuple[str, str] | None =
 
 def listing(targets: Sequence[Target], kv_bytes: int, weights_bytes: int) -> str:
     """What is going to be compiled, a line a kind of graph, with the estimated sizes."""
-    lines = [f"{len(targets)} graphs:"]
-    for tag in dict.fromkeys(t.tag for t in targets):
-        mine = [graphs.name(t).removeprefix(f"{tag}_") for t in targets if t.tag == tag]
-        lines.append(f"  {tag:<10} {len(mine):>4}  {' '.join(mine)}")
+    lines = [f"{len(targets)} graphs:", *listed(targets)]
     lines.append(
         f"a rank holds {weights_bytes / 2**20:.1f} MiB of weights and {kv_bytes / 2**20:.1f} MiB of KV; "
         f"the compiled graphs take about {len(targets) * _GRAPH_BYTES / 2**20:.0f} MiB"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,54 +17,20 @@ from torch import Tensor
 
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
-from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Batch, Program, Progress, Shape, StepOutput, Weights
-from rayneuron.devices.idle import idle
+from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Progress, Shape, Weights
 from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
-from rayneuron.devices.neuron.graphs import WHOLE, Border, Graph, Move, Target
+from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.pipeline import Job, Ticker, World
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, sdk, start
-from rayneuron.errors import CompileError, ConfigError, DeviceError
-from rayneuron.models import ops as plain
+from rayneuron.devices.neuron.started import Started, running
+from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
+from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvShape
 
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-
-MOVED_POSITIONS = 128  # by one graph that moves KV, unless a block has more
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A step under way: its outputs are on the device until `wait`."""
-
-    outputs: Sequence[Tensor]
-    shape: Shape
-    inputs: Mapping[str, Tensor]  # the device may still read them
-    where: str = "the model"  # whose step it is, for messages
-
-    def wait(self) -> StepOutput:
-        """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
-
-        Raises DeviceError.
-        """
-        with _running(self.where):
-            return self._fetched()
-
-    def _fetched(self) -> StepOutput:
-        want = self.shape.want
-        if want == HIDDEN:
-            return StepOutput(hidden=self.outputs[0].cpu())
-        if want == SCORES:
-            return StepOutput(logits=self.outputs[0].cpu())
-        ids = self.outputs[0].cpu()
-        if want == LIKELIEST:
-            return StepOutput(ids=ids)
-        complete = self.outputs[1].cpu().bool()
-        unread = want == SAMPLED and bool(complete.all())
-        return StepOutput(ids=ids, complete=complete, logits=None if unread else self.outputs[2].cpu())
-
 
 class Neuron:
     """`ranks` tensor-parallel ranks, of which this process drives `local_ranks` from `start_rank` on. Its cores end with the process."""
@@ -103,7 +68,6 @@ class Neuron:
             )
         self.comm = InGraph(self.sdk, ranks, self._options.reduce_dtype == "fp32")
         self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
-        self.ops = plain.PLAIN
         self.lnc = lnc or releases.logical(self.sdk.chip, {name: settings.given(name) for name in releases.LOGICAL})
         self._export(told(lnc=self.lnc))
         self._cache, self._artifact = cache or Cache(), artifact
@@ -114,6 +78,9 @@ class Neuron:
         self._targets: frozenset[Target] = frozenset()
         self._compiled: tuple[Key, Path] | None = None
         self._kv: KvShape | None = None
+        self._vocab: int | None = None
+        self._wider: dict[Shape, list[Shape]] = {}  # the graphs of more rows than one has, itself first
+        self._blank: dict[Shape, dict[str, Tensor]] = {}  # what idle rows are given
         self._held: list[Weights] = []
 
     def load(self, weights: Weights, kv: KvShape) -> None:
@@ -137,22 +104,24 @@ class Neuron:
         settings.bind(visible, self._name)
         with Ticker(lambda: progress(0, len(shapes), shapes[0])):  # hundreds of GB of weights, and a meeting of nodes, tell nobody
             self._model = start(self.sdk, path, self.start_rank, weights, self._name, visible)
-        self._targets = frozenset(targets)
+        self._targets, self._vocab = frozenset(targets), artifact.vocabulary(program)
         self._held = []
-        met: set[Target] = set()
         for i, shape in enumerate(shapes):
-            target = graphs.served(shape, self._border)
-            if target not in met:
-                met.add(target)
-                self.start(shape, self._idle(shape)).wait()
+            target = served(shape, self._border)
+            if target not in self._blank:
+                self._blank[target] = graphs.example(target, self._shape, self.kv_dtype, self._border)
+                self._begin(target, shape, self._blank[target]).wait()
             progress(i + 1, len(shapes), shape)
+        for target in self._blank:
+            wider = [one for one in self._blank if replace(one, rows=target.rows) == target and one.rows >= target.rows]
+            self._wider[target] = sorted(wider, key=lambda one: one.rows)
         scratch = self._shape.space.scratch
         self.kv_copy([(scratch, scratch)])
         self.kv_write([scratch], self.kv_read([scratch]))
 
     def targets(self, shapes: Sequence[Shape]) -> list[Target]:
         """The graphs that serve `shapes`."""
-        return graphs.targets(shapes, self._at_once, self._border)
+        return targets(shapes, self._shape.space, self._border)
 
     def listing(self, targets: Sequence[Target]) -> str:
         """What is going to be compiled, for people."""
@@ -179,13 +148,34 @@ class Neuron:
 
     def start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
-        target = graphs.served(shape, self._border)
+        target = served(shape, self._border)
+        if target not in self._targets and target.want == LIKELIEST:
+            target = replace(target, want=LOGITS)  # temperature 0 of the graph that samples
         if target not in self._targets:
-            raise CompileError(f"{shape} was not listed when this engine started")
-        inputs = {n: getattr(batch, n) for n in graphs.input_names(target, self._border)}
-        asked = target if target.want == HIDDEN else shape
-        outputs = [out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})]
-        return Started(outputs, asked, inputs, self._where(target))
+            raise CompileError(f"{name(target)} was not listed, or this device is closed")
+        inputs, seats = graphs.pack(batch, target, self._border), None
+        if aligned(target, self._shape.space, self._border):
+            target, inputs, seats = self._seated(target, batch.blocks[:, 0], inputs)
+        return self._begin(target, shape, inputs, seats)
+
+    def _begin(self, target: Shape, asked: Shape, inputs: Mapping[str, Tensor], seats: Tensor | None = None) -> Started:
+        outputs = self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})
+        if not self._together:
+            outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
+        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, self._where(target))
+
+    def _seated(self, target: Shape, blocks: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor]:
+        """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle."""
+        true = blocks < self._shape.space.blocks
+        seats = torch.where(true, blocks, 0).long()
+        most = int(seats.max()) + 1
+        found = next((one for one in self._wider[target] if one.rows >= most), None)
+        if found is None:
+            raise CompileError(f"no decode graph reaches KV row {most - 1}; list max_num_seqs in buckets.batch")
+        laid = {kind: rows.clone() for kind, rows in self._blank[found].items()}
+        for kind, rows in inputs.items():
+            laid[kind][seats[true]] = rows[true]
+        return found, laid, seats
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks."""
@@ -221,7 +211,11 @@ class Neuron:
 
     @property
     def _at_once(self) -> int:
-        return max(1, MOVED_POSITIONS // self._shape.space.block)
+        return moved_at_once(self._shape.space)
+
+    @property
+    def _together(self) -> bool:
+        return self.local_ranks == self.comm.ranks
 
     def _parts(self, items: Sequence[Item], padding: Item) -> Iterator[list[Item]]:
         for at in range(0, len(items), self._at_once):
@@ -232,7 +226,7 @@ class Neuron:
         """What every local rank gave. Waits for the end: a failure belongs to this call, and the inputs may be given back."""
         same = {n: [t] * self.local_ranks for n, t in inputs.items()}
         move = Move(tag, self._at_once)
-        with _running(self._where(move)):
+        with running(self._where(move)):
             return [t.cpu() for t in self._forward(move, {**same, **ranked})[0]]
 
     def stats(self) -> dict[str, Any]:
@@ -245,22 +239,16 @@ class Neuron:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
         self._model, self._held, self._targets = None, [], frozenset()
 
-    def _idle(self, shape: Shape) -> Batch:
-        batch = idle(shape, self._shape.space)
-        if not self._border.first:
-            batch.hidden = torch.zeros(shape.rows, shape.tokens, self._border.hidden, dtype=self._border.dtype)
-        return batch
-
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
         if self._model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
-        with _running(self._where(target)):
-            outputs: list[list[Tensor]] = self._model.forward(model_name=graphs.name(target), forward_mode=self._mode, **ranked)
+        with running(self._where(target)):
+            outputs: list[list[Tensor]] = self._model.forward(model_name=name(target), forward_mode=self._mode, **ranked)
         return outputs
 
     def _where(self, target: Target) -> str:
-        return f"{self._name}: {graphs.bucket(target)} on cores {settings.visible_cores()}"
+        return f"{self._name}: {bucket(target)} on cores {settings.visible_cores()}"
 
     def _export(self, ours: Mapping[str, str]) -> None:
         values, notes = releases.agreed(ours, settings.given)
@@ -278,21 +266,10 @@ class Neuron:
         return World(self.comm.ranks, self.local_ranks, self.lnc)
 
     def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress, shape: Shape) -> None:
-        graph = Graph(program, self.ops, self.comm, self._held[0], self._shape, self.kv_dtype, self._border)
+        graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
         workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
         job = Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
         work = self._cache.folder.root / "builds" / key.digest
         pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets), shape))
         artifact.write(draft, key, targets)
-
-
-@contextmanager
-def _running(where: str) -> Iterator[None]:
-    """What the runtime raises, with the graph it was running."""
-    try:
-        yield
-    except DeviceError:
-        raise
-    except RuntimeError as problem:
-        raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from rayneuron.compile_cache import cache as caching
 from rayneuron.compile_cache.cache import Cache
-from rayneuron.devices.neuron import graphs
-from rayneuron.devices.neuron.graphs import Graph, Target
+from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.sdk import MODEL, Sdk
+from rayneuron.devices.neuron.targets import Target, bucket, name
 from rayneuron.errors import CompileError, RayNeuronError
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Job:
     @property
     def names(self) -> list[str]:
         """The graphs' names, in order."""
-        return [graphs.name(t) for t in self.targets]
+        return [name(t) for t in self.targets]
 
 
 def build(sdk: Sdk, graph: Graph, job: Job, draft: Path, work: Path, cache: Cache, progress: Callable[[int], None]) -> None:
@@ -93,7 +93,7 @@ def _traced(sdk: Sdk, graph: Graph, job: Job) -> dict[str, Any]:
                 out[name] = sdk["trace"](graph, kwargs=inputs)
             except Exception as problem:
                 raise CompileError(
-                    f"{job.model}: {graphs.bucket(target)} could not be traced: {_said(problem)}. The compiler was not asked yet. "
+                    f"{job.model}: {bucket(target)} could not be traced: {_said(problem)}. The compiler was not asked yet. "
                     f"Its flags; {name}: {flags}"
                 ) from problem
     return out
@@ -188,9 +188,9 @@ class _Compiler:
         return self._cache.get_or_build(caching.key(kind, compiler=dict(self._sdk.versions), device=self._sdk.chip, **fields), fill)
 
     def _error(self, failed: Mapping[str, Exception]) -> CompileError:
-        targets = [t for t in self._job.targets if graphs.name(t) in failed]
-        names, problem = [graphs.name(t) for t in targets], failed[graphs.name(targets[0])]
-        said = ", ".join(graphs.bucket(t) for t in targets[:_MOST_SAID])
+        targets = [t for t in self._job.targets if name(t) in failed]
+        names, problem = [name(t) for t in targets], failed[name(targets[0])]
+        said = ", ".join(bucket(t) for t in targets[:_MOST_SAID])
         more = f" and {len(targets) - _MOST_SAID} more" if len(targets) > _MOST_SAID else ""
         logs = [file for name in names for file in sorted((self._work / name).rglob(LOG))]
         where = f"The compiler's log is {logs[0]}" if logs else f"The compiler wrote no log; its work is in {self._work}"

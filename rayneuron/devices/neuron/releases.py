@@ -110,6 +110,11 @@ def workers(graphs: int, memory_bytes: int, processors: int) -> int:
     return max(1, min(graphs, memory_bytes // COMPILER_BYTES, processors // COMPILER_PROCESSORS))
 
 
+def compile_minutes(layers: int) -> tuple[float, float]:
+    """What one graph may take: a guess, from "30-60 minutes" for two graphs of a large model (optimum-neuron) and small ones in one."""
+    return 1 + layers / 40, 5 + layers / 4
+
+
 def variables(*, float8: bool, length: int, lnc: int, async_mode: bool, flags: str) -> dict[str, str]:
     """What the runtime must be told as the compiler is (or was). `length`: the longest context; `flags`: of the deployment file."""
     out = dict(FLOAT8) if float8 else {}
