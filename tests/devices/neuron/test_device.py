@@ -63,7 +63,8 @@ def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     compile_ahead(parse({"model": {"path": str(tiny)}, **options}), None, said.append, lambda done, total: None)
     listed = "\n".join(said).split()
-    assert [f"b1_t16_l{n}_likeliest_last" in listed for n in (16, 32, 48, 64)] == [True] * 4 and "b2_t16_l64_likeliest_last" not in listed
+    assert [f"b1_t16_l{n}_sampled_logits_last" in listed for n in (16, 32, 48, 64)] == [True] * 4
+    assert "b2_t16_l64_sampled_logits_last" not in listed
     with LLM(str(tiny), compile={"required": True}, **options) as llm:
         assert tokens(llm) == want
 
@@ -135,7 +136,7 @@ def silent(done: int, total: int, shape: Shape) -> None:
 def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two ranks, and in more parts than one graph moves, without touching other blocks."""
     cores(monkeypatch, 2)
-    monkeypatch.setattr("rayneuron.devices.neuron.device.MOVED_POSITIONS", 16)
+    monkeypatch.setattr("rayneuron.devices.neuron.targets.MOVED_POSITIONS", 16)
     device, program, shapes, arch = opened(standin, tiny, 2)
     device.compile(program, shapes, silent)
     values = torch.randn(arch.layers, 3, arch.kv_heads, 2, 8, arch.head_dim, generator=torch.Generator().manual_seed(0))
@@ -218,7 +219,7 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     device.compile(program, shapes, silent)
     with pytest.raises(KeyError):
         name = "decode_b2_t1_l32_likeliest_last"
-        device._model.forward(model_name=name, forward_mode="ranked", tokens=[torch.zeros(1, 1, dtype=torch.int32)])
+        device._model.forward(model_name=name, forward_mode="ranked", ints=[torch.zeros(1, 1, dtype=torch.int32)])
     script = "from neuronx_distributed.trace.nxd_model.runtime import claim; claim(1)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "standin")}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
