@@ -267,22 +267,7 @@ class Deployment(Section):
                 "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "
                 "leave it out: the stages of pipeline_parallel overlap by micro_batches"
             )
-        if self.device == "neuron":
-            self._check_neuron()
         return self
-
-
-    def _check_neuron(self) -> None:
-        """What neither the SDK nor anybody is known to have run on the chip."""
-        if "e5m2" in (self.kv_dtype or ""):
-            raise ValueError(
-                "kv_dtype f8e5m2: the SDK makes float8 states of e4m3 alone (NxD's StateInitializer); write f8e4m3, or leave it out"
-            )
-        if self.shard_over_sequence and self.nodes > self.pipeline_parallel:
-            raise ValueError(
-                f"shard_over_sequence gathers over all ranks in every layer, here over {self.nodes // self.pipeline_parallel} nodes; "
-                "leave it out, or write pipeline_parallel: a stage a node"
-            )
 
 
 class HotSettings(Section):

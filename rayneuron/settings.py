@@ -38,11 +38,6 @@ def environment(defaults: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def overridden(values: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process: this one's, with `values` on top."""
-    return {**os.environ, **values}
-
-
 def export(values: Mapping[str, str]) -> None:
     """Set variables of this process, for libraries that read them later. What they were before stays known to `given`."""
     changed = {name: value for name, value in values.items() if os.environ.get(name) != value}

@@ -51,7 +51,7 @@ class Children:
     def start(self, invitations: Sequence[Invitation], nodes: Sequence[int]) -> None:
         """Start them all on this host."""
         root = str(Path(rayneuron.__file__).parents[1])
-        environment = settings.environment(self._before_start) | ({"PYTHONPATH": ":".join(dict.fromkeys([root, *filter(None, sys.path)]))})
+        environment = settings.environment(self._before_start) | {"PYTHONPATH": ":".join(dict.fromkeys([root, *filter(None, sys.path)]))}
         for invitation in invitations:
             process = subprocess.Popen([sys.executable, "-m", "rayneuron.group.worker"], stdin=subprocess.PIPE, env=environment)
             self._processes[invitation.index] = process

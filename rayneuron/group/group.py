@@ -61,7 +61,7 @@ class Group:
     ) -> None:
         self.config, self.layout = config, layout
         self.arch, self.capacity, self.dtype, self.model = arch, capacity, dtype, model
-        self.processes = processes or Children(BEFORE_START if config.device == "neuron" else {})
+        self.processes = processes or Children(BEFORE_START if config.instance else {})
         self.members: list[Member] = []
         self.refused = self.steps = 0
         self.step_s = self.busy_s = self._began_s = 0.0

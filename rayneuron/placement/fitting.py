@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES
-from rayneuron.devices.neuron.releases import refused
 from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, targets
 from rayneuron.engine.buckets import Capacity, capacity, inventory, smaller
 from rayneuron.engine.prefix_buckets import SMALLEST_PREFILL, prefixes
@@ -82,14 +81,9 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
 
 
 def graphs_of(config: Deployment, c: Capacity) -> Sequence[Target]:
-    """The graphs of one stage. Raises ConfigError where they cannot be, or nobody asked for so many."""
+    """The graphs of one stage. Raises ConfigError where nobody asked for so many."""
     if not config.few_graphs:
         return inventory(c)
-    said = config.on_device_sampling
-    split = config.shard_over_sequence and config.nodes > 1
-    wrong = refused(config.kv_dtype, said.global_topk if said.neuron_compat else None, split)
-    if wrong is not None:
-        raise ConfigError(f"{wrong[0]}: {wrong[1]}", param=wrong[0])
     made = targets(inventory(c), c.space)
     if len(made) > MOST_GRAPHS and not config.buckets.model_fields_set:
         raise ConfigError(

@@ -16,7 +16,7 @@ from rayneuron.placement import instances
 from rayneuron.placement.environment import Endpoints, Host, environment
 from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, graphs_of, host_memory, stage_memory
 from rayneuron.placement.instances import Instance
-from rayneuron.placement.layout import Layout, Style, Worker, layout
+from rayneuron.placement.layout import Layout, Style, Worker, check_chip, layout
 from rayneuron.placement.memory import Memory, float8
 from rayneuron.policies import packing
 
@@ -177,6 +177,8 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
 def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:
     config = want.config
     try:
+        if want.ranks_per_process > 1:
+            check_chip(config)
         made = layout(
             config.tensor_parallel,
             config.pipeline_parallel,

@@ -105,6 +105,7 @@ class _Compiler:
     def __init__(self, sdk: Sdk, cache: Cache, work: Path, job: Job) -> None:
         self.neffs: dict[str, Any] = {}
         self.layout: Any = None
+        self._failed = threading.Event()
         self._sdk, self._cache, self._work, self._job = sdk, cache, work, job
         self._flags = dict(zip(job.names, job.flags, strict=True))
 
@@ -123,14 +124,11 @@ class _Compiler:
         with ThreadPoolExecutor(self._job.workers, "rayneuron-compile") as pool:
             begun = {pool.submit(self._one, n, t, traced.get(first or ""), wlo): n for n, t in traced.items() if n != first}
             for future in as_completed(begun):
-                if future.cancelled():
-                    continue
                 problem = future.exception()
                 if isinstance(problem, Exception):
                     failed[begun[future]] = problem
                     log.error("%s could not be compiled: %s", begun[future], _said(problem))
-                    pool.shutdown(wait=False, cancel_futures=True)
-                else:
+                elif begun[future] in self.neffs:
                     log.info("compiled %d of %d graphs", self.done, len(traced))
         if failed:
             raise self._error(failed)
@@ -169,6 +167,15 @@ class _Compiler:
         return wlo
 
     def _one(self, name: str, traced: Any, first: Any, wlo: Any) -> None:
+        if self._failed.is_set():
+            return
+        try:
+            self.neffs[name] = self._compiled(name, traced, first, wlo)
+        except Exception:
+            self._failed.set()
+            raise
+
+    def _compiled(self, name: str, traced: Any, first: Any, wlo: Any) -> Any:
         sdk, flags = self._sdk, self._flags[name]
         if wlo is not None and traced.weight_name_to_idx:  # it refuses a graph without weights
             sdk["apply_layout_transformation"](traced, first, wlo, name)
@@ -176,7 +183,7 @@ class _Compiler:
             "neff", lambda: _files(sdk["compile"](traced.hlo, traced.metaneff, self._work, flags, name)),
             hlo=_digest(traced.hlo), flags=flags, decides_layout=False,
         )  # fmt: skip
-        self.neffs[name] = sdk["CompilationArtifacts"](str(entry / _NEFF))
+        return sdk["CompilationArtifacts"](str(entry / _NEFF))
 
     def _kept(self, kind: str, make: Callable[[], Sequence[Path]], **fields: Any) -> Path:
         """The cache's entry of a graph, compiled if it is nowhere."""

@@ -111,28 +111,6 @@ def workers(graphs: int, memory_bytes: int, processors: int) -> int:
     return max(1, min(graphs, memory_bytes // COMPILER_BYTES, processors // COMPILER_PROCESSORS))
 
 
-def refused(kv_dtype: str | None, candidates: int | None, split_over_nodes: bool) -> tuple[str, str] | None:
-    """An option that the SDK or a chip does not take: (the key, why and what to write), None if there is none.
-
-    `candidates`: global_topk of NxD's sampling rule, None without it.
-    """
-    if kv_dtype == "f8e5m2":
-        return "kv_dtype", (
-            "f8e5m2 states cannot be made: NxD's StateInitializer knows f8e4m3 only, and what it does not know is created on the device, "
-            "which has no such type; write kv_dtype: f8e4m3"
-        )
-    if candidates is not None and not 1 <= candidates <= MOST_CANDIDATES:
-        return "on_device_sampling.global_topk", (
-            f"{candidates or 'the whole vocabulary'} cannot be the number of candidates: TopK takes at most 16384 (NCC_EVRF014), and "
-            f"cumulative sums wider than {MOST_CANDIDATES} do not compile; write global_topk: 256"
-        )
-    if split_over_nodes:
-        return "shard_over_sequence", (
-            "its gathers in every layer are over all ranks, so over the network between nodes each time; leave it out, or write nodes: 1"
-        )
-    return None
-
-
 def compile_minutes(layers: int) -> tuple[float, float]:
     """What one graph may take: a guess, from "30-60 minutes" for two graphs of a large model (optimum-neuron) and small ones in one."""
     return 1 + layers / 40, 5 + layers / 4

@@ -53,7 +53,7 @@ def parse(flags):
 def check(executable, flags, key=""):
     """Raise RuntimeError for what the compiler does not take."""
     said = parse(flags)
-    problems = [problem for node in executable.nodes for problem in refused(node)] if not os.environ.get("STANDIN_OPS_OFF") else []
+    problems = [problem for node in executable.nodes for problem in refused(node)]
     dtypes = {executable.shapes[name][1] for kind, name in executable.sources if kind in ("weight", "state")}
     if torch.float8_e4m3fn in dtypes:
         if FLOAT8 not in (said.internal_hlo2tensorizer_options or ""):
