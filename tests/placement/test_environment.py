@@ -17,7 +17,7 @@ from rayneuron.placement.layout import Layout, layout
 
 SPMD = 1024
 AL2023 = Host(kernel="6.1.112-122.189.amzn2023.x86_64")
-ALWAYS = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1", "NEURON_RT_EXEC_TIMEOUT": "600", "MALLOC_ARENA_MAX": "64"}
+ALWAYS = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1", "NEURON_RT_EXEC_TIMEOUT": "600"}
 
 
 def cores(first: int, count: int) -> str:
@@ -256,7 +256,7 @@ OURS = ALWAYS | {"NEURON_RT_VISIBLE_CORES": "0,1", "NEURON_LOGICAL_NC_CONFIG": "
             0,
         ),  # never exported by us
         ({"NEURON_RT_VISIBLE_CORES": "0-7", "OMP_NUM_THREADS": "1"}, {}, 0),
-        ({"NEURON_RT_EXEC_TIMEOUT": "30", "MALLOC_ARENA_MAX": ""}, {"NEURON_RT_EXEC_TIMEOUT": "30"}, 1),
+        ({"NEURON_RT_EXEC_TIMEOUT": "30", "NEURON_PROCESS_TAG": ""}, {"NEURON_RT_EXEC_TIMEOUT": "30"}, 1),
         ({"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"}, {}, 0),
         ({"NEURON_RANK_ID": "7"}, {}, 1),  # ours holds, and it is said
     ],

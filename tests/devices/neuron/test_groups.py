@@ -33,16 +33,16 @@ class Nodes(Children):
 
     node_ips: Sequence[str] = ("127.0.0.2", "127.0.0.3")
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **environment: str) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._environment = folder, environment
 
     def start(self, invitations: Sequence[Invitation], nodes: Sequence[int]) -> None:
-        before = os.environ["STANDIN_CORES"]
+        before = dict(os.environ)
         for invitation, node in zip(invitations, nodes, strict=True):
-            os.environ["STANDIN_CORES"] = str(self._folder / f"cores-{node}")  # as a node's own environment would say
+            os.environ.update(STANDIN_CORES=str(self._folder / f"cores-{node}"), **self._environment)  # as a node's own would say
             super().start([invitation], [node])
-        os.environ["STANDIN_CORES"] = before
+        os.environ.update({name: before.get(name, "") for name in ("STANDIN_CORES", *self._environment)})
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,18 @@ QUICK = ("tp8 over two nodes", "two stages of tp2 on two nodes")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in GROUPS])
 def test_tokens_are_the_cpu_devices(name: str, nodes: Path, wide: Path, want: list[list[int]]) -> None:
     assert tokens(wide, Nodes(nodes), device="neuron", **GROUPS[name]) == want
+
+
+@pytest.mark.slow
+def test_a_node_that_compiles_for_longer_than_the_group_is_patient(nodes: Path, wide: Path, want: list[list[int]]) -> None:
+    """One node finds its graphs, the other compiles for 25 s where 15 s without progress end a group; the runtime's meeting begins after
+    both have them, with ports outside the kernel's range."""
+    group = {**SMALL["group"], "load_s": 15}
+    options = {"device": "neuron", "tensor_parallel": 2, "nodes": 2, "instance": "cores:1", "group": group}
+    assert tokens(wide, Nodes(nodes), **options) == want
+    cold = Nodes(nodes, NEURON_COMPILE_CACHE_URL=str(nodes / "cold"), STANDIN_COMPILE_S="5")
+    assert tokens(wide, cold, **options) == want
+    assert len(list((nodes / "cold").glob("*/graph.neff"))) >= 5
 
 
 def test_sequence_parallel_in_one_process(standin: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
