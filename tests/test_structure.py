@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
@@ -72,7 +73,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
-    "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/"),
+    "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
+    + ("neuron_check/",),
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),

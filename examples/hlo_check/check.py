@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")  # each runs once
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))

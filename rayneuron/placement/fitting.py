@@ -82,8 +82,10 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
 
 def graphs_of(config: Deployment, c: Capacity) -> Sequence[Target]:
     """The graphs of one stage. Raises ConfigError where nobody asked for so many."""
-    made: Sequence[Target] = targets(inventory(c), c.space) if config.few_graphs else inventory(c)
-    if config.few_graphs and len(made) > MOST_GRAPHS and not config.buckets.model_fields_set:
+    if not config.few_graphs:
+        return inventory(c)
+    made = targets(inventory(c), c.space)
+    if len(made) > MOST_GRAPHS and not config.buckets.model_fields_set:
         raise ConfigError(
             f"{len(made)} graphs would be compiled, each minutes of neuronx-cc and memory of every core; more than {MOST_GRAPHS} must be "
             f"asked for: write buckets: {{context_encoding: {list(c.context[-2:])}, token_generation: {list(c.lengths[-2:])}}}",

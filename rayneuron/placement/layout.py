@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rayneuron.config import Deployment
+from rayneuron.devices.neuron.releases import MOST_CANDIDATES
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import Instance, instance
 
@@ -243,6 +244,12 @@ def check_chip(config: Deployment) -> None:
             "kv_dtype f8e5m2: the SDK makes float8 states of e4m3 alone (NxD's StateInitializer); write f8e4m3, or leave it out",
             param="kv_dtype",
         )
+    sampling = config.on_device_sampling
+    if sampling.neuron_compat and not 1 <= sampling.global_topk <= MOST_CANDIDATES:
+        raise ConfigError(
+            f"on_device_sampling.global_topk {sampling.global_topk}: TopK takes at most 16384 there (NCC_EVRF014), and cumulative sums of "
+            f"more than {MOST_CANDIDATES} candidates do not compile; write 256", param="on_device_sampling.global_topk",
+        )  # fmt: skip
     nodes = config.nodes // config.pipeline_parallel
     if config.shard_over_sequence and nodes > 1:
         raise ConfigError(

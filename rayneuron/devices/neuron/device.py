@@ -189,12 +189,11 @@ class Neuron:
         for part in self._parts(blocks, self._shape.space.scratch):
             ranked = self._move("kv_export", {"moved": torch.tensor(part, dtype=torch.int32)})
             made.append(torch.cat([t.cpu() for t in ranked], 2))
-        whole = torch.cat(made, 1)[:, : len(blocks)]
-        return whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole
+        return torch.cat(made, 1)[:, : len(blocks)].to(self.kv_dtype)
 
     def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """Write what `kv_read` returned."""
-        values = values.view(torch.uint8) if values.dtype.itemsize == 1 else values.to(self.kv_dtype)
+        values = values.to(graphs.carried(self.kv_dtype))
         done = 0
         for part in self._parts(blocks, self._shape.space.scratch):
             these = values[:, done : done + len(part)]
@@ -228,6 +227,11 @@ class Neuron:
         move = Move(tag, self._at_once)
         with running(self._where(move)):
             return [t.cpu() for t in self._forward(move, {**same, **ranked})[0]]
+
+    def state(self, name: str, rank: int) -> Tensor:
+        """A copy of one local rank's state by its name in the graph: kv_0_k."""
+        found: Tensor = self._model.read_from_neuron_buffer(name, rank)
+        return found
 
     def stats(self) -> dict[str, Any]:
         """What the runtime says of its cores' memory; empty where it says nothing."""

@@ -25,7 +25,6 @@ from rayneuron.devices.neuron.verbs import verbs
 from rayneuron.errors import CompileError
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv, KvShape
-from rayneuron.models.ops import bytes_of
 
 IDS = "ids"  # the state of ids, with feedback
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -71,7 +70,7 @@ def example(target: Target, kv: KvShape, kv_dtype: torch.dtype, border: Border =
         inputs = {n: torch.zeros(target.blocks, dtype=torch.int32) for n in given}
         if target.tag == "kv_import":
             shape = (kv.layers, target.blocks, kv.heads, 2, kv.columns, kv.dim)
-            inputs["values"] = torch.zeros(shape, dtype=torch.uint8 if kv_dtype.itemsize == 1 else kv_dtype)
+            inputs["values"] = torch.zeros(shape, dtype=carried(kv_dtype))
         return inputs
     batch = idle(target, kv.space)
     if not border.first:
@@ -169,6 +168,11 @@ class Graph(nn.Module):
         return cast(Tensor, getattr(self.get_submodule(parent), leaf))
 
 
+def carried(kv_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which KV goes in and out of a graph: float8 as bfloat16, which holds all of its numbers."""
+    return kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16
+
+
 def states(kv: KvShape) -> list[str]:
     """The names of the KV buffers, keys and values of a layer apart."""
     return [f"kv_{layer}_{part}" for layer in range(kv.layers) for part in "kv"]
@@ -200,23 +204,23 @@ def remember(seen: Tensor, rows: Tensor | None, out: tuple[Tensor, ...], target:
 def move(
     what: Move, kv: Kv, moved: Tensor | None, source: Tensor | None, target: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The graphs that move KV. moved, source, target [n] int32; values [layers,n,H,2,S,D], float8 as bytes. Every layer is rebound.
+    """The graphs that move KV. moved, source, target [n] int32; values [layers,n,H,2,S,D] as `carried`. Every layer is rebound.
 
     Padding moves scratch to scratch. Export writes zeros there, since it has to write something.
     """
     out = []
-    for i, layer in enumerate(kv.layers):
-        stores = [bytes_of(store) for store in layer]
+    for i, stores in enumerate(kv.layers):
         if what.tag == "kv_export":
-            out.append(torch.stack([store[cast(Tensor, moved)][:, :, : kv.shape.columns] for store in stores], 2))
-            last = [torch.full((1,), store.shape[0] - 1, dtype=torch.int32, device=store.device) for store in stores]
-            written = [torch.ops.aten.index_put(store, [at], torch.zeros_like(store[-1:])) for store, at in zip(stores, last, strict=True)]
+            found = [store[cast(Tensor, moved)][:, :, : kv.shape.columns] for store in stores]
+            out.append(torch.stack([one.to(carried(one.dtype)) for one in found], 2))
+            last = torch.full((1,), stores[0].shape[0] - 1, dtype=torch.int32, device=stores[0].device)
+            written = [torch.ops.aten.index_put(store, [last], torch.zeros_like(store[-1:])) for store in stores]
         elif what.tag == "kv_import":
-            parts = F.pad(cast(Tensor, values)[i], (0, 0, 0, spare_columns(kv.shape.space))).unbind(2)
+            parts = F.pad(cast(Tensor, values)[i], (0, 0, 0, spare_columns(kv.shape.space))).to(stores[0].dtype).unbind(2)
             written = [torch.ops.aten.index_put(store, [moved], part) for store, part in zip(stores, parts, strict=True)]
         else:
             written = [torch.ops.aten.index_put(store, [target], store[cast(Tensor, source)]) for store in stores]
-        kv.layers[i] = tuple(made.view(store.dtype) for made, store in zip(written, layer, strict=True))
+        kv.layers[i] = tuple(written)
     if what.tag == "kv_export":
         return (torch.stack(out),)
     return (cast(Tensor, moved if what.tag == "kv_import" else target) + 0,)

@@ -28,6 +28,7 @@ SCRATCHPAD, SCRATCHPAD_MB = "NEURON_SCRATCHPAD_PAGE_SIZE", 1024
 LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
 VISIBLE, CC_FLAGS = "NEURON_RT_VISIBLE_CORES", "NEURON_CC_FLAGS"
 _PAGE = "--hbm-scratchpad-page-size"
+MOST_CANDIDATES = 1024
 _FLOAT8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 COMPILER_BYTES, COMPILER_PROCESSORS = 24 << 30, 4  # what one neuronx-cc is given
 # What the operator says of these is taken; of all else that we export it is ours that holds, and said where it differs.

@@ -80,6 +80,14 @@ def probe() -> None:
             raise ConfigError(_absent(f"{module}.{name}"))
 
 
+def imitated() -> bool:
+    """Whether the SDK here is the stand-in that tests put in its place."""
+    try:
+        return (importlib.import_module("torch_neuronx").__doc__ or "").startswith("Stand-in")
+    except ModuleNotFoundError:
+        return False
+
+
 def _absent(what: str) -> str:
     return (
         f"device neuron needs AWS's own packages, and {what} is not there (those of the public index are empty); "

@@ -22,7 +22,7 @@ from rayneuron.models.attention import mask_value
 from rayneuron.models.choice import LOWEST
 from rayneuron.models.kv import KvShape
 from rayneuron.models.linear import linear as product
-from rayneuron.models.ops import Layer, Ops, bytes_of, to_kv, top_k
+from rayneuron.models.ops import Layer, Ops, to_kv, top_k
 
 WIDEST = 512  # a cumulative sum up to so many is one triangular product; longer ones are two
 PART = 128  # logits that are drawn from together
@@ -78,20 +78,18 @@ def write_kv(columns: int, aligned: bool, layer: Layer, slots: Tensor, k: Tensor
 
 
 def _written(store: Tensor, where: list[Tensor], x: Tensor) -> Tensor:
-    made = torch.ops.aten.index_put(bytes_of(store), where, bytes_of(to_kv(x, store.dtype)).transpose(1, 2))
-    return made.view(store.dtype)
+    return torch.ops.aten.index_put(store, where, to_kv(x, store.dtype).transpose(1, 2))
 
 
 def read(aligned: bool, store: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The positions of every row in `dtype` [B,M,K,S,D], of one block a row [B,1,K,L,D]: where KV lies if it is aligned, else gathered."""
-    plain = bytes_of(store)
     if aligned:
-        part = plain[: blocks.shape[0], :, :length].unsqueeze(1)
+        part = store[: blocks.shape[0], :, :length].unsqueeze(1)
     elif blocks.shape[1] == 1:
-        part = plain.index_select(0, blocks[:, 0])[:, :, :length].unsqueeze(1)
+        part = store.index_select(0, blocks[:, 0])[:, :, :length].unsqueeze(1)
     else:
-        part = plain.index_select(0, blocks.flatten()).unflatten(0, blocks.shape)
-    return part if store.dtype.itemsize > 1 else part.view(store.dtype).to(dtype)
+        part = store.index_select(0, blocks.flatten()).unflatten(0, blocks.shape)
+    return part if store.dtype.itemsize > 1 else part.to(dtype)
 
 
 def attend(aligned: bool, q: Tensor, layer: Layer, blocks: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
