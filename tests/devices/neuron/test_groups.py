@@ -154,7 +154,7 @@ def test_what_compile_writes_serves_every_stage(nodes: Path, wide: Path, want: l
     out = compile_ahead(config, nodes / "out", said.append, lambda done, total: None)
     assert sorted(p.name for p in out.iterdir()) == ["stage0", "stage1"]
     listed = "\n".join(said)
-    assert "stage 0 of 2" in listed and "b2_t1_l64_hidden_all" in listed and "b2_t1_l64_likeliest_last" in listed
+    assert "stage 0 of 2" in listed and "b2_t1_l64_hidden_all" in listed and "b2_t1_l64_sampled_logits_last" in listed
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(nodes / "empty"))
     assert tokens(wide, Nodes(nodes), compile={"artifact": str(out), "required": True}, **options) == want
     assert not (nodes / "empty").exists()
