@@ -42,9 +42,8 @@ class Endpoints:
         loopback = [ipaddress.ip_address(ip).is_loopback for ip in self.nodes]
         if any(loopback) and not all(loopback):
             raise ConfigError(f"{self.nodes[loopback.index(True)]} cannot be reached from the other nodes ({', '.join(self.nodes)})")
-        ports = (*self.roots, self.host)
-        if len(set(ports)) != len(ports) or not all(0 < port < 65536 for port in ports):
-            raise ConfigError(f"ports {', '.join(map(str, ports))} of one group must differ from each other and lie in 1-65535")
+        if not all(0 < port < 65536 for port in (*self.roots, self.host)):
+            raise ConfigError(f"ports {', '.join(map(str, (*self.roots, self.host)))} must lie in 1-65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,9 @@ def environment(
     """All variables of one worker. `cores`: those the ledger granted to it, contiguous. Raises ConfigError."""
     if len(cores) != len(worker.ranks):
         raise ConfigError(f"worker {worker.index} of {deployment} drives {len(worker.ranks)} ranks but was given {len(cores)} cores")
+    meetings = [*(root(layout, stage, endpoints) for stage in range(layout.pipeline_parallel)), join(endpoints.nodes[0], endpoints.host)]
+    if layout.style == "own" and len(set(meetings)) < len(meetings):
+        raise ConfigError(f"meeting places {', '.join(meetings)} of one group must differ from each other")
     vcpus = instance.vcpus if host.vcpus is None else host.vcpus
     out = {
         NOSET: "1",

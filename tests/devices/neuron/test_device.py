@@ -453,6 +453,18 @@ def test_releases_and_chips(distributed: str, chip: str, sdk: str | None) -> Non
         releases.check(distributed, chip)
 
 
+def test_an_sdk_that_does_not_serve_the_chip_may_be_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """RAYNEURON_ANY_SDK=1: NxD's core may serve what NxD Inference no longer does."""
+    with pytest.raises(ConfigError, match="and not on inf2; .*RAYNEURON_ANY_SDK=1 tries it all the same"):
+        releases.check("0.18.27753", "inf2")
+    with caplog.at_level("WARNING"):
+        assert releases.check("0.18.27753", "inf2", anything=True).sdk == "2.29"
+        assert releases.check("0.30.1", "trn1", anything=True).chips == ("trn1",)
+    assert "serves models on trn2, trn3 and not on inf2, and is tried all the same" in caplog.text
+    with pytest.raises(ConfigError, match="of no SDK this version knows"):
+        releases.check("0.15.9", "inf2", anything=True)
+
+
 @pytest.mark.parametrize(("distributed", "chip"), [("0.20.1", "trn2"), ("0.99.1+abc", "trn3"), ("1.0.0rc1", "trn2")])
 def test_a_newer_sdk_on_a_chip_it_is_made_for(distributed: str, chip: str, caplog: pytest.LogCaptureFixture) -> None:
     """Fault 28: tried, with a warning that says what was tested."""
