@@ -39,7 +39,7 @@ EXPORT_PERIOD_S = 2.0
 PEERS_S = 2.0  # for the other replicas to give their part of a scrape
 LEAVE_S = 1.0  # for streams to take their error event, after a worker was lost
 LAST_BYTES_S = 0.5  # and for Serve's proxy to fetch it
-SWITCH_INTERVAL_S = 0.0002  # the engine, the event loop and the text thread share one interpreter; the default of 5 ms delays every token by as much
+SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
 
 
 def settle_interpreter() -> None:
