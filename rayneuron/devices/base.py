@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
@@ -130,7 +131,6 @@ class Ended:
 
 Weights = Mapping[str, Any]  # {"top": {name: Tensor}, "layers": [{name: Tensor}, ...]}
 Program = Callable[..., StepOutput]  # engine.step.step with the architecture bound
-Progress = Callable[[int, int, Shape], None]  # done, total, the shape just made ready
 
 
 class Device(Protocol):

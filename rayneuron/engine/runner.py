@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Batch, Device, Pending, Program, Progress, Shape, Want, Weights
+from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Batch, Device, Pending, Program, Shape, Want, Weights
 from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.scheduler import Plan, wants_scores
 from rayneuron.engine.step import step
+from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
 from rayneuron.models.memory import kv_shape
 
