@@ -179,10 +179,10 @@ async def test_hot_settings(server: Replica) -> None:
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}})
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
     server.reconfigure({"limits": {"retry_after_s": 3}})
-    assert server.limits.retry_after_s == 3
+    assert server.now.limits.retry_after_s == 3
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] > 2, "what user_config no longer says is as args say"
     server.reconfigure(None)
-    assert server.limits == server.config.limits
+    assert server.now.limits == server.config.limits
 
 
 WRONG_UPDATES: dict[str, Any] = {
@@ -205,10 +205,10 @@ WRONG_UPDATES: dict[str, Any] = {
 async def test_a_wrong_update_changes_nothing_and_is_said(server: Replica, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, on /load and as a metric, until one comes that is right; nothing is raised, for Serve would end the replica."""
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}, "limits": {"max_waiting": 5}})
-    before, gauge = (server.served.context, server.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
+    before, gauge = (server.served.context, server.now.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
     with caplog.at_level(logging.ERROR, logger="rayneuron"):
         server.reconfigure(WRONG_UPDATES[name])
-    assert (server.served.context, server.limits) == before
+    assert (server.served.context, server.now.limits) == before
     said = (await server.stats())["refused_user_config"]
     assert said and said in caplog.text and gauge.values[()] == 1 and b"rayneuron:user_config_refused" in server.telemetry.text()
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2

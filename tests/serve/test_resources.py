@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayneuron.api.sampling import LONGEST_BAD_WORD, MAX_BAD_WORDS
+from rayneuron.api.body import LONGEST_BAD_WORD, MAX_BAD_WORDS
 from rayneuron.policies.admission import SCORES
 from tests.serve.real import HEALTHY, Server, serving
 

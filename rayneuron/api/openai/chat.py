@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.conversation import render
-from rayneuron.api.fields import Fields, read_head, refuse_formats, reply_id, wrong
-from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
-from rayneuron.api.stream import ChoiceState, ChunkFormat, Events
-from rayneuron.api.unserved import CHAT, refuse_unserved
+from rayneuron.api.fields import Fields, wrong
+from rayneuron.api.stream import ChoiceState, frame
+from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
@@ -19,20 +19,12 @@ from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created: int, client_id: str | None = None) -> Call:
     """A chat body as a call; RequestError names the wrong field."""
     fields = Fields(body)
-    head = read_head(fields, context)
-    refuse_unserved(fields, CHAT)
-    refuse_formats(fields)
-    fields.refuse("use_beam_search")
+    head, words = read_common(fields, context, CHAT)
     fields.refuse("thinking_token_budget")
-    fields.string("user")
     fields.flag("include_reasoning", True)
     modalities = fields.take("modalities", ["text"])
     if modalities != ["text"]:
         wrong("modalities", '["text"]; this model writes text only', modalities)
-    words = read_sampling(fields, context)
-    shown = words.get("prompt_logprobs")
-    if shown is not None and head.stream:
-        raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     logprobs = _read_logprobs(fields)
     if logprobs is not None:
         words["logprobs"] = logprobs
@@ -46,11 +38,13 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         id=reply_id("chatcmpl", head, client_id, request_id),
         created=created,
         head=head,
+        n=params.n,
+        choices=params.n,
         requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, priority=head.priority, tenant=head.tenant)],
         text=context.text,
         answer=ANSWER,
         logprobs=logprobs,
-        prompt_logprobs=shown,
+        prompt_logprobs=params.prompt_logprobs,
         role=role,
         unknown=fields.unknown,
     )
@@ -72,15 +66,8 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str]:
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
     gathered = gather(call, deltas)
-    reply: Json = {
-        "id": call.id,
-        "object": "chat.completion",
-        "created": call.created,
-        "model": call.head.model,
-        "choices": [_finished(call, choice) for choice in gathered.choices],
-        "usage": gathered.usage,
-        "system_fingerprint": None,
-    }
+    reply = frame(call, "chat.completion", [_finished(call, choice) for choice in gathered.choices])
+    reply |= {"usage": gathered.usage, "system_fingerprint": None}
     if call.prompt_logprobs is not None:
         prompt = gathered.prompt_logprobs.get(0)
         reply["prompt_logprobs"] = None if prompt is None else prompt_table(call, prompt)
@@ -123,13 +110,7 @@ def _roles(call: Call) -> list[Json]:
 
 
 def _wrap(call: Call, choices: list[Json]) -> Json:
-    chunk: Json = {
-        "id": call.id,
-        "object": "chat.completion.chunk",
-        "created": call.created,
-        "model": call.head.model,
-        "choices": choices,
-    }
+    chunk = frame(call, "chat.completion.chunk", choices)
     if call.head.return_token_ids and any("role" in choice["delta"] for choice in choices):
         chunk["prompt_token_ids"] = call.requests[0].prompt_ids
     if call.head.include_usage:
@@ -137,9 +118,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return chunk
 
 
-def _open(call: Call) -> Events:
-    return Events(call, SHAPE)
-
-
-SHAPE = ChunkFormat(wrap=_wrap, opening=_roles, choice=_chunk)
-ANSWER = Answer(reply=_reply, open=_open)
+ANSWER = Answer(reply=_reply, wrap=_wrap, opening=_roles, choice=_chunk)
