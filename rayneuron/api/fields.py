@@ -102,31 +102,26 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean."""
-        value = self._body.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            wrong(self._prefix + name, "true or false", value)
-        return value
+        found: bool = self._of(bool, "true or false", name, default)
+        return found
 
     def string(self, name: str, default: Any = None, among: tuple[str, ...] = ()) -> Any:
         """A string, one of `among` if given."""
-        value = self._body.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            wrong(self._prefix + name, "a string", value)
-        if among and value not in among:
+        value = self._of(str, "a string", name)
+        if value is not None and among and value not in among:
             wrong(self._prefix + name, "one of " + ", ".join(among), value)
-        return value
+        return default if value is None else value
 
     def table(self, name: str, default: Any = None) -> Any:
         """An object."""
+        return self._of(dict, "an object", name, default)
+
+    def _of(self, kind: type, said: str, name: str, default: Any = None) -> Any:
         value = self._body.pop(name, None)
         if value is None:
             return default
-        if not isinstance(value, dict):
-            wrong(self._prefix + name, "an object", value)
+        if not isinstance(value, kind):
+            wrong(self._prefix + name, said, value)
         return value
 
     def strings(self, name: str, most: int | None = None, longest: int | None = None) -> tuple[str, ...]:

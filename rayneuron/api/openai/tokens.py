@@ -7,8 +7,8 @@ from typing import Any
 
 from rayneuron.api.body import read_head
 from rayneuron.api.call import Context, Json
-from rayneuron.api.conversation import render
 from rayneuron.api.fields import Fields, token_ids
+from rayneuron.api.openai.chat import render
 from rayneuron.errors import RequestError, UnknownModel
 
 
