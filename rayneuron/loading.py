@@ -119,7 +119,7 @@ def open_engine(
             _prepare(runner, checked, report, seconds)
             text = reading.result()
             host.prepare()
-            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, seed=config.seed, rule=rule_of(config))
+            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config))
         except BaseException:
             runner.close()  # nothing is left of an engine that fails on the way
             raise

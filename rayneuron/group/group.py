@@ -15,8 +15,8 @@ from typing import TypeVar
 from rayneuron import settings, wire
 from rayneuron.config import Deployment
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine.batch import pack
 from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.runner import pack
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline

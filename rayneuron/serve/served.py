@@ -27,7 +27,7 @@ from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
-from rayneuron.types import Delta
+from rayneuron.types import Delta, Seeds
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class Served:
     context: api.Context
     limits: Limits
     watch: asyncio.Task[None]
+    seeds: Seeds
     refused: str | None = None
     past: Past = field(default_factory=Past)
 
@@ -92,6 +93,7 @@ class Served:
         self.admit(admission.measure(call.requests))
         legs = []
         for request in call.requests:
+            self.seeds.fix(request)  # here, so that whoever else goes on with it draws the same
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self.tracer.begin(request, headers) if self.tracer is not None else None
@@ -182,7 +184,8 @@ async def start(config: Deployment, opened: Opened, telemetry: Telemetry, tracer
         raise
     watch = event_loop.create_task(_watch(engine, flights, limits))
     aside = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
-    return Served(config, opened, int(time.time()), engine, flights, telemetry, tracer, aside, read.context, read.limits, watch)
+    parts = (config, opened, int(time.time()), engine, flights, telemetry, tracer, aside)
+    return Served(*parts, read.context, read.limits, watch, Seeds(config.seed))
 
 
 async def _watch(engine: EngineLoop, flights: Flights, limits: Callable[[], Limits]) -> None:

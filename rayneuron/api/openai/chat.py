@@ -49,7 +49,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         head=head,
         n=params.n,
         choices=params.n,
-        requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, priority=head.priority, tenant=head.tenant)],
+        requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, priority=head.priority, cache_salt=head.cache_salt)],
         text=context.text,
         answer=ANSWER,
         logprobs=logprobs,
