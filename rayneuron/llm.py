@@ -16,7 +16,7 @@ from rayneuron.errors import RayNeuronError, RequestError
 from rayneuron.loading import StageProgress, open_engine
 from rayneuron.outputs import RequestOutput, collect
 from rayneuron.text.text import Assembler
-from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
+from rayneuron.types import Delta, Request, SamplingParams, Seeds, TokenDelta
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}
 Params = SamplingParams | Mapping[str, Any]
@@ -68,6 +68,7 @@ class LLM:
         self.max_model_len = opened.engine.capacity.length
         self._inboxes: dict[str, Inbox] = {}
         self._numbers = itertools.count()
+        self._seeds = Seeds(self.config.seed)
         self._loop = EngineLoop(self.engine, self._deliver)
 
     def generate(
@@ -106,6 +107,7 @@ class LLM:
             self._inboxes[request.id] = inbox
         try:
             for request in requests:
+                self._seeds.fix(request)
                 self._loop.submit(request)
             while left:
                 delta = inbox.get()

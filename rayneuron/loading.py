@@ -98,7 +98,7 @@ def open_engine(
             probe(runner, model.arch.vocab)
         text = reading.result()
         host.prepare()
-        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, seed=config.seed, rule=rule_of(config))
+        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config))
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, model.arch, model.path, fitted.generation, seconds)

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policies": {"errors", "types", "hashing"},
     "api": {"errors", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
-    "placement": LEAVES | {"models", "engine.buckets", "engine.prefix_buckets", "policies", "devices.neuron.releases"},
+    "placement": LEAVES | {"models", "engine.buckets", "policies", "devices.neuron.releases"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "group": LEAVES | {"models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "loading": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "preflight"},
@@ -85,7 +85,7 @@ TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "admission", "commit")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets", "commit")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
@@ -109,6 +112,14 @@ def sizes(name: str, shape: Shape, space: KvSpace, hidden: int = 0) -> tuple[int
     sampled = shape.tokens if shape.want.at == "all" else 1
     by = {"B": shape.rows, "T": shape.tokens, "M": space.width(shape.length), "E": hidden, "U": sampled}
     return tuple(by[letter] for letter in SCHEMA[name].dims)
+
+
+def blank(shape: Shape, space: KvSpace) -> dict[str, NDArray[Any]]:
+    """The arrays of a Batch of idle rows, without hidden states."""
+    special = {"rows": space.rows, "positions": space.limit, "blocks": space.null, "slots": space.nowhere}
+    return {
+        name: np.full(sizes(name, shape, space), special.get(name, f.blank), f.dtype) for name, f in SCHEMA.items() if f.dtype
+    }  # fmt: skip
 
 
 class Pending(Protocol):

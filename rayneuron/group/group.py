@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rayneuron import settings, wire
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine.batch import pack
+from rayneuron.engine.runner import pack
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
