@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.serve.trace import Ended
+from rayneuron.serve.trace import OnEnd
 from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, join
 
@@ -34,7 +34,7 @@ class Leg:
 
     __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
-    def __init__(self, request: Request, assembler: Assembler, ended: Ended | None = None) -> None:
+    def __init__(self, request: Request, assembler: Assembler, ended: OnEnd | None = None) -> None:
         self.request = request
         self.assembler = assembler
         self.ended = ended

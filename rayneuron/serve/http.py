@@ -6,9 +6,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from uuid import uuid4
+
+from starlette.types import Message, Receive, Scope, Send
 
 from rayneuron import keys, metrics
 from rayneuron.api import call as api
@@ -18,11 +20,6 @@ from rayneuron.serve.flight import Flight
 from rayneuron.serve.verbs import Server
 
 log = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 JSON = "application/json"
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/"})  # answered without the API key: they reveal and cost nothing

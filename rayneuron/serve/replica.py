@@ -25,7 +25,6 @@ from rayneuron.serve.verbs import Json, Shut, Verbs
 log = logging.getLogger(__name__)
 
 Opener = Callable[..., loading.Opened]
-State = Literal["starting", "serving", "leaving"]
 
 
 class Replica(Handles):
@@ -34,7 +33,7 @@ class Replica(Handles):
     `open` returns when the engine is warm, so a replica is never ready too early. `opener` turns the configuration into an engine.
     """
 
-    state: State = "starting"
+    state: Literal["starting", "serving", "leaving"] = "starting"
     now: Verbs  # what answers calls in this state
     _served: Served | None = None  # from the end of the start to the end of everything
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from rayneuron.api import call as api
+from rayneuron.api.call import Json as Json
 from rayneuron.config import Deployment, Limits
 from rayneuron.errors import NotReady
 from rayneuron.policies import admission
@@ -15,7 +16,6 @@ from rayneuron.serve.flight import Flight
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.types import Delta
 
-Json = dict[str, Any]
 Result = TypeVar("Result")
 Read = Callable[[Json, api.Context], Result]
 NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
