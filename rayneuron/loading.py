@@ -105,6 +105,9 @@ def open_engine(
     with _timed(seconds, "check"):
         checked = check(config)
         log.info("a rank will hold %s", estimate(checked))
+        if checked.arch.uncommon:
+            name = checked.arch.model_type
+            log.info("%s models have %s: their layers run operation by operation where others are one call", name, checked.arch.uncommon)
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside:  # the tokenizer is read while the weights are
         reading = beside.submit(_text, config, checked.path, seconds)
         runner = _runner(checked, processes, on_lost)
