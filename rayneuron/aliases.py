@@ -7,7 +7,7 @@ from typing import Any
 
 from rayneuron.errors import ConfigError
 from rayneuron.validation import REFUSED as ANYWHERE
-from rayneuron.validation import Path, Place, dotted, override
+from rayneuron.validation import KeyPath, Locate, dotted, override
 
 # Theirs -> our key, the value as it is.
 RENAMED = {
@@ -34,7 +34,8 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "enable_tokenizer_info_endpoint": (True,), "enable_request_id_headers": (True,), "disable_fastapi_docs": (True,),
     "swap_space": (0,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",), "config_format": ("auto", "hf"),
     "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate"), "task": ("auto", "generate"),
-    "generation_config": ("auto",), "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
+    "generation_config": ("auto",),
+    "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
     "chat_template_content_format": ("auto",), "trust_remote_code": (), "api_key": (),
 }  # fmt: skip
 
@@ -160,7 +161,7 @@ def translate(args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     return said, spelled
 
 
-def translated(args: object, place: Place) -> tuple[object, Place]:
+def translated(args: object, place: Locate) -> tuple[object, Locate]:
     """`args` as `translate` has them, and `place` for their keys, which says the name that was written. Raises ConfigError."""
     if not isinstance(args, Mapping):
         return args, place
@@ -169,7 +170,7 @@ def translated(args: object, place: Place) -> tuple[object, Place]:
     except ConfigError as wrong:
         raise ConfigError(place((wrong.param,) if wrong.param else (), wrong.message) + wrong.message, param=wrong.param) from None
 
-    def placed(keys: Path, text: str) -> str:
+    def placed(keys: KeyPath, text: str) -> str:
         theirs = spelled.get(dotted(keys))
         return place((theirs,), text) + f"{theirs}: " if theirs else place(keys, text)
 

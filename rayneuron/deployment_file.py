@@ -10,8 +10,7 @@ from typing import Any
 
 from rayneuron import aliases, config, serve_config
 from rayneuron.errors import ConfigError, RayNeuronError
-from rayneuron.validation import Path as Keys
-from rayneuron.validation import dotted, override, validate
+from rayneuron.validation import KeyPath, dotted, override, validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
 DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
@@ -30,7 +29,7 @@ class DeploymentFile:
     path: Path | str
     content: Mapping[str, Any]
     deployments: Mapping[str, config.Deployment]
-    lines: Mapping[Keys, int] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
     assigned: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
@@ -92,7 +91,7 @@ class _Assigned(dict[str, Any]):
 
 
 def _checked(
-    path: Path | str, content: dict[str, Any], lines: dict[Keys, int], assignments: _Assigned, application: str | None
+    path: Path | str, content: dict[str, Any], lines: dict[KeyPath, int], assignments: _Assigned, application: str | None
 ) -> DeploymentFile:
     whole, inside = assignments.split()
     assigned: dict[int, Mapping[str, str]] = {}
@@ -108,7 +107,7 @@ def _checked(
                 listed[i]["args"] = _overridden(listed[i].get("args") or {}, inside)
                 assigned[i] = {key: inside.option(key) for key in inside}
 
-    def place(keys: Keys, text: str) -> str:
+    def place(keys: KeyPath, text: str) -> str:
         return f"{whole.option(dotted(keys))}: " if dotted(keys) in whole else _place(path, lines, assigned, keys, text)
 
     validate(serve_config.File, content, place)
@@ -118,7 +117,7 @@ def _checked(
     return DeploymentFile(path, content, {listed[i].get("name", "default"): _parsed(file, i) for i in ours}, lines, assigned)
 
 
-def _translate(path: Path | str, entry: dict[str, Any], keys: Keys, lines: dict[Keys, int]) -> None:
+def _translate(path: Path | str, entry: dict[str, Any], keys: KeyPath, lines: dict[KeyPath, int]) -> None:
     """vLLM's names in the args of an application become ours, which then stand in their lines."""
     if not isinstance(entry.get("args"), dict):
         return
@@ -160,10 +159,10 @@ def _overridden(args: Mapping[str, Any], assignments: _Assigned) -> dict[str, An
 def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
     """The args of one application, and what overrides its deployment, checked."""
     entry = file.content["applications"][index]
-    base: Keys = ("applications", index)
+    base: KeyPath = ("applications", index)
     said = f"application {entry.get('name', 'default')}: "
 
-    def place(inside: Keys) -> Any:
+    def place(inside: KeyPath) -> Any:
         return lambda keys, text: _place(file.path, file.lines, file.assigned, (*base, *inside, *keys), text) + said
 
     made = config.parse(entry.get("args") or {}, place(("args",)))
@@ -174,7 +173,7 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
     return made
 
 
-def _place(path: Path | str, lines: Mapping[Keys, int], assigned: Mapping[int, Mapping[str, str]], keys: Keys, text: str) -> str:
+def _place(path: Path | str, lines: Mapping[KeyPath, int], assigned: Mapping[int, Mapping[str, str]], keys: KeyPath, text: str) -> str:
     """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
     options = assigned.get(int(keys[1]), {}) if keys[2:3] == ("args",) else {}
     below = [full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys]
@@ -191,10 +190,10 @@ def _place(path: Path | str, lines: Mapping[Keys, int], assigned: Mapping[int, M
     return f"{path}:{lines[keys]}: " if keys in lines else f"{path}: "
 
 
-def _content(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
+def _content(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     import yaml
 
-    lines: dict[Keys, int] = {}
+    lines: dict[KeyPath, int] = {}
     try:
         text = path.read_text("utf-8")
         loader = yaml.SafeLoader(text)
@@ -222,7 +221,7 @@ def _content(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     return content, lines
 
 
-def _number(node: Any, keys: Keys, lines: dict[Keys, int], path: Path) -> None:
+def _number(node: Any, keys: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
     """The line of every key below `node`. Raises ConfigError for a key that stands twice in one mapping, or a list that holds itself."""
     import yaml
 

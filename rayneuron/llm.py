@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError, RequestError
-from rayneuron.loading import Progress, open_engine
+from rayneuron.loading import StageProgress, open_engine
 from rayneuron.outputs import RequestOutput, collect
 from rayneuron.text.text import Assembler
-from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
+from rayneuron.types import Delta, Request, SamplingParams, Seeds, TokenDelta
 from rayneuron.validation import override
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}
@@ -35,7 +35,7 @@ class LLM:
     ' Paris.\\n'
     """
 
-    def __init__(self, path: str | PathLike[str] | None = None, *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(self, path: str | PathLike[str] | None = None, *, progress: StageProgress | None = None, **options: Any) -> None:
         self.config: Deployment = parse(options if path is None else override(options, {"model.path": str(path)}))
         opened = open_engine(self.config, progress)
         self.text = opened.text
@@ -46,6 +46,7 @@ class LLM:
         self.max_model_len = opened.engine.capacity.length
         self._inboxes: dict[str, Inbox] = {}
         self._numbers = itertools.count()
+        self._seeds = Seeds(self.config.seed)
         self._loop = EngineLoop(self.engine, self._deliver)
 
     def generate(
@@ -84,6 +85,7 @@ class LLM:
             self._inboxes[request.id] = inbox
         try:
             for request in requests:
+                self._seeds.fix(request)
                 self._loop.submit(request)
             while left:
                 delta = inbox.get()

@@ -56,11 +56,11 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise file.located(name, wrong) from None
-    refuse_chosen_cores(file)
+    check_runtime_env(file)
     return notes
 
 
-def refuse_chosen_cores(file: DeploymentFile) -> None:
+def check_runtime_env(file: DeploymentFile) -> None:
     """Refuse a deployment file whose runtime_env chooses cores by hand. Raises ConfigError."""
     for entry in file.content["applications"]:
         name = entry.get("name", "default")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from typing import Literal
 
@@ -138,6 +139,7 @@ class Request(msgspec.Struct, kw_only=True):
     """One prompt on its way to the engine; token ids only.
 
     `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
+    `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
     """
 
     id: str
@@ -147,7 +149,23 @@ class Request(msgspec.Struct, kw_only=True):
     arrival_s: float = 0.0
     deadline_s: float | None = None
     adapter: str | None = None
-    tenant: str = ""
+    cache_salt: str = ""
+    seed: int | None = None
+
+
+class Seeds:
+    """Fixes the seeds of requests where they are made: their parameters', else one after another from `first`, else drawn."""
+
+    def __init__(self, first: int | None) -> None:
+        self._first = first
+        self._made = 0
+
+    def fix(self, request: Request) -> None:
+        """Give a request its seed; choices count on from it."""
+        if request.seed is None:
+            drawn = secrets.randbits(62) if self._first is None else self._first + 0x9E37 * self._made
+            request.seed = drawn if request.params.seed is None else request.params.seed
+        self._made += request.params.n
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

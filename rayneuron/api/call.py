@@ -106,7 +106,7 @@ class Head:
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     priority: int = 0
-    tenant: str = ""
+    cache_salt: str = ""
     client_id: str | None = None
 
 

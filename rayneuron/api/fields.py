@@ -224,7 +224,7 @@ def read_head(fields: Fields, context: Context) -> Head:
         return_token_ids=fields.flag("return_token_ids", context.text.wordless),
         tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
         priority=priority,
-        tenant=salt,
+        cache_salt=salt,
         client_id=clean_id(fields.string("request_id")),
     )
 

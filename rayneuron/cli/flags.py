@@ -124,8 +124,8 @@ def add(command: argparse.ArgumentParser, *, whole: bool = True) -> None:
         if _flag(name) not in command._option_string_actions and (whole or not str(ours).startswith("http_options.")):
             like = "model.aliases" if name == "served_model_name" else "" if name in aliases.TRANSLATED else str(ours)
             switch = ours is None and all(isinstance(value, bool) for value in aliases.GIVEN.get(name, ()))
-            said = {"help": ours or argparse.SUPPRESS, "field": keys.get(like), "switch": switch}
-            theirs.add_argument(_flag(name), dest=name, action=KeyFlag, **said)
+            words: dict[str, Any] = {"help": ours or argparse.SUPPRESS, "field": keys.get(like), "switch": switch}
+            theirs.add_argument(_flag(name), dest=name, action=KeyFlag, **words)
 
 
 def _flag(key: str) -> str:

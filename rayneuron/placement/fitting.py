@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.engine.buckets import SMALLEST_CONTEXT, Capacity, capacity, smaller
-from rayneuron.engine.prefix_buckets import SMALLEST_PREFILL, prefixes
+from rayneuron.engine.buckets import SMALLEST_CONTEXT, SMALLEST_PREFIXED, Capacity, capacity, prefixes, smaller
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
 from rayneuron.placement.layout import Layout, Style, partition
@@ -64,7 +63,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         rows=config.max_num_seqs,
         length=length,
         prefix=prefix,
-        smallest_context=SMALLEST_PREFILL if prefix else SMALLEST_CONTEXT,
+        smallest_context=SMALLEST_PREFIXED if prefix else SMALLEST_CONTEXT,
         chunk=config.prefill_chunk_tokens,
         kv_tokens=config.kv_cache_tokens,
         block=config.kv_block(length),

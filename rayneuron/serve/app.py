@@ -59,18 +59,15 @@ class ServedEngine(Replica):
     async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
         _log_through_serve()
         self._event_loop = asyncio.get_running_loop()
-        opener = self._open_group if opener is loading.open_engine and grouped(deployment.parse(config)) else opener
+        opener = self._open_group if opener is loading.open_engine and layout_of(deployment.parse(config)).grouped else opener
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         settle_interpreter()
         self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
 
-    def _open_group(self, config: Deployment, progress: loading.Progress) -> loading.Opened:
+    def _open_group(self, config: Deployment, progress: loading.StageProgress) -> loading.Opened:
         """Worker 0 of a group, whose other workers are actors in this replica's placement group."""
-        layout = layout_of(config)
-        threads = self.config.threads or int(max(1, config.serving.num_cpus or 1))
-        config = config.model_copy(update={"threads": threads})
-        return loading.open_engine(config, progress, processes=Actors(layout), on_lost=self._lost)
+        return loading.open_engine(config, progress, processes=Actors(layout_of(config)), on_lost=self._lost)
 
     def check_health(self) -> None:
         """As Replica's. One that is dead or wedged ends at once: Serve would ask three times, and then drain what cannot finish."""
@@ -183,11 +180,6 @@ def application_of(config: Deployment, opener: Opener = loading.open_engine) -> 
     return wanted.bind(arguments) if opener is loading.open_engine else wanted.bind(arguments, opener)
 
 
-def grouped(config: Deployment) -> bool:
-    """Whether the model runs on several ranks or on counted cores, hence in a placement group of its own."""
-    return config.tensor_parallel * config.pipeline_parallel > 1 or config.instance is not None
-
-
 def layout_of(config: Deployment) -> Layout:
     """Where the ranks of one replica run. Raises ConfigError."""
     return group_layout(config, devices.ranks_per_process(config.device))
@@ -204,7 +196,7 @@ def placement_of(config: Deployment) -> dict[str, Any]:
             if not config.serving.wait_for_nodes:
                 raise
             log.warning("%s: waiting for nodes: %s", config.model.served_name, short.message)
-    if not grouped(config):
+    if not layout.grouped:
         return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
     return {
         "ray_actor_options": worker_options(layout, layout.workers[0]),

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
+
+from starlette.types import Message, Receive, Scope, Send
 
 from rayneuron.api import errors
 from rayneuron.api.fields import clean_id
 from rayneuron.errors import BodyTooLarge, RequestError, RequestTimeout, UnsupportedMedia
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 JSON = "application/json"
 

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from rayneuron import __version__, keys, metrics
 from rayneuron.api import call as api
@@ -23,7 +24,7 @@ from rayneuron.api import errors, neuron_server, openai
 from rayneuron.errors import NotReady, RayNeuronError
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.handles import reader, stats_of
-from rayneuron.serve.http import ClientGone, Exchange, Receive, Scope, Send
+from rayneuron.serve.http import ClientGone, Exchange
 from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.verbs import Verbs
 

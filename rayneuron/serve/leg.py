@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.serve.trace import Ended
+from rayneuron.serve.trace import OnEnd
 from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta
 
 
@@ -42,7 +42,7 @@ class Leg:
 
     __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
-    def __init__(self, request: Request, assembler: Assembles, ended: Ended | None = None) -> None:
+    def __init__(self, request: Request, assembler: Assembles, ended: OnEnd | None = None) -> None:
         self.request = request
         self.assembler = assembler
         self.ended = ended

@@ -30,7 +30,6 @@ from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 log = logging.getLogger(__name__)
 
 Opener = Callable[..., loading.Opened]
-State = Literal["starting", "serving", "leaving"]
 
 
 class Replica(Handles):
@@ -39,7 +38,7 @@ class Replica(Handles):
     `open` returns when the engine is warm, so a replica is never ready too early. `opener` turns the configuration into an engine.
     """
 
-    state: State = "starting"
+    state: Literal["starting", "serving", "leaving"] = "starting"
     _served: Served | None = None  # from the end of the start to the end of everything
 
     def __init__(self, config: Mapping[str, Any] | Deployment, opener: Opener = loading.open_engine, engine_label: str = "0") -> None:

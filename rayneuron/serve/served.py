@@ -28,6 +28,7 @@ from rayneuron.serve.text_thread import TextThread
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
+from rayneuron.types import Seeds
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Served:
     context: api.Context
     limits: Limits
     watch: asyncio.Task[None]
+    seeds: Seeds
     refused: str | None = None
     idle: Idle = field(default_factory=Idle)
 
@@ -83,6 +85,7 @@ class Served:
         self.admit(admission.measure(call.requests))
         legs = []
         for request in call.requests:
+            self.seeds.fix(request)  # here, so that whoever else goes on with it draws the same
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self.tracer.begin(request, headers) if self.tracer is not None else None
@@ -143,7 +146,7 @@ async def start(
     watch = event_loop.create_task(_watch(engine, flights, limits))
     journal = Journal(config.serving.log_prompts)
     parts = (config, opened, int(time.time()), engine, flights, telemetry, text_thread, journal, tracer)
-    return Served(*parts, read.context, read.limits, watch)
+    return Served(*parts, read.context, read.limits, watch, Seeds(config.seed))
 
 
 async def _watch(engine: EngineLoop, flights: Flights, limits: Callable[[], Limits]) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from rayneuron.api import call as api
+from rayneuron.api.call import Json as Json
 from rayneuron.config import Deployment, Limits
 from rayneuron.policies import admission
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.text_thread import TextThread
 
-Json = dict[str, Any]
 Result = TypeVar("Result")
 Read = Callable[[Json, api.Context], Result]
 NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})

@@ -360,7 +360,7 @@ def test_continue_the_final_message(byte_level: Text) -> None:
 def test_head(byte_level: Text) -> None:
     body = {"priority": -3, "cache_salt": "team", "stream": True, "stream_options": {"continuous_usage_stats": True}, "session_id": "s"}
     call = parse("chat", body, byte_level, client_priority=True)
-    assert (call.requests[0].priority, call.requests[0].tenant) == (-3, "team")
+    assert (call.requests[0].priority, call.requests[0].cache_salt) == (-3, "team")
     assert (call.head.include_usage, call.head.continuous_usage) == (False, False), "no usage unless include_usage"
     assert parse("text", {"model": "tiny"}, byte_level).head.model == "tiny"
     with pytest.raises(UnknownModel) as caught:

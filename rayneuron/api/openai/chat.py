@@ -46,7 +46,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         id=reply_id("chatcmpl", head, client_id, request_id),
         created=created,
         head=head,
-        requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, priority=head.priority, tenant=head.tenant)],
+        requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, priority=head.priority, cache_salt=head.cache_salt)],
         text=context.text,
         answer=ANSWER,
         logprobs=logprobs,
