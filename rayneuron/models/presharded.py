@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, weights
+from rayneuron.models import dequantised, hub, weights
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import dtype_of
 from rayneuron.models.quantization import dtype_name, parse, stored
@@ -79,7 +79,8 @@ def shard(
     how = None if quantization is None else parse(quantization, scheme)
     heads = {"group_query_attention": group_query_attention, "shard_over_sequence": shard_over_sequence}
     arch = models.check(config, tp=tp, max_model_len=1, dtype=dtype, quantization=quantization, **heads)  # type: ignore[arg-type]
-    kind, source, target = stored_dtype(dtype, config), hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
+    kind, target = stored_dtype(dtype, config), hub.new_directory(out)
+    source = dequantised.checkpoint(path, config, kind, allow_pickle)
     (target / FOLDER).mkdir()
     files, slowest = [], 0.0
     for rank in range(tp):
@@ -243,8 +244,8 @@ def open_weights(
         log.info("presharded weights mapped in %.2f s, checksums included; cutting them took %.2f s", took, manifest.convert_s)
         return held
     held = weights.load(
-        arch, models.family(config), hub.Checkpoint(path, allow_pickle), dtype=dtype, rank=rank, ranks=ranks, fused=fused,
-        progress=progress, quantization=quantization, stage=stage, stages=stages,
+        arch, models.family(config), dequantised.checkpoint(path, config, dtype, allow_pickle), dtype=dtype, rank=rank, ranks=ranks,
+        fused=fused, progress=progress, quantization=quantization, stage=stage, stages=stages,
     )  # fmt: skip
     log.info("rank %d of %d: %.0f MiB of weights in %.2f s", rank, ranks, weights.held_bytes(held) / 2**20, time.perf_counter() - started)
     return held

@@ -12,7 +12,7 @@ from typing import Any
 from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity, prefill_sizes
-from rayneuron.models import shard
+from rayneuron.models import shard, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import dtype_of
 from rayneuron.models.memory import kv_shape, parameters, share
@@ -52,7 +52,7 @@ def memory(
     """What one rank of one stage holds. The weights and KV are exact, the scratch an upper bound for plain (unfused) attention."""
     arch, width = arch_of(config, raw, ranks), _BYTES[dtype(config.dtype, raw)]
     held = parameters(arch, models.family(dict(raw)), ranks, layers, first=first, last=last)
-    quantised = config.quantization is not None or (raw.get("quantization_config") or {}).get("quant_method") == "rayneuron"
+    quantised = config.quantization is not None or words.stored(raw) is not None
     weights = held.products * (_SMALL if quantised else width) + held.others * width + (4 * held.channels if quantised else 0)
     kv = kv_shape(arch, capacity.space, ranks, len(layers)).elements
     return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last))
@@ -80,5 +80,5 @@ def dtype(name: str, raw: Mapping[str, Any]) -> str:
 
 def float8(config: Deployment, raw: Mapping[str, Any]) -> bool:
     """Whether weights or KV are float8: the deployment says so, or the checkpoint itself."""
-    words = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
-    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in words)
+    said = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
+    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in said)
