@@ -44,7 +44,8 @@ def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> li
         if not work.valid:
             deltas.append(None)
             continue
-        sequence.unseen -= work.followed
+        if work.followed:
+            sequence.unseen -= 1
         token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
         row = None if output.logits is None else output.logits[i]
         try:
@@ -64,7 +65,7 @@ def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | Non
         return None
     if sequence.max_tokens == 0:
         return _scored(sequence)
-    if token is None or sequence.params.edits_logits:
+    if token is None or sequence.edited:
         assert row is not None
         token = host.next_id(row, sequence)
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
@@ -103,21 +104,23 @@ def _scored(sequence: Sequence) -> TokenDelta:
 
 
 def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
-    params = sequence.params
-    sequence.ids.append(token)
-    delta = TokenDelta(sequence.request.id, sequence.index, [token])
-    if sequence.generated == 1 and not sequence.stamps.first_token:
+    request = sequence.request
+    sequence.append(token)
+    generated = len(sequence.ids) - sequence.prompt_len
+    delta = TokenDelta(request.id, sequence.index, [token])
+    if generated == 1 and not sequence.stamps.first_token:
         sequence.stamps.prefill_done = sequence.stamps.first_token = now
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    if params.logprobs is not None:
+    if sequence.needs == "logits" and (count := request.params.logprobs) is not None:
         assert row is not None
-        delta.logprobs = [host.logprobs(row, token, params.logprobs)]
-    if token in sequence.stop_ids and sequence.generated >= params.min_tokens:
+        delta.logprobs = [host.logprobs(row, token, count)]
+    if token in sequence.stop_ids and generated >= request.params.min_tokens:
         delta.finish_reason = "stop"
         delta.eos = token in sequence.eos_ids
         delta.stop_token = None if delta.eos else token
-    elif sequence.generated >= sequence.max_tokens:
+    elif generated >= sequence.max_tokens:
         delta.finish_reason = "length"
     sequence.finish_reason = delta.finish_reason
-    delta.preemptions = sequence.preemptions
+    if sequence.preemptions:
+        delta.preemptions = sequence.preemptions
     return delta

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rayneuron.engine.blocks import Hold
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
+
+# follows: another choice computes the prompt it will share; waiting: it holds nothing; prefill: more than one id has no KV; decode: one;
+# due: none, its next id is on the way. Who has ended is nowhere any more.
+Phase = Literal["follows", "waiting", "prefill", "decode", "due"]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Prompt and generated ids, how many of them have KV (`computed`), and what holds it (None while waiting).
 
-    `unseen`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed. `epoch` rises when steps
-    under way are no longer valid for this sequence.
+    `unseen`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed, as `settled` once they have
+    ended. `epoch` rises when steps under way are no longer valid for this sequence.
     """
 
     request: Request
@@ -25,18 +29,28 @@ class Sequence:
     order: int
     leader: Sequence | None = None  # the choice whose prompt KV may be shared
     prompt_len: int = 0
+    phase: Phase = "waiting"
     computed: int = 0
+    settled: int = 0
     unseen: int = 0
     epoch: int = 0
     hold: Hold | None = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
-    queued: bool = False
     stamps: Stamps = field(default_factory=Stamps)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
     preemptions: int = 0
     finish_reason: FinishReason | None = None
+    rank: tuple[int, int] = field(init=False)  # order of service: priority first (lower earlier), then arrival
+    edited: bool = field(init=False)  # the host edits its logits
+    needs: Literal["likeliest", "sampled", "logits"] = field(init=False)  # the least a step must return where it samples
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.rank = (self.request.priority, self.order)
+        self.edited = params.edits_logits
+        self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property
     def params(self) -> SamplingParams:
@@ -49,22 +63,29 @@ class Sequence:
         return len(self.ids) + self.unseen
 
     @property
-    def remaining(self) -> int:
-        """Ids that have no KV yet; 1 while decoding, 0 while the next id is known to nobody."""
-        return self.length - self.computed
-
-    def rewind(self, computed: int) -> None:
-        """Steps under way no longer count; only the first `computed` ids have KV."""
-        self.computed = computed
-        self.unseen = 0
-        self.epoch += 1
-
-    @property
     def generated(self) -> int:
         """Output tokens so far."""
         return len(self.ids) - self.prompt_len
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: priority first (lower earlier), then arrival."""
-        return (self.request.priority, self.order)
+    def remaining(self) -> int:
+        """Ids that have no KV yet."""
+        return len(self.ids) + self.unseen - self.computed
+
+    def run(self, computed: int) -> None:
+        """It holds blocks, and its first `computed` ids have KV or will when the steps under way have ended."""
+        self.computed = computed
+        left = len(self.ids) + self.unseen - computed
+        self.phase = "decode" if left == 1 else "prefill" if left else "due"
+
+    def append(self, token: int) -> None:
+        """The next id is known."""
+        self.ids.append(token)
+        self.run(self.computed)
+
+    def rewind(self, computed: int) -> None:
+        """Steps under way no longer count; only the first `computed` ids have KV."""
+        self.unseen = 0
+        self.epoch += 1
+        self.settled = min(self.settled, computed)
+        self.run(computed)

@@ -122,7 +122,7 @@ def opener_of(
     def open_scripted(config: Deployment, progress: Any = None) -> Opened:
         text = Text(path)
         runner = ScriptedRunner(text, rows, length, chunk, pace_s)
-        engine = Engine(runner, vocab=text.vocab_size, eos_ids=text.eos_ids, seed=config.seed)  # type: ignore[arg-type]
+        engine = Engine(runner, vocab=text.vocab_size, eos_ids=text.eos_ids)  # type: ignore[arg-type]
         if progress is not None:
             progress("graphs", 1, 1)
         return Opened(engine, text, None, path, {}, {"graphs": 0.0})  # type: ignore[arg-type]
