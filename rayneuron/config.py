@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from rayneuron.errors import ConfigError
+from rayneuron.aliases import translated
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -21,6 +21,8 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 
 
+# A model of a hub; a directory of that name goes before it.
+HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
 _BLOCKS = {"cpu": 64}  # tokens of a KV block by device; elsewhere one block a sequence
 
@@ -38,11 +40,14 @@ Defaults = Annotated[dict[str, Any], AfterValidator(_known_parameters)]
 class Model(Section):
     """Which checkpoint, under which name."""
 
-    path: str = Field(min_length=1, description="A model directory, or demo:NAME (demo:smollm2, demo:random:1b).")
+    path: str = Field(
+        min_length=1, description="A model directory, org/name[@revision] of a hub, s3://bucket/prefix, or demo:NAME (demo:smollm2)."
+    )
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub's model: path org/name@revision.")
     name: str | None = Field(None, min_length=1, description="The name clients use; default: the last part of the path.")
     aliases: list[str] = Field([], description="More names it answers to.")
     any_name: bool = Field(False, description="Answer whatever model a client names.")
-    tokenizer: str | None = Field(None, min_length=1, description="Another directory to take the tokenizer from.")
+    tokenizer: str | None = Field(None, min_length=1, description="Another directory or hub id to take the tokenizer from.")
     chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
     skip_tokenizer_init: bool = Field(False, description="No tokenizer is read: prompts and replies are token ids.")
     allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
@@ -52,17 +57,27 @@ class Model(Section):
     def _words(self) -> Model:
         if self.skip_tokenizer_init and (self.tokenizer or self.chat_template):
             raise ValueError("skip_tokenizer_init goes without tokenizer and chat_template; leave them out")
+        hub = HUB_ID.fullmatch(self.path)
+        if self.revision is not None and (hub is None or hub["revision"]):
+            raise ValueError("revision goes with a hub's org/name as path, without another revision in it; leave one of them out")
         return self
 
     @property
     def served_name(self) -> str:
         """The name clients use."""
-        return self.name or self.path.rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
+        hub = HUB_ID.fullmatch(self.path)
+        return self.name or (hub["id"] if hub else self.path).rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """That name and the aliases."""
-        return tuple(dict.fromkeys((self.served_name, *self.aliases)))
+        """That name and the aliases; where none is given, a hub's model answers to its whole id too."""
+        hub = HUB_ID.fullmatch(self.path) if self.name is None else None
+        return tuple(dict.fromkeys((self.served_name, *self.aliases, *([hub["id"]] if hub else ()))))
+
+    @property
+    def source(self) -> str:
+        """Where the model is taken from, in one word: `path`, with the revision."""
+        return f"{self.path}@{self.revision}" if self.revision is not None else self.path
 
     @model_validator(mode="after")
     def _named(self) -> Model:
@@ -269,24 +284,9 @@ class HotSettings(Section):
 
 def parse(args: Mapping[str, Any] | Deployment, place: Locate = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
-    return args if isinstance(args, Deployment) else validate(Deployment, args, place)
+    return args if isinstance(args, Deployment) else validate(Deployment, *translated(args, place))
 
 
 def parse_hot(user_config: Mapping[str, Any] | None, place: Locate = lambda path, text: "") -> HotSettings:
     """Check a `user_config`. Raises ConfigError."""
     return validate(HotSettings, {} if user_config is None else user_config, place)
-
-
-def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
-    out = dict(args)
-    for dotted, value in assignments.items():
-        head, _, rest = dotted.partition(".")
-        if not rest:
-            out[head] = value
-            continue
-        inside = out.get(head)
-        if not isinstance(inside, Mapping | None):
-            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
-        out[head] = override(inside or {}, {rest: value})
-    return out
