@@ -57,11 +57,11 @@ def powers(low: int, high: int) -> list[int]:
 
 def fours(low: int, high: int, least: int = 1) -> list[int]:
     """`high`, and at every fourth the powers of two below it down to `low`; `least` sizes if there are so many."""
-    sizes, size = [high], 1 << max(0, high.bit_length() - 3)
-    while size < high and (size >= low or len(sizes) < least):
+    sizes, size = [high], 2 ** (high.bit_length() - 3) if high > 3 else 0
+    while size and (size >= low or len(sizes) < least):
         sizes.append(size)
         size //= 4
-    return sorted({n for n in sizes if n})
+    return sorted(sizes)
 
 
 def capacity(

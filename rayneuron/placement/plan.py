@@ -190,7 +190,8 @@ def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:
         )
         c = capacity_of(config, want.raw)
         layers = -(-models.architecture(dict(want.raw)).layers // config.pipeline_parallel)
-        return _Laid(made, check_memory(want, made, c, instance), graphs_of(config, c), layers)
+        graphs = graphs_of(config, c)
+        return _Laid(made, check_memory(want, made, c, instance), graphs, layers)
     except (ConfigError, CheckpointError) as error:
         raise type(error)(f"{name}: {error.message}", param=error.param) from None
 

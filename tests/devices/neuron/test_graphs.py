@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rayneuron import models
+from rayneuron.config import parse
 from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCHEMA, SCORES, Batch, Shape
 from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron import graphs, targets
@@ -19,6 +20,8 @@ from rayneuron.models import hub, ops, weights
 from rayneuron.models.collectives import Solo
 from rayneuron.models.kv import Kv, KvShape, KvSpace
 from rayneuron.models.memory import kv_shape
+from rayneuron.placement.fitting import capacity_of
+from rayneuron.placement.memory import memory
 from tests.models import cases, runs
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
@@ -264,6 +267,17 @@ def test_the_gate_sees_what_it_must_refuse(tiny: Path) -> None:
         given = graphs.example(shape, kv, torch.float32)
         with pytest.raises(Exception, match="[Dd]ata-dependent|unbacked|u0" if program is host_read else "leaves kv_1_k as it was"):
             torch.export.export(made, (), given, strict=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_a_graph_holds_what_was_planned(family: str, tmp_path: Path) -> None:
+    """Weights and states by the byte, constants aside: a tied head lies there twice, and a row has columns for what is forgotten."""
+    graph = opened(family, tmp_path, space=WHOLE_ROWS)
+    config = parse({"model": {"path": str(tmp_path)}, "device": "neuron", "dtype": "fp32", "max_model_len": 32, "max_num_seqs": 3})
+    raw = hub.read_config(tmp_path)
+    planned = memory(config, raw, capacity_of(config, raw), 1, range(2))
+    weights = sum(p.nbytes for name, p in graph.named_parameters() if name not in ("top.embed.first", "top.rope.freq"))
+    assert (planned.weights, planned.kv) == (weights, sum(b.nbytes for b in graph.buffers()))
 
 
 def test_names_and_service() -> None:
