@@ -189,9 +189,7 @@ class Compile(Section):
     artifact: str | None = Field(None, description="A folder written by `rayneuron compile --out`, instead of the cache.")
     optimization: int | None = Field(None, ge=1, le=3, description="neuronx-cc -O of every graph; default: 1 for prefill, 2 otherwise.")
     tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
-    mixed_accumulation: bool | None = Field(
-        None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts."
-    )
+    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k on.")
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
     workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
