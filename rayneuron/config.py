@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from rayneuron.errors import ConfigError
+from rayneuron.aliases import translated
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
-from rayneuron.validation import Place, Section, nearest, validate
+from rayneuron.validation import Locate, Section, nearest, validate
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -21,6 +21,8 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 
 
+# A model of a hub; a directory of that name goes before it.
+HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
 _BLOCKS = {"cpu": 64}  # tokens of a KV block by device; elsewhere one block a sequence
 
@@ -38,11 +40,14 @@ Defaults = Annotated[dict[str, Any], AfterValidator(_known_parameters)]
 class Model(Section):
     """Which checkpoint, under which name."""
 
-    path: str = Field(min_length=1, description="A model directory, or demo:NAME (demo:smollm2, demo:random:1b).")
+    path: str = Field(
+        min_length=1, description="A model directory, org/name[@revision] of a hub, s3://bucket/prefix, or demo:NAME (demo:smollm2)."
+    )
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub's model: path org/name@revision.")
     name: str | None = Field(None, min_length=1, description="The name clients use; default: the last part of the path.")
     aliases: list[str] = Field([], description="More names it answers to.")
     any_name: bool = Field(False, description="Answer whatever model a client names.")
-    tokenizer: str | None = Field(None, min_length=1, description="Another directory to take the tokenizer from.")
+    tokenizer: str | None = Field(None, min_length=1, description="Another directory or hub id to take the tokenizer from.")
     chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
     skip_tokenizer_init: bool = Field(False, description="No tokenizer is read: prompts and replies are token ids.")
     allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
@@ -52,17 +57,27 @@ class Model(Section):
     def _words(self) -> Model:
         if self.skip_tokenizer_init and (self.tokenizer or self.chat_template):
             raise ValueError("skip_tokenizer_init goes without tokenizer and chat_template; leave them out")
+        hub = HUB_ID.fullmatch(self.path)
+        if self.revision is not None and (hub is None or hub["revision"]):
+            raise ValueError("revision goes with a hub's org/name as path, without another revision in it; leave one of them out")
         return self
 
     @property
     def served_name(self) -> str:
         """The name clients use."""
-        return self.name or self.path.rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
+        hub = HUB_ID.fullmatch(self.path)
+        return self.name or (hub["id"] if hub else self.path).rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """That name and the aliases."""
-        return tuple(dict.fromkeys((self.served_name, *self.aliases)))
+        """That name and the aliases; where none is given, a hub's model answers to its whole id too."""
+        hub = HUB_ID.fullmatch(self.path) if self.name is None else None
+        return tuple(dict.fromkeys((self.served_name, *self.aliases, *([hub["id"]] if hub else ()))))
+
+    @property
+    def source(self) -> str:
+        """Where the model is taken from, in one word: `path`, with the revision."""
+        return f"{self.path}@{self.revision}" if self.revision is not None else self.path
 
     @model_validator(mode="after")
     def _named(self) -> Model:
@@ -103,7 +118,7 @@ class Limits(Section):
     max_waiting: int = Field(256, ge=0, description="Sequences (choices) that may wait for a slot, half of them of one call; more: 429.")
     max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait for their first output.")
     client_priority: bool = Field(False, description="Let clients set `priority`, which takes slots from others; else that is a 400.")
-    max_body_bytes: int = Field(8 * 2**20, ge=1024)
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="The longest body of a request; beyond, 413.")
     body_timeout_s: float = Field(60.0, gt=0, description="For a request's body to arrive; beyond, 408.")
     request_timeout_s: float | None = Field(None, gt=0, description="Default deadline of a request; None: no limit.")
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
@@ -130,7 +145,7 @@ class Serving(Section):
     allowed_origins: list[str] = Field(
         default_factory=list, description='Origins whose pages may call this model (CORS): ["https://a.example"], or ["*"]; default: none.'
     )
-    log_prompts: bool = False
+    log_prompts: bool = Field(False, description="Write prompts into the replica's log, after each call.")
     trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
@@ -174,9 +189,7 @@ class Compile(Section):
     artifact: str | None = Field(None, description="A folder written by `rayneuron compile --out`, instead of the cache.")
     optimization: int | None = Field(None, ge=1, le=3, description="neuronx-cc -O of every graph; default: 1 for prefill, 2 otherwise.")
     tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
-    mixed_accumulation: bool | None = Field(
-        None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts."
-    )
+    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k on.")
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
     workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
@@ -200,12 +213,12 @@ class Deployment(Section):
     model: Model
     device: str = Field("cpu", description="cpu or neuron.")
     instance: str | None = Field(None, description="Declare an instance type (inf2.48xlarge, ...) instead of detecting one.")
-    nodes: int = Field(1, ge=1)
-    dtype: Dtype = "auto"
+    nodes: int = Field(1, ge=1, description="Nodes one replica spans: stages go to nodes first, then a stage's ranks.")
+    dtype: Dtype = Field("auto", description="What weights are computed in. auto: the checkpoint's own, bf16 for fp16.")
     quantization: str | None = Field(None, description="int8, f8e4m3 or f8e5m2 weights; a quantised checkpoint says so itself.")
     kv_dtype: str | None = Field(None, description="KV cache in another dtype: f8e4m3, f8e5m2; default: the compute dtype.")
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="Ranks (cores) that share every layer.")
+    pipeline_parallel: int = Field(1, ge=1, description="Stages the layers are divided into, tensor_parallel ranks each.")
     sequence_parallel: bool = Field(False, description="Split norms and residual of a prefill over the TP ranks; same tokens, less memory.")
     micro_batches: int | None = Field(None, ge=1, description="Parts of a step that keep pipeline stages busy; default: as many as pay.")
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
@@ -216,7 +229,7 @@ class Deployment(Section):
     block_size: int | None = Field(
         None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
     )
-    fused_qkv: bool = True
+    fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
     capacity_factor: float | None = Field(None, gt=0, description="Experts take at most this share of tokens; default: no token dropped.")
@@ -277,26 +290,11 @@ class HotSettings(Section):
     limits: Limits | None = None
 
 
-def parse(args: Mapping[str, Any] | Deployment, place: Place = lambda path, text: "") -> Deployment:
+def parse(args: Mapping[str, Any] | Deployment, place: Locate = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
-    return args if isinstance(args, Deployment) else validate(Deployment, args, place)
+    return args if isinstance(args, Deployment) else validate(Deployment, *translated(args, place))
 
 
-def parse_hot(user_config: Mapping[str, Any] | None, place: Place = lambda path, text: "") -> HotSettings:
+def parse_hot(user_config: Mapping[str, Any] | None, place: Locate = lambda path, text: "") -> HotSettings:
     """Check a `user_config`. Raises ConfigError."""
     return validate(HotSettings, {} if user_config is None else user_config, place)
-
-
-def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
-    out = dict(args)
-    for dotted, value in assignments.items():
-        head, _, rest = dotted.partition(".")
-        if not rest:
-            out[head] = value
-            continue
-        inside = out.get(head)
-        if not isinstance(inside, Mapping | None):
-            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
-        out[head] = override(inside or {}, {rest: value})
-    return out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -138,6 +140,7 @@ class Request(msgspec.Struct, kw_only=True):
     """One prompt on its way to the engine; token ids only.
 
     `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
+    `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
     """
 
     id: str
@@ -147,7 +150,23 @@ class Request(msgspec.Struct, kw_only=True):
     arrival_s: float = 0.0
     deadline_s: float | None = None
     adapter: str | None = None
-    tenant: str = ""
+    cache_salt: str = ""
+    seed: int | None = None
+
+
+class Seeds:
+    """Fixes the seeds of requests where they are made: their parameters', else one after another from `first`, else drawn."""
+
+    def __init__(self, first: int | None) -> None:
+        self._first = first
+        self._made = 0
+
+    def fix(self, request: Request) -> None:
+        """Give a request its seed; choices count on from it."""
+        if request.seed is None:
+            drawn = secrets.randbits(62) if self._first is None else self._first + 0x9E37 * self._made
+            request.seed = drawn if request.params.seed is None else request.params.seed
+        self._made += request.params.n
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -224,6 +243,21 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     usage: Usage | None = None
     error: str | None = None
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one. Finish and usage are the last one's."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return msgspec.structs.replace(
+        last,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[entry for part in scored for entry in part] if scored else None,
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,11 +25,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hashing": {"errors", "types"},
     "validation": {"errors"},
     "serve_config": {"validation"},
-    "config": {"errors", "types", "validation", "serve_config"},
+    "aliases": {"errors", "validation"},
+    "config": {"errors", "types", "validation", "serve_config", "aliases"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
-    "demo": {"errors", "settings"},
-    "deployment_file": {"errors", "config", "validation", "serve_config"},
+    "demo": {"errors", "settings", "models.words"},
+    "deployment_file": {"errors", "config", "validation", "serve_config", "aliases"},
     "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
@@ -40,8 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"errors", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
-    | {"models", "engine.buckets", "engine.prefix_buckets", "policies", "devices.base"}
-    | {"devices.neuron.releases", "devices.neuron.targets"},
+    | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "group": LEAVES | {"models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "loading": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "preflight"},
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
-    "llm": LEAVES | {"text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
@@ -86,9 +87,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
-    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
+    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "admission", "commit")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
@@ -256,13 +257,17 @@ def unused(modules: list[Module]) -> list[str]:
 
 
 def defined_twice(modules: list[Module]) -> list[str]:
-    """Public class names with two meanings."""
-    where: dict[str, list[str]] = {}
+    """Public names of types with two meanings: classes and aliases; several modules may use one name for their type variables."""
+    types: dict[str, list[str]] = {}
+    variables: dict[str, list[str]] = {}
     for module in modules:
         for node in module.tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where.setdefault(node.name, []).append(module.path)
-    return [f"{name}: {', '.join(paths)}" for name, paths in where.items() if len(paths) > 1]
+            if isinstance(node, ast.ClassDef):
+                types.setdefault(node.name, []).append(module.path)
+            elif isinstance(node, ast.Assign) and re.fullmatch("[A-Z]\\w*[a-z]\\w*", name := ast.unparse(node.targets[0])):
+                (variables if ast.unparse(node.value).startswith("TypeVar(") else types).setdefault(name, []).append(module.path)
+    found = {name: paths + variables.get(name, []) for name, paths in types.items() if not name.startswith("_")}
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
 
 
 def _mentioned(tree: ast.AST, skip: ast.AST | None) -> Iterator[str]:
@@ -398,7 +403,7 @@ def test_every_public_name_is_used() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_the_name_of_a_type_has_one_meaning() -> None:
     found = defined_twice(package_modules())
     assert not found, "\n" + "\n".join(found)
 
@@ -412,7 +417,7 @@ def test_most_functions_are_short() -> None:
     ("modules", "free_of"),
     [
         ("rayneuron, rayneuron.cli", {"torch", "ray", "transformers", "numpy", "pydantic"}),
-        ("rayneuron.engine.commit, rayneuron.engine.scheduler", {"torch"}),
+        ("rayneuron.engine.scheduler", {"torch"}),
     ],
 )
 def test_imports_are_light(modules: str, free_of: set[str]) -> None:
@@ -495,9 +500,13 @@ def test_unused_names_are_found() -> None:
     assert unused(some) == ["models/a.py:1: f is used nowhere"]
 
 
-def test_class_names_with_two_meanings_are_found() -> None:
-    some = [Module("models/a.py", "class C: ...\n\n\nclass _P: ..."), Module("engine/b.py", "class C: ...\n\n\nclass _P: ...")]
-    assert defined_twice(some) == ["C: models/a.py, engine/b.py"]
+def test_names_of_types_with_two_meanings_are_found() -> None:
+    shared = "class C: ...\n\n\nclass _P: ...\nMade = TypeVar('Made')\nAT = 1\n"
+    some = [
+        Module("models/a.py", shared + "Rows = list[int]\nRead = TypeVar('Read')"),
+        Module("engine/b.py", shared + "Rows = list[str]\n\n\nclass Read: ..."),
+    ]
+    assert defined_twice(some) == ["C: models/a.py, engine/b.py", "Rows: models/a.py, engine/b.py", "Read: engine/b.py, models/a.py"]
 
 
 def test_folders_that_import_each_other_are_found() -> None:

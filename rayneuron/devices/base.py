@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
@@ -110,6 +114,14 @@ def sizes(name: str, shape: Shape, space: KvSpace, hidden: int = 0) -> tuple[int
     return tuple(by[letter] for letter in SCHEMA[name].dims)
 
 
+def blank(shape: Shape, space: KvSpace) -> dict[str, NDArray[Any]]:
+    """The arrays of a Batch of idle rows, without hidden states."""
+    special = {"rows": space.rows, "positions": space.limit, "blocks": space.null, "slots": space.nowhere}
+    return {
+        name: np.full(sizes(name, shape, space), special.get(name, f.blank), f.dtype) for name, f in SCHEMA.items() if f.dtype
+    }  # fmt: skip
+
+
 class Pending(Protocol):
     """A step under way."""
 
@@ -130,7 +142,6 @@ class Ended:
 
 Weights = Mapping[str, Any]  # {"top": {name: Tensor}, "layers": [{name: Tensor}, ...]}
 Program = Callable[..., StepOutput]  # engine.step.step with the architecture bound
-Progress = Callable[[int, int, Shape], None]  # done, total, the shape just made ready
 
 
 class Device(Protocol):

@@ -12,11 +12,13 @@ from math import log2
 from typing import Any
 
 from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Shape, Want
+from rayneuron.engine.prefix_buckets import select_prefix
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvSpace
 
 SMALLEST_CONTEXT, SMALLEST_LENGTH = 32, 128  # new tokens and attended positions of the smallest graph, where nothing else is said
-FEW_CONTEXT, FEW_LENGTH = 128, 2048  # the same where every graph is minutes of compiling
+SMALLEST_PREFIXED = 512  # new tokens with prefix buckets, as NxD Inference has it
+FEW_CONTEXT, FEW_LENGTH = 128, 2048  # the smallest where every graph is minutes of compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,13 @@ def fours(low: int, high: int, least: int = 1) -> list[int]:
         sizes.append(size)
         size //= 4
     return sorted(sizes)
+
+
+def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
+    """`buckets.prefix` of a deployment: a list, or "auto" for NxD's powers of two from 512; empty where it says nothing."""
+    if said is None:
+        return ()
+    return tuple(powers(SMALLEST_PREFIXED, longest)) if isinstance(said, str) else tuple(said)
 
 
 def capacity(
@@ -167,10 +176,10 @@ def decode_shape(c: Capacity, rows: int, length: int, want: Want) -> Shape:
 def prefill_shape(c: Capacity, counts: Sequence[int], length: int, want: Want) -> Shape:
     """The graph for `counts[i]` new tokens of row i, the furthest attending `length` positions."""
     rows = at_least(c.prefill_rows, len(counts), "prefill row")
-    tokens = at_least(c.context, max(counts), "context")
     if c.prefix:
-        return Shape("prefill", rows, tokens, min(tokens + at_least(c.prefix, length - counts[0], "prefix"), c.length), want)
-    return Shape("prefill", rows, tokens, at_least(c.lengths, length, "sequence length"), want)
+        fit = select_prefix([(t, p) for t in c.context for p in c.prefix], counts[0], length - counts[0])
+        return Shape("prefill", rows, fit.prefill, min(fit.prefill + fit.prefix, c.length), want)
+    return Shape("prefill", rows, at_least(c.context, max(counts), "context"), at_least(c.lengths, length, "sequence length"), want)
 
 
 def pack_prefill(c: Capacity, remaining: Iterable[int]) -> list[int]:

@@ -8,17 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rayneuron.devices.base import Pending, StepOutput
-from rayneuron.engine import commit
-from rayneuron.engine.admission import validate
-from rayneuron.engine.batch import RowError
+from rayneuron.devices.base import SCORES, Pending, StepOutput
 from rayneuron.engine.host_sampling import HostSampling
-from rayneuron.engine.logits import Edits, Rules
+from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
-from rayneuron.engine.runner import Runs
-from rayneuron.engine.scheduler import Plan, Scheduler
-from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.runner import RowError, Runs
+from rayneuron.engine.scheduler import Scheduler
+from rayneuron.engine.sequence import Plan, Sequence, advance, failed
 from rayneuron.errors import RequestError
+from rayneuron.policies.admission import validate
 from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
 
 
@@ -47,7 +45,6 @@ class Engine:
         *,
         vocab: int,
         eos_ids: Iterable[int] = (),
-        seed: int | None = None,
         rule: NeuronSampling | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,14 +56,13 @@ class Engine:
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
-        self._seed = seed
         self._rule = rule
         self._host = HostSampling(rule)
         self._order = 0
-        self._requests: dict[str, list[Sequence]] = {}
+        self._requests: dict[str, dict[int, Sequence]] = {}  # choices by index
         self._deadlines = False
         self._sound: tuple[SamplingParams, ...] = ()  # the last ones that were found so
-        self._rules: deque[Rules] = deque(maxlen=2)  # the last ones that were laid out
+        self._rules: deque[EditRules] = deque(maxlen=2)  # the last ones that were laid out
         self._ended: list[TokenDelta] = []
         self._last_step_s = self._step_started_s = 0.0
         self._under_way: tuple[Plan, Pending] | None = None
@@ -79,7 +75,10 @@ class Engine:
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
         known = any(params is request.params for params in self._sound)  # the prompts of a call share them, and they may list a vocabulary
-        validate(request, self.capacity, self.vocab, self.scheduler.blocks, None if known else self.eos_ids)
+        validate(request, self.capacity.length, self.scheduler.blocks.total_tokens, self.vocab, None if known else self.eos_ids)
+        if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
+            said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
+            raise RequestError(said, param="prompt_logprobs")
         if known:
             return
         if self._rule is not None:
@@ -95,14 +94,13 @@ class Engine:
         self.validate(request)
         if self.knows(request.id):
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
-        seed = request.params.seed
-        if seed is None:
-            seed = secrets.randbits(62) if self._seed is None else self._seed + 0x9E37 * self._order
+        seed = request.params.seed if request.seed is None else request.seed
+        seed = secrets.randbits(62) if seed is None else seed
         prompt = len(request.prompt_ids)
         most = request.params.max_tokens
         eos_ids = frozenset() if request.params.ignore_eos else self.eos_ids
         rules = self._laid_out(request.params)
-        choices: list[Sequence] = []
+        choices: dict[int, Sequence] = {}
         for index in range(request.params.n):
             choice = Sequence(
                 request,
@@ -111,34 +109,35 @@ class Engine:
                 seed + index,
                 self.capacity.length - prompt if most is None else most,
                 self._order,
-                leader=choices[0] if choices else None,
+                leader=choices.get(0),
                 prompt_len=prompt,
+                phase="follows",
                 eos_ids=eos_ids,
                 stop_ids=eos_ids | frozenset(request.params.stop_token_ids),
             )
             choice.edits = None if rules is None else Edits(choice, rules)
             choice.stamps.arrived = request.arrival_s or self._clock()
             self._order += 1
-            choices.append(choice)
+            choices[index] = choice
         if request.params.prompt_logprobs is not None:
             choices[0].prompt_logprobs = [None]
         self._requests[request.id] = choices
         self._deadlines |= request.deadline_s is not None
-        self._queue(choices[0])
+        self.scheduler.add(choices[0])
 
-    def _laid_out(self, params: SamplingParams) -> Rules | None:
+    def _laid_out(self, params: SamplingParams) -> EditRules | None:
         """What the host has to do to this request's logits."""
         if not params.edits_logits:
             return None
         rules = next((rules for rules in self._rules if rules.params is params), None)
         if rules is None:
-            rules = Rules(params)
+            rules = EditRules(params)
             self._rules.append(rules)
         return rules
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End a request, or one choice of it, now; unknown or finished ids are no error. Its last delta comes with the next step."""
-        for choice in list(self._requests.get(request_id, ())):
+        for choice in list(self._requests.get(request_id, {}).values()):
             if index is None or choice.index == index:
                 self._end(choice, reason, error)
 
@@ -159,8 +158,7 @@ class Engine:
         try:
             done = self._advance(next_plan)
         except RowError as wrong:
-            assert next_plan is not None
-            return [*deltas, *self._skip(next_plan, wrong)]
+            return [*deltas, self._skip(wrong.work.sequence, wrong)]
         if done is None:
             return deltas
         plan, output = done
@@ -171,28 +169,25 @@ class Engine:
         self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
         return deltas
 
-    def _skip(self, plan: Plan, wrong: RowError) -> list[TokenDelta]:
+    def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
         """A plan that could not be laid out: the choice at fault ends, the others are planned again in the next step."""
-        sequence = wrong.work.sequence
-        self.scheduler.withdraw(plan)
-        delta = commit.failed(sequence, wrong)
+        delta = failed(sequence, wrong)
         self._forget(sequence, self._clock())
         delta.stamps = sequence.stamps
-        return [delta]
+        return delta
 
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Begin a plan, and end it, or the one begun before where steps overlap; what has come to its end."""
         overlaps = self.runner.overlaps
-        begun = (plan, self.runner.start(plan)) if plan is not None else None  # may raise; what is under way stays so
-        before, self._under_way = self._under_way, begun if overlaps else None
-        if begun is not None and overlaps:
-            self.scheduler.launch(begun[0], overlaps)
-        ending = before if overlaps else begun
+        ending = (plan, self.runner.start(plan)) if plan is not None else None  # may raise; what is under way stays so
+        if plan is not None:
+            self.scheduler.launch(plan, overlaps)
+        if overlaps:
+            ending, self._under_way = self._under_way, ending
         if ending is None:
             return None
         output = ending[1].wait()
-        if not overlaps:
-            self.scheduler.launch(ending[0], overlaps)
+        self.scheduler.landed(ending[0])
         return ending[0], output
 
     def fail(self, error: str) -> list[TokenDelta]:
@@ -225,7 +220,7 @@ class Engine:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
         self.scheduler.check()
         queued = {id(s) for s in (*self.scheduler.running, *self.scheduler.waiting)}
-        known = {id(s) for choices in self._requests.values() for s in choices}
+        known = {id(s) for choices in self._requests.values() for s in choices.values()}
         assert queued <= known, "a sequence runs that no request owns"
         assert all(self._requests.values()), "a request without choices was kept"
 
@@ -235,27 +230,20 @@ class Engine:
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
         deltas = []
-        for work, delta in zip(plan.works, commit.advance(plan, output, now, self._host), strict=True):
+        for work, delta in zip(plan.works, advance(plan, output, now, self._host), strict=True):
             sequence = work.sequence
             if delta is None:
                 continue
-            if sequence.leader is None and sequence.generated <= 1:
-                self._start_siblings(sequence)
+            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated <= 1:
+                # The prompt's KV exists now: the other choices may share it.
+                for choice in self._requests[sequence.request.id].values():
+                    if choice.phase == "follows":
+                        self.scheduler.add(choice)
             deltas.append(delta)
             if delta.finish_reason is not None:
                 self._forget(sequence, now)
                 delta.stamps = sequence.stamps
         return deltas
-
-    def _start_siblings(self, leader: Sequence) -> None:
-        """The prompt's KV exists now: the other choices may copy it."""
-        for choice in self._requests[leader.request.id]:
-            if not choice.queued:
-                self._queue(choice)
-
-    def _queue(self, choice: Sequence) -> None:
-        choice.queued = True
-        self.scheduler.add(choice)
 
     def _end(self, choice: Sequence, reason: FinishReason, error: str | None) -> None:
         choice.finish_reason = reason
@@ -266,22 +254,23 @@ class Engine:
 
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now
-        if choice.hold is not None or choice in self.scheduler.waiting:
+        if choice.phase != "follows":
             self.scheduler.remove(choice)
         choices = self._requests[choice.request.id]
-        choices.remove(choice)
-        followers = [c for c in choices if not c.queued]
-        if choice.queued and followers and all(c in followers for c in choices):
-            # The leader went before its prompt was done: the next choice leads.
-            for other in followers:
-                other.leader = followers[0] if other is not followers[0] else None
-            self._queue(followers[0])
+        del choices[choice.index]
         if not choices:
             del self._requests[choice.request.id]
+            return
+        heir = next(iter(choices.values()))
+        if heir.phase == "follows":  # the leader went before its prompt was done: the next choice leads
+            for other in choices.values():
+                other.leader = None if other is heir else heir
+            self.scheduler.add(heir)
 
     def _expire(self, now: float) -> None:
-        for choices in list(self._requests.values()):
-            request = choices[0].request
-            if request.deadline_s is not None and now > request.deadline_s:
-                self.abort(request.id, reason="abort", error="the request's deadline passed")
-        self._deadlines = any(c[0].request.deadline_s is not None for c in self._requests.values())
+        asked = [next(iter(choices.values())).request for choices in self._requests.values()]
+        timed = [(request.id, request.deadline_s) for request in asked if request.deadline_s is not None]
+        for request_id, deadline_s in timed:
+            if now > deadline_s:
+                self.abort(request_id, reason="abort", error="the request's deadline passed")
+        self._deadlines = bool(timed)

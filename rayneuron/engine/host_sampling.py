@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rayneuron.engine import logits, neuron_sampling, sampling
-from rayneuron.engine.batch import draw_number
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.sequence import Sequence
 
@@ -30,7 +29,8 @@ class HostSampling:
             row = logits.edit(row, sequence)
         if params.greedy:
             return int(row.argmax())
-        top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(draw_number(sequence))
+        number = sampling.uniforms([sequence.seed], [len(sequence.ids)])  # the same as `runner.pack` gives the device
+        top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(number)
         temperature = torch.tensor([params.temperature])
         if self._rule is not None:
             ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, self._rule)

@@ -6,11 +6,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from rayneuron.engine.commit import FAILED
+from rayneuron.engine.sequence import FAILED
 from rayneuron.errors import NotReady, RequestError
-from rayneuron.types import Fault, Request, Snapshot, TokenDelta
+from rayneuron.types import Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import Engine, StepInfo
@@ -32,8 +33,8 @@ class EngineLoop:
         self.error: str | None = None
         self._deliver = deliver
         self._on_step = on_step
-        self._inbox: dict[str, Request] = {}
-        self._aborts: deque[tuple[str, int | None]] = deque()
+        self._commands: deque[Callable[[], list[TokenDelta] | None]] = deque()  # in the order they came; deltas are delivered
+        self._coming: set[str] = set()  # ids of requests in there
         self._wake = threading.Event()
         self._admission = threading.Lock()
         self._closing = False
@@ -51,15 +52,14 @@ class EngineLoop:
         with self._admission:
             if self._closing or not self.alive:
                 raise NotReady(self.error or "the engine is closed")
-            if request.id in self._inbox or self.engine.knows(request.id):
+            if request.id in self._coming or self.engine.knows(request.id):
                 raise RequestError(f"request id {request.id!r} is in use", param="request_id")
-            self._inbox[request.id] = request
-        self._wake.set()
+            self._coming.add(request.id)
+            self._command(partial(self._add, request))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its choices before the next step; ids that are unknown or finished are no error."""
-        self._aborts.append((request_id, index))
-        self._wake.set()
+        self._command(partial(self.engine.abort, request_id, index))
 
     def snapshot(self) -> Snapshot:
         """The engine's load, without the requests not taken in yet."""
@@ -67,7 +67,7 @@ class EngineLoop:
 
     def pending(self) -> bool:
         """Whether there is anything to do: what a health check holds against the age of the last step."""
-        return bool(self._inbox) or self.engine.has_work
+        return bool(self._coming) or self.engine.has_work
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what is left, stop the thread and close the engine. What has not ended within the time is said in the log."""
@@ -82,23 +82,20 @@ class EngineLoop:
                 " its thread, weights and ranks stay until it does", timeout_s, load.running,
             )  # fmt: skip
 
+    def _command(self, command: Callable[[], list[TokenDelta] | None]) -> None:
+        """Have the engine's thread do something before its next step."""
+        self._commands.append(command)
+        self._wake.set()
+
     def _run(self) -> None:
         try:
-            self._work()
-        finally:
-            self.engine.close()
-
-    def _work(self) -> None:
-        try:
             while not self._closing:
-                if not (self.engine.has_work or self._inbox):
+                if not (self.engine.has_work or self._commands):
                     self._wake.wait()
                 self._wake.clear()
-                self._take()
+                self._tell(self._take())
                 if self.engine.has_work:
-                    deltas = self.engine.step()
-                    if deltas:
-                        self._deliver(deltas)
+                    self._tell(self.engine.step())
                     if self._on_step is not None:
                         self._on_step(self.engine.info)
             self._finish("the engine is shutting down")
@@ -107,35 +104,38 @@ class EngineLoop:
             log.exception("the engine step failed")
             self.error = f"{type(error).__name__}: {error}"
             self._finish(self.error)
+        finally:
+            self.engine.close()
 
-    def _take(self) -> None:
-        while self._inbox:
-            request, refused = next(iter(self._inbox.values())), False
-            with self._admission:  # in between nobody would know it, and somebody else could take its id
-                try:
-                    self.engine.add(request)
-                except Exception:  # `validate` had let it pass; whatever this is, it is about this request alone
-                    log.exception("request %s could not be added", request.id)
-                    refused = True
-                del self._inbox[request.id]
-            if refused:
-                self._deliver([_refused(request, i, FAILED, "choice") for i in range(request.params.n)])
-        while self._aborts:
-            self.engine.abort(*self._aborts.popleft())
+    def _take(self) -> list[TokenDelta]:
+        """Do what was asked for, in order."""
+        deltas: list[TokenDelta] = []
+        while self._commands:
+            deltas += self._commands.popleft()() or ()
+        return deltas
+
+    def _add(self, request: Request) -> list[TokenDelta]:
+        with self._admission:  # in between nobody would know it, and somebody else could take its id
+            self._coming.discard(request.id)
+            try:
+                self.engine.add(request)
+            except Exception:  # `validate` had let it pass; whatever this is, it is about this request alone
+                log.exception("request %s could not be added", request.id)
+                failed = [TokenDelta(request.id, index, [], finish_reason="error") for index in range(request.params.n)]
+                for delta in failed:
+                    delta.error, delta.fault = FAILED, "choice"
+                return failed
+        return []
 
     def _finish(self, why: str) -> None:
         with self._admission:
             self._closing = True
-            left = list(self._inbox.values())
-            self._inbox.clear()
-        deltas = self.engine.fail(why)
-        deltas += [_refused(request, i, why) for request in left for i in range(request.params.n)]
+        deltas = self._take() + self.engine.fail(why)  # whoever has just come in is told as well
         try:
-            if deltas:
-                self._deliver(deltas)
+            self._tell(deltas)
         except Exception as gone:
             log.warning("%d choices ended with %r, and nobody is left to hear of it: %s", len(deltas), why, gone)
 
-
-def _refused(request: Request, index: int, why: str, fault: Fault = "engine") -> TokenDelta:
-    return TokenDelta(request.id, index, [], finish_reason="error", error=why, fault=fault)
+    def _tell(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self._deliver(deltas)

@@ -1,58 +1,23 @@
-"""NxD Inference's rules for selecting buckets, two-dimensional ones included, as pure functions.
-
-A prefix bucket is (prefill, prefix): new tokens by tokens already cached. Our own scheduler needs no prefix dimension, since its prefill
-attends any length bucket; with `buckets.prefix` it keeps to these rules, the tail of the prefix computed again included.
-"""
+"""NxD Inference's rule for selecting a prefix bucket, (prefill, prefix): new tokens by tokens already cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from rayneuron.engine.buckets import Capacity, powers
 from rayneuron.errors import CompileError
 
-Fit = Literal["first", "second"]
-SMALLEST_PREFILL = 512
 _WHOLE = range(257, 513)  # contexts that are computed whole in the (512, 0) bucket: measured faster by NxD Inference
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixFit:
-    """The bucket of a prefill with a cached prefix, and how many of its cached tokens are computed again in the bucket's free places."""
+    """The bucket of a prefill with a cached prefix, and how many cached tokens count among its new ones: NxD Inference computes them
+    again in the bucket's free places, here they only make the prefix shorter, since T + P positions are attended either way."""
 
     prefill: int
     prefix: int
     recomputed: int
-
-
-def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
-    """`buckets.prefix` of a deployment: a list, or "auto" for NxD's powers of two from 512; empty where it says nothing."""
-    if said is None:
-        return ()
-    return tuple(powers(SMALLEST_PREFILL, longest)) if isinstance(said, str) else tuple(said)
-
-
-def chunk_fit(c: Capacity, new: int, cached: int) -> PrefixFit:
-    """The bucket of a chunk of `new` tokens behind `cached` ones, of an engine with prefix buckets."""
-    return select_prefix([(t, p) for t in c.context for p in c.prefix], new, cached)
-
-
-def select(buckets: Sequence[int], width: int, speculated: int = 0, fit: Fit = "first", truncate: bool = False) -> int:
-    """The bucket of an attention mask `width` wide: strictly larger than needed, equal only for the last one.
-
-    fit second: one further, so that a step in flight never meets a change of bucket. Raises CompileError unless `truncate`.
-    """
-    needed = width + speculated
-    for i, bucket in enumerate(buckets):
-        if fit == "first" and needed < bucket:
-            return bucket
-        if fit == "second" and width < bucket:
-            return buckets[min(i + 1, len(buckets) - 1)]
-    if needed == buckets[-1] or truncate:
-        return buckets[-1]
-    raise CompileError(f"{needed} positions exceed the largest bucket {buckets[-1]}")
 
 
 def select_prefix(buckets: Sequence[tuple[int, int]], new: int, cached: int, block: int = 0, truncate: bool = False) -> PrefixFit:

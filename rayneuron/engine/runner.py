@@ -1,18 +1,53 @@
-"""One rank: its device, and the shapes it runs."""
+"""One rank: its device, the shapes it runs, and plans as their padded arrays.
+
+Shapes: B rows, T new tokens, M blocks of a row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
-from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Batch, Device, Pending, Program, Progress, Shape, Want, Weights
-from rayneuron.engine.batch import pack
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rayneuron.devices.base import (
+    FOLLOWS,
+    LIKELIEST,
+    LOGITS,
+    SAMPLED,
+    SCORES,
+    Batch,
+    Device,
+    Pending,
+    Program,
+    Shape,
+    Want,
+    Weights,
+    blank,
+)
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
-from rayneuron.engine.scheduler import Plan, wants_scores
+from rayneuron.engine.sampling import uniforms
+from rayneuron.engine.scheduler import wants_scores
+from rayneuron.engine.sequence import Plan, Work
 from rayneuron.engine.step import step
+from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
+from rayneuron.models.kv import KvSpace
 from rayneuron.models.memory import kv_shape
+
+_PLACES = ("tokens", "positions", "rows", "blocks", "slots", "last")
+_DRAWS = ("temperature", "top_k", "top_p", "min_p", "uniform")
+
+
+class RowError(Exception):
+    """What one work asks for cannot be laid out; the others can."""
+
+    def __init__(self, work: Work, why: Exception) -> None:
+        super().__init__(f"{type(why).__name__}: {why}")
+        self.work = work
 
 
 class Runs(Protocol):
@@ -40,12 +75,13 @@ class Runner:
         self.arch = arch
         self.device = device
         self.capacity = capacity
+        self._space = capacity.space
         self.program = program or partial(step, arch)
         self.overlaps = device.overlaps
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""
-        self.device.load(weights, kv_shape(self.arch, self.capacity.space, self.device.comm.ranks, len(weights["layers"])))
+        self.device.load(weights, kv_shape(self.arch, self._space, self.device.comm.ranks, len(weights["layers"])))
 
     def prepare(self, progress: Progress) -> None:
         """What `warm` does before it needs other processes."""
@@ -58,7 +94,7 @@ class Runner:
     def start(self, plan: Plan) -> Pending:
         """Pack, copy shared prompt KV, begin. Raises RowError before anything has been done."""
         shape = choose(self.capacity, plan)
-        return self.begin(plan.copies, shape, pack(plan.works, shape, self.capacity.space))
+        return self.begin(plan.copies, shape, pack(plan.works, shape, self._space))
 
     def begin(self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch) -> Pending:
         """Begin a step that somebody has packed, after copying blocks."""
@@ -74,7 +110,7 @@ class Runner:
 def choose(capacity: Capacity, plan: Plan) -> Shape:
     """The graph of a plan: the smallest listed shape that holds it."""
     works = plan.works
-    length = max(w.start + w.count for w in works)
+    length = max([w.start + w.count for w in works])
     want = _want(plan)
     if plan.tag == "decode":
         return decode_shape(capacity, len(works), length, want)
@@ -86,7 +122,70 @@ def _want(plan: Plan) -> Want:
     works = plan.works
     if plan.tag == "prefill" and len(works) == 1 and wants_scores(works[0].sequence):
         return SCORES
-    ending = [w.sequence.params for w in works if w.last]
-    if any(p.logprobs is not None or p.edits_logits for p in ending):
-        return LOGITS
-    return SAMPLED if any(p.temperature for p in ending) else LIKELIEST
+    needs = {w.sequence.needs for w in works if w.last}
+    return LOGITS if "logits" in needs else SAMPLED if "sampled" in needs else LIKELIEST
+
+
+def pack(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
+    """Lay works out as rows 0..n-1 of `shape`; the rest are idle. Raises RowError.
+
+    A token that the host has not seen yet is FOLLOWS: the device takes the id that the row sampled last.
+    """
+    try:
+        return _packed(works, shape, space)
+    except (ValueError, TypeError, OverflowError):  # `validate` has refused what does not fit; whatever slips through ends alone
+        for work in works:
+            try:
+                _packed([work], shape, space)
+            except (ValueError, TypeError, OverflowError) as why:
+                raise RowError(work, why) from why
+        raise
+
+
+def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
+    """Row i is work i. What belongs to the true tokens lies one after another (`at`: their positions); `where` it goes in arrays [B,T]."""
+    sequences, size, n = [w.sequence for w in works], space.block, len(works)
+    holds = [s.hold for s in sequences if s.hold is not None]
+    start = np.array([w.start for w in works], np.int32)
+    rows = np.array([h.row for h in holds], np.int32)
+    lines, shared = holds[0].table[rows], np.array([h.shared * size for h in holds], np.int32)
+    row, at = np.arange(n), start
+    where: Any = np.s_[:n, 0]
+    if shape.tokens > 1:
+        count = np.array([w.count for w in works], np.int32)
+        row = row.repeat(count)
+        column = np.arange(len(row), dtype=np.int32) - (count.cumsum(dtype=np.int32) - count).repeat(count)
+        at, shared, where = start[row] + column, shared[row], (row, column)
+    slots = lines[row, at // size] * size + at % size
+    slots[at < shared] = space.nowhere  # computed again for what stands behind it: others read what is there
+    tokens: list[int] = []
+    for work, sequence in zip(works, sequences, strict=True):
+        tokens += sequence.ids[work.start : work.start + work.count] or (FOLLOWS,)
+    needs = {s.needs for s in sequences}
+    idle, tensors = _idle(shape, space)
+    arrays = {name: idle[name].copy() for name in (*_PLACES, *(_DRAWS if needs != {"likeliest"} else ()))}
+    arrays["rows"][:n], arrays["blocks"][:n] = rows, lines[:, : idle["blocks"].shape[1]]
+    arrays["positions"][where], arrays["slots"][where], arrays["tokens"][where] = at, slots, tokens
+    if shape.tokens > 1:
+        arrays["last"][:n] = count - 1
+    if needs != {"likeliest"}:
+        _draw(arrays, works)
+    return Batch(**{**tensors, **{name: torch.from_numpy(array) for name, array in arrays.items()}})
+
+
+def _draw(arrays: dict[str, NDArray[Any]], works: Sequence[Work]) -> None:
+    """How the rows that do not take the likeliest draw; the others keep the filters off."""
+    warm = [i for i, work in enumerate(works) if work.sequence.params.temperature]
+    for i in warm:
+        params = works[i].sequence.params
+        arrays["temperature"][i], arrays["top_k"][i] = params.temperature, max(params.top_k, 0)
+        arrays["top_p"][i], arrays["min_p"][i] = params.top_p, params.min_p
+    if warm:
+        arrays["uniform"][warm, 0] = uniforms([works[i].sequence.seed for i in warm], [works[i].start + works[i].count for i in warm])
+
+
+@lru_cache(256)
+def _idle(shape: Shape, space: KvSpace) -> tuple[dict[str, NDArray[Any]], dict[str, torch.Tensor]]:
+    """The arrays of idle rows, and the same as tensors: what a step leaves as it is need not be made for it. Nobody writes them."""
+    arrays = blank(shape, space)
+    return arrays, {name: torch.from_numpy(array) for name, array in arrays.items()}

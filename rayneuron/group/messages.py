@@ -124,7 +124,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """A worker: Begin, LoadWeights, Prepare or Warm is done."""
 
 
-class Progress(msgspec.Struct, tag=True, frozen=True):
+class Advance(msgspec.Struct, tag=True, frozen=True):
     """A worker: `done` of `total` parts of LoadWeights, Prepare or Warm."""
 
     done: int
@@ -150,4 +150,4 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = Place | Begin | LoadWeights | Prepare | Warm | Step | Stop | Beat
-FromWorker = Hello | Placed | Ready | Progress | Done | Failed
+FromWorker = Hello | Placed | Ready | Advance | Done | Failed

@@ -6,6 +6,7 @@ A family's file needs no torch, so that whoever plans knows its tensors without 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -22,20 +23,31 @@ if TYPE_CHECKING:
 FAMILIES = {
     "bloom": "bloom",
     "dbrx": "dbrx",
+    "falcon": "falcon",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
     "gpt2": "gpt2",
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neox": "gpt_neox",
     "gptj": "gptj",
+    "gpt_oss": "gpt_oss",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "mixtral",
+    "olmo2": "olmo2",
     "opt": "opt",
+    "phi3": "phi3",
     "qwen2": "llama",
+    "qwen2_moe": "qwen_moe",
     "qwen3": "llama",
     "qwen3_moe": "qwen_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 STRETCHING = ("linear", "dynamic", "yarn")  # kinds whose factor is on top of max_position_embeddings
-DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+Progress = Callable[[int, int], None]  # what long work tells of itself: done, total
 
 
 def family(config: dict[str, Any]) -> ModuleType:
@@ -61,6 +73,14 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
     if config.get("head_dim") not in (None, arch.head_dim):
         raise CheckpointError(f"config.json sets head_dim: {config['head_dim']!r:.60}, but a {arch.model_type} model has {arch.head_dim}")
     return arch
+
+
+def compute_type(word: str) -> torch.dtype:
+    """The torch dtype of one of `words.COMPUTE`."""
+    import torch
+
+    found: torch.dtype = getattr(torch, words.COMPUTE[word])
+    return found
 
 
 def kv_type(name: str | None) -> torch.dtype | None:
@@ -108,9 +128,7 @@ def check(
             f"max_model_len {max_model_len} is beyond the model's {limit} positions; write max_model_len: {limit} or less, "
             "or a rope_scaling in config.json that reaches so far"
         )
-    if dtype not in DTYPES:
-        near = difflib.get_close_matches(dtype, DTYPES, 1)
-        raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
+    words.compute(dtype, config)
     if quantization is not None:
         words.quantised(quantization)
     if kv_dtype is not None:
@@ -122,8 +140,9 @@ def check(
         )
     arch = replace(arch, gqa=group_query_attention, capacity_factor=capacity_factor)
     if shard_over_sequence:
-        if arch.position == "alibi" or tp == 1:
-            why = "alibi positions" if arch.position == "alibi" else "tensor parallel degree 1"
+        scores = "attention sinks" if arch.sinks else "soft-capped scores" if arch.softcap_scores else ""
+        if arch.position == "alibi" or scores or tp == 1:
+            why = "alibi positions" if arch.position == "alibi" else scores or "tensor parallel degree 1"
             raise ConfigError(f"shard_over_sequence does not go with {why}; leave it out")
         arch = replace(arch, sequence_shards=shard.sequence_shards(arch.heads, arch.kv_heads, tp))
     shard.head_plan(arch.heads, arch.kv_heads, tp, arch.gqa, arch.sequence_shards)

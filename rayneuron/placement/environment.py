@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rayneuron.config import Deployment
 from rayneuron.devices.neuron import releases
 from rayneuron.devices.neuron.releases import VISIBLE
 from rayneuron.errors import ConfigError
@@ -42,9 +43,8 @@ class Endpoints:
         loopback = [ipaddress.ip_address(ip).is_loopback for ip in self.nodes]
         if any(loopback) and not all(loopback):
             raise ConfigError(f"{self.nodes[loopback.index(True)]} cannot be reached from the other nodes ({', '.join(self.nodes)})")
-        ports = (*self.roots, self.host)
-        if len(set(ports)) != len(ports) or not all(0 < port < 65536 for port in ports):
-            raise ConfigError(f"ports {', '.join(map(str, ports))} of one group must differ from each other and lie in 1-65535")
+        if not all(0 < port < 65536 for port in (*self.roots, self.host)):
+            raise ConfigError(f"ports {', '.join(map(str, (*self.roots, self.host)))} must lie in 1-65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,21 @@ class Host:
     flags: str = ""
 
 
+def host_of(config: Deployment, length: int, float8: bool, kernel: str) -> Host:
+    """The Host of a deployment's own words."""
+    said = config.compile
+    return Host(kernel, None, said.cache, said.async_mode, float8, length, said.flags)
+
+
 def environment(
     layout: Layout, worker: Worker, instance: Instance, cores: Sequence[int], endpoints: Endpoints, host: Host, deployment: str
 ) -> dict[str, str]:
     """All variables of one worker. `cores`: those the ledger granted to it, contiguous. Raises ConfigError."""
     if len(cores) != len(worker.ranks):
         raise ConfigError(f"worker {worker.index} of {deployment} drives {len(worker.ranks)} ranks but was given {len(cores)} cores")
+    meetings = [*(_root(layout, stage, endpoints) for stage in range(layout.pipeline_parallel)), join(endpoints.nodes[0], endpoints.host)]
+    if len(set(meetings)) < len(meetings):
+        raise ConfigError(f"meeting places {', '.join(meetings)} of one group must differ from each other")
     vcpus = instance.vcpus if host.vcpus is None else host.vcpus
     out = {
         NOSET: "1",
@@ -91,8 +100,8 @@ def environment(
 
 def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[str, str]:
     out = {}
-    if layout.tensor_parallel > 1 or (layout.style != "own" and layout.pipeline_parallel > 1):
-        out["NEURON_RT_ROOT_COMM_ID"] = root(layout, worker.stage, endpoints)
+    if layout.tensor_parallel > 1:
+        out["NEURON_RT_ROOT_COMM_ID"] = _root(layout, worker.stage, endpoints)
     if layout.nodes > 1 or layout.pipeline_parallel > 1:
         out["NEURON_RANK_ID"] = str(layout.place(worker))
     if layout.nodes_per_stage > 1:
@@ -103,10 +112,8 @@ def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[st
     return out
 
 
-def root(layout: Layout, stage: int, endpoints: Endpoints) -> str:
-    """ip:port where a stage's device collectives meet: its own rank 0. transformers-neuronx has one meeting place for all stages."""
-    if layout.style == "transformers-neuronx":
-        stage = 0
+def _root(layout: Layout, stage: int, endpoints: Endpoints) -> str:
+    """ip:port where a stage's device collectives meet: its own rank 0."""
     return join(endpoints.nodes[layout.stage(stage)[0].node], endpoints.roots[stage])
 
 

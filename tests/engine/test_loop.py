@@ -10,7 +10,7 @@ import pytest
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RequestError
-from rayneuron.types import Request, SamplingParams, TokenDelta
+from rayneuron.types import Request, SamplingParams, Seeds, TokenDelta
 from tests.serve.scripted import PATIENCE_S, ScriptedRunner, opener_of
 
 
@@ -119,3 +119,22 @@ def test_a_request_that_cannot_be_added_fails_alone(engine: Engine, monkeypatch:
     assert "secret" not in str(bad[0].error)
     assert ends.wait("good")[0].finish_reason == "length" and loop.alive
     loop.close()
+
+
+def test_a_seed_is_fixed_where_the_request_is_made(engine: Engine) -> None:
+    """By whoever opens the call, so that another engine that goes on with it draws the same; the engine draws only where nobody has."""
+    seeds, requests = Seeds(100), [ask("a", n=3), ask("b", seed=7), ask("c"), ask("d")]
+    requests[3].seed = 9
+    for request in requests:
+        seeds.fix(request)
+        engine.add(request)
+    assert [r.seed for r in requests] == [100, 7, 100 + 4 * 0x9E37, 9]
+    assert {r.id: [s.seed for s in engine._requests[r.id].values()] for r in requests} == {
+        "a": [100, 101, 102], "b": [7], "c": [100 + 4 * 0x9E37], "d": [9],
+    }  # fmt: skip
+    drawn = [ask("e"), ask("f")]
+    for request in drawn:
+        Seeds(None).fix(request)
+    assert drawn[0].seed != drawn[1].seed
+    engine.add(ask("g"))
+    assert engine._requests["g"][0].seed >= 0

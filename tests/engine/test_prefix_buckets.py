@@ -14,34 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.engine import prefix_buckets as nxd
-from rayneuron.engine.buckets import powers
+from rayneuron.engine.buckets import powers, prefixes
 from rayneuron.errors import CompileError
 
 NXDI = os.environ.get("RAYNEURON_NXDI")
-PREFIX = [(t, p) for t in (512, 1024, 2048) for p in (0, *nxd.prefixes("auto", 2048))]
+PREFIX = [(t, p) for t in (512, 1024, 2048) for p in (0, *prefixes("auto", 2048))]
 
 
 def test_lists() -> None:
-    assert nxd.prefixes(None, 1024) == () and nxd.prefixes([64, 100], 1024) == (64, 100)
-    assert nxd.prefixes("auto", 1000) == (512, 1000) and nxd.prefixes("auto", 2048) == (512, 1024, 2048)
-
-
-@pytest.mark.parametrize(
-    ("width", "speculated", "fit", "expected"),
-    [
-        (1, 0, "first", 128), (127, 0, "first", 128), (128, 0, "first", 256), (511, 0, "first", 512), (512, 0, "first", 512),
-        (124, 4, "first", 256), (123, 4, "first", 128), (508, 4, "first", 512), (1, 0, "second", 256), (127, 0, "second", 256),
-        (128, 0, "second", 512), (300, 0, "second", 512),
-    ],
-)  # fmt: skip
-def test_select(width: int, speculated: int, fit: nxd.Fit, expected: int) -> None:
-    assert nxd.select([128, 256, 512], width, speculated, fit) == expected
-
-
-def test_select_beyond() -> None:
-    with pytest.raises(CompileError, match="513 positions exceed the largest bucket 512"):
-        nxd.select([128, 512], 513)
-    assert nxd.select([128, 512], 513, truncate=True) == 512
+    assert prefixes(None, 1024) == () and prefixes([64, 100], 1024) == (64, 100)
+    assert prefixes("auto", 1000) == (512, 1000) and prefixes("auto", 2048) == (512, 1024, 2048)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +75,7 @@ def test_lists_against_the_real_source() -> None:
             assert powers(low, high) == real["generate_buckets"](low, high), (low, high)
     for longest in (512, 1000, 2048, 5000):
         two = real["generate_2d_buckets_for_prefix_caching"](512, longest, 512, longest, True)
-        auto = nxd.prefixes("auto", longest)
+        auto = prefixes("auto", longest)
         assert [(t, p) for t in auto for p in (0, *auto)] == [tuple(b) for b in two]
 
 
@@ -103,7 +85,7 @@ def test_selection_against_the_real_source() -> None:
     import torch
 
     source = (Path(NXDI or "") / "neuronx_distributed_inference" / "models" / "model_wrapper.py").read_text()
-    names = ("_get_seq_bucket", "get_target_2d_bucket_for_prefix_caching")
+    names = ("get_target_2d_bucket_for_prefix_caching",)
     picked = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name in names]
     real: dict[str, object] = {"torch": torch, "FUSED_SPECULATION_MODEL_TAG": "f", "CONTEXT_ENCODING_MODEL_TAG": "c"}
     exec("\n".join(ast.unparse(n) for n in picked), real)  # noqa: S102
@@ -116,10 +98,6 @@ def test_selection_against_the_real_source() -> None:
         )  # fmt: skip
         return types.SimpleNamespace(neuron_config=config, tag=tag, async_mode=False)
 
-    lengths = [128, 256, 512]
-    for width in range(1, 513, 7):
-        for fit in ("first", "second"):
-            assert nxd.select(lengths, width, 0, fit) == real["_get_seq_bucket"](owner(lengths, "t"), lengths, width, 0, f"{fit}_fit")
     for block in (0, 32):
         for new in (1, 100, 256, 480, 512, 700, 1500):
             for cached in (0, 1, 100, 256, 300, 511, 700, 1000, 2048):

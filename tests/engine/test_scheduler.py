@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine import commit
+from rayneuron.engine import sequence as engine_sequence
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.scheduler import Scheduler
@@ -28,10 +28,12 @@ def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] 
         return None
     rows = [w.sequence.hold.row for w in plan.works]
     assert plan.works and len(set(rows)) == len(rows)
+    assert {w.sequence.phase for w in plan.works} == {plan.tag}
     for work in plan.works:
         assert work.start == work.sequence.computed and work.count >= 1 and work.start + work.count <= len(work.sequence.ids)
     scheduler.launch(plan, overlaps=False)
-    deltas = commit.advance(plan, StepOutput(ids=np.ones((len(rows), 1), np.int32)), 1.0, HostSampling())
+    scheduler.landed(plan)
+    deltas = engine_sequence.advance(plan, StepOutput(ids=np.ones((len(rows), 1), np.int32)), 1.0, HostSampling())
     assert [d is not None for d in deltas] == [w.last for w in plan.works]
     done = [w.sequence for w, d in zip(plan.works, deltas, strict=True) if d is not None and d.finish_reason is not None]
     for s in done:
@@ -130,14 +132,18 @@ def test_a_shared_prompt_is_copied_whatever_the_plan_turns_into():
     """A choice that comes back after preemption shares the whole blocks of its prompt, copies the last one and goes on as a prefill. Where
     growing then preempts all that decode, and the plan is made anew, the copy must not be lost: its block would hold somebody else's KV."""
     scheduler = Scheduler(capacity(rows=3, length=64, chunk=16, kv_tokens=64, block=16))
-    leader, other, choice = make(0, 20, 40), make(2, 16, 40), make(1, 20, 40)
+    leader, other, choice = make(0, 20, 40), make(2, 15, 40), make(1, 20, 40)
     choice.leader = leader
     for s in (leader, other):
         scheduler.add(s)
         while s.computed < s.prompt_len:
-            scheduler.launch(scheduler.plan(), overlaps=False)
-        s.ids.append(1)
-        leader.computed = len(leader.ids)  # its next token is known to nobody yet
+            plan = scheduler.plan()
+            scheduler.launch(plan, overlaps=False)
+            scheduler.landed(plan)
+        s.append(1)
+        leader.run(len(leader.ids))  # its next token is known to nobody yet
+    other.run(16)
+    other.append(1)  # one more than its block has room for
     choice.ids += [1, 1]  # two tokens written before it was preempted
     scheduler.add(choice)
     plan = scheduler.plan()
@@ -147,9 +153,15 @@ def test_a_shared_prompt_is_copied_whatever_the_plan_turns_into():
     copy = leader.hold.blocks[1], choice.hold.blocks[1]
     assert plan.copies == [copy]
     scheduler.check()
-    scheduler.withdraw(plan)  # a plan that is not run has copied nothing
-    assert choice.hold.copy == copy
-    assert copy in scheduler.plan().copies and choice.hold.copy is None
+    assert scheduler.plan().copies == [copy], "a plan that is not run has copied nothing"
+    scheduler.remove(leader)  # what is to be copied stays
+    assert scheduler.plan().copies == [copy] and copy[0] not in choice.hold.blocks
+    scheduler.check()
+    scheduler.launch(plan, overlaps=False)
+    assert not scheduler.blocks.copies() and copy[0] in scheduler.blocks.limbo
+    scheduler.landed(plan)
+    assert not scheduler.blocks.limbo
+    scheduler.check()
 
 
 def test_waiting_tokens_are_counted_as_they_change():

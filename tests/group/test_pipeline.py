@@ -13,8 +13,7 @@ import torch
 from rayneuron import wire
 from rayneuron.devices.base import LOGITS, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity
-from rayneuron.engine.scheduler import Plan, Work
-from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.errors import WorkerLost
 from rayneuron.group import links, pipeline
 from rayneuron.types import Request, SamplingParams
@@ -56,7 +55,7 @@ def test_nothing_is_divided_where_it_would_not_pay() -> None:
 def test_parts_return_what_the_whole_would() -> None:
     """One row that wants logits makes every part return them, so that rows keep their places."""
     whole = plan("prefill", [8, 8, 8])
-    whole.works[2].sequence.request.params = SamplingParams(temperature=0.0, logprobs=1)
+    whole.works[2].sequence.needs = "logits"
     assert {shape.want for shape, _ in pipeline.divide(CAPACITY, whole, 2, 3)} == {LOGITS}
     first = StepOutput(ids=torch.tensor([[1], [2], [0], [0]]), complete=torch.tensor([True, True, False, False]), logits=torch.ones(4, 3))
     second = StepOutput(ids=torch.tensor([[3]]), complete=torch.tensor([False]), logits=torch.zeros(1, 3))

@@ -12,10 +12,10 @@ from rayneuron import devices, models
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, shard, weights
+from rayneuron.models import hub, shard, weights, words
 from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
-from rayneuron.placement.memory import dtype, memory
+from rayneuron.placement.memory import memory
 from tests.models import cases
 
 GB = 1e9
@@ -69,6 +69,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
+CONSTANTS = ("embed.first", "rope.freq", "rope.local", "slopes")
+
+
 def loaded(folder: Path, ranks: int, stage: int, stages: int, quantization: Quantization | None = None) -> int:
     """Bytes of the distinct tensors the loader makes for rank 0, constants that are not parameters aside."""
     raw = hub.read_config(folder)
@@ -83,9 +86,7 @@ def loaded(folder: Path, ranks: int, stage: int, stages: int, quantization: Quan
         stages=stages,
         quantization=quantization,
     )
-    tensors = [
-        t for part in (made["top"], *made["layers"]) for name, t in part.items() if name not in ("embed.first", "rope.freq", "slopes")
-    ]
+    tensors = [t for part in (made["top"], *made["layers"]) for name, t in part.items() if name not in CONSTANTS]
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 
@@ -161,7 +162,7 @@ def test_dtype_and_small_kv() -> None:
     wide, narrow = (memory(deployment(dtype=d), LLAMA_31_8B, c, 2, range(32)) for d in ("fp32", "bf16"))
     assert wide.weights == 2 * narrow.weights and wide.kv == 2 * narrow.kv
     assert memory(deployment(dtype="bf16", kv_dtype="f8e4m3"), LLAMA_31_8B, c, 2, range(32)).kv * 2 == narrow.kv
-    assert dtype("auto", LLAMA_31_8B) == "bf16" and dtype("auto", GPT2) == "fp32" and dtype("fp16", GPT2) == "fp16"
+    assert words.compute("auto", LLAMA_31_8B) == "bf16" and words.compute("auto", GPT2) == "fp32" and words.compute("fp16", GPT2) == "fp16"
 
 
 def test_unreadable_configs_name_what_is_wrong() -> None:

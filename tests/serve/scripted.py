@@ -24,7 +24,7 @@ from rayneuron.devices.base import LOGITS, SCORES, Ended, StepOutput
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.runner import _want
-from rayneuron.engine.scheduler import Plan
+from rayneuron.engine.sequence import Plan
 from rayneuron.loading import Opened
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import Replica
@@ -122,7 +122,7 @@ def opener_of(
     def open_scripted(config: Deployment, progress: Any = None) -> Opened:
         text = Text(path)
         runner = ScriptedRunner(text, rows, length, chunk, pace_s)
-        engine = Engine(runner, vocab=text.vocab_size, eos_ids=text.eos_ids, seed=config.seed)  # type: ignore[arg-type]
+        engine = Engine(runner, vocab=text.vocab_size, eos_ids=text.eos_ids)  # type: ignore[arg-type]
         if progress is not None:
             progress("graphs", 1, 1)
         return Opened(engine, text, None, path, {}, {"graphs": 0.0})  # type: ignore[arg-type]

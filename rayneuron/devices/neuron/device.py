@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
-from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Progress, Shape, Weights
+from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Shape, Weights
 from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
 from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.pipeline import Job, Ticker, World
@@ -26,6 +26,7 @@ from rayneuron.devices.neuron.sdk import InGraph, sdk, start
 from rayneuron.devices.neuron.started import Started, running
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Neuron:
         if not self._held:
             raise CompileError("load weights before compiling")
         artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
-        self.artifact(program, self.targets(shapes), progress, shapes[0])
+        self.artifact(program, self.targets(shapes), progress)
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """`prepare`; load the graphs on the cores; run each once. Raises CompileError, ConfigError, DeviceError."""
@@ -100,9 +101,9 @@ class Neuron:
         if len(self._held) != self.local_ranks:
             raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
         visible, targets = settings.visible_cores() or "", self.targets(shapes)
-        path, weights = self.artifact(program, targets, progress, shapes[0]), [dict(graphs.named(w)) for w in self._held]
+        path, weights = self.artifact(program, targets, progress), [dict(graphs.named(w)) for w in self._held]
         settings.bind(visible, self._name)
-        with Ticker(lambda: progress(0, len(shapes), shapes[0])):  # hundreds of GB of weights, and a meeting of nodes, tell nobody
+        with Ticker(lambda: progress(0, len(shapes))):  # hundreds of GB of weights, and a meeting of nodes, tell nobody
             self._model = start(self.sdk, path, self.start_rank, weights, self._name, visible)
         self._targets, self._vocab = frozenset(targets), artifact.vocabulary(program)
         self._held = []
@@ -111,7 +112,7 @@ class Neuron:
             if target not in self._blank:
                 self._blank[target] = graphs.example(target, self._shape, self.kv_dtype, self._border)
                 self._begin(target, shape, self._blank[target]).wait()
-            progress(i + 1, len(shapes), shape)
+            progress(i + 1, len(shapes))
         for target in self._blank:
             wider = [one for one in self._blank if replace(one, rows=target.rows) == target and one.rows >= target.rows]
             self._wider[target] = sorted(wider, key=lambda one: one.rows)
@@ -135,14 +136,14 @@ class Neuron:
             {t.tag: self._arguments(t) for t in targets}, self._border.feedback, self._options.reduce_dtype,
         )  # fmt: skip
 
-    def artifact(self, program: Program, targets: Sequence[Target], progress: Progress, shape: Shape) -> Path:
+    def artifact(self, program: Program, targets: Sequence[Target], progress: Progress) -> Path:
         """The folder of the compiled graphs: the artifact the deployment names, or the cache's, compiled if it is nowhere."""
         key = self.key(program, targets)
         if self._compiled is None or self._compiled[0] != key:
             self._compiled = key, artifact.opened(self._artifact, key) if self._artifact is not None else self._cache.get_or_build(
                 key,
-                lambda draft: self._build(program, targets, key, draft, progress, shape),
-                lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
+                lambda draft: self._build(program, targets, key, draft, progress),
+                lambda what, waited_s: progress(0, len(targets)),  # a sign of life, for a group whose other node compiles
             )  # fmt: skip
         return self._compiled[1]
 
@@ -269,11 +270,11 @@ class Neuron:
     def _world(self) -> World:
         return World(self.comm.ranks, self.local_ranks, self.lnc)
 
-    def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress, shape: Shape) -> None:
+    def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress) -> None:
         graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
         workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
         job = Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
         work = self._cache.folder.root / "builds" / key.digest
-        pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets), shape))
+        pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets)))
         artifact.write(draft, key, targets)

@@ -66,9 +66,9 @@ def build(sdk: Sdk, graph: Graph, job: Job, draft: Path, work: Path, cache: Cach
     Raises CompileError: model, graph, flags, where the log is.
     """
     shutil.rmtree(work, ignore_errors=True)
-    traced = _traced(sdk, graph, job)
     compiler = _Compiler(sdk, cache, work, job)
     with Ticker(lambda: progress(compiler.done)):
+        traced = _traced(sdk, graph, job)
         compiler.run(traced)
     try:
         made = sdk["NxDModel"](job.world.ranks, start_rank=0, local_ranks_size=job.world.local, layout_transformer=compiler.layout)

@@ -92,7 +92,10 @@ def read(aligned: bool, store: Tensor, blocks: Tensor, length: int, dtype: torch
     return part if store.dtype.itemsize > 1 else part.to(dtype)
 
 
-def attend(aligned: bool, q: Tensor, layer: Layer, blocks: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
+def attend(
+    aligned: bool, q: Tensor, layer: Layer, blocks: Tensor, length: int, bias: Tensor, scale: float, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `models.ops.attend`: products in q's dtype, the softmax in float32, and neither K nor V is copied, turned or widened."""
     k, v = (read(aligned, store, blocks, length, q.dtype) for store in layer)
     b, t, heads, size = q.shape
@@ -101,7 +104,10 @@ def attend(aligned: bool, q: Tensor, layer: Layer, blocks: Tensor, length: int, 
     scores = scores.view(b, k.shape[2], -1, t, scores.shape[-1])
     bias = F.pad(bias, (0, scores.shape[-1] - bias.shape[-1]), value=mask_value(bias.dtype)) if scores.shape[-1] > bias.shape[-1] else bias
     bias = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (k.shape[2], -1))  # B 1|K 1|G T MS
-    share = (scores + bias.float()).softmax(-1).to(q.dtype)
+    scores = ((scores / softcap).tanh() * softcap if softcap else scores) + bias.float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(1, k.shape[2], -1, 1, 1).expand(b, -1, -1, t, -1)), -1)
+    share = scores.softmax(-1)[..., : bias.shape[-1]].to(q.dtype)
     share = share.view(b, k.shape[2], -1, k.shape[1], k.shape[3])  # B K GT M S
     out = torch.einsum("bkgms,bmksd->bkgd", share, v)
     return out.reshape(b, heads, t, size).transpose(1, 2).reshape(b, t, heads * size)

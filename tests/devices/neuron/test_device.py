@@ -129,7 +129,7 @@ def opened(standin: Path, tiny: Path, ranks: int, **options):
     return device, partial(step, arch), shapes, arch
 
 
-def silent(done: int, total: int, shape: Shape) -> None:
+def silent(done: int, total: int) -> None:
     return None
 
 
@@ -155,7 +155,7 @@ def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkey
     cores(monkeypatch, 1)
     device, program, shapes, _ = opened(standin, tiny, 1)
     heard = []
-    device.compile(program, shapes, lambda done, total, shape: heard.append((done, total)))
+    device.compile(program, shapes, lambda done, total: heard.append((done, total)))
     assert heard[-1] == (2, 2)
     other = Shape("decode", 1, 1, 32, LIKELIEST)
     with pytest.raises(CompileError, match="was not listed"):
@@ -451,6 +451,18 @@ def test_releases_and_chips(distributed: str, chip: str, sdk: str | None) -> Non
         return
     with pytest.raises(ConfigError, match="install SDK 2.28: pip install --extra-index-url .*neuronx-distributed==0.17.26814"):
         releases.check(distributed, chip)
+
+
+def test_an_sdk_that_does_not_serve_the_chip_may_be_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """RAYNEURON_ANY_SDK=1: NxD's core may serve what NxD Inference no longer does."""
+    with pytest.raises(ConfigError, match="and not on inf2; .*RAYNEURON_ANY_SDK=1 tries it all the same"):
+        releases.check("0.18.27753", "inf2")
+    with caplog.at_level("WARNING"):
+        assert releases.check("0.18.27753", "inf2", anything=True).sdk == "2.29"
+        assert releases.check("0.30.1", "trn1", anything=True).chips == ("trn1",)
+    assert "serves models on trn2, trn3 and not on inf2, and is tried all the same" in caplog.text
+    with pytest.raises(ConfigError, match="of no SDK this version knows"):
+        releases.check("0.15.9", "inf2", anything=True)
 
 
 @pytest.mark.parametrize(("distributed", "chip"), [("0.20.1", "trn2"), ("0.99.1+abc", "trn3"), ("1.0.0rc1", "trn2")])

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import pickle
+import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -120,6 +121,7 @@ def _defaults(flags):
 def _neff(hlo, folder, flags, key):
     log = folder / "log-neuron-cc.txt"
     log.write_text(flags)
+    time.sleep(float(os.environ.get("STANDIN_COMPILE_S") or 0))
     try:
         said = compiler.check(hlo.executable, flags, key)
         if key.startswith(os.environ.get("STANDIN_FAIL_GRAPH", "none of them")):

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayneuron.engine.admission import validate
-from rayneuron.engine.blocks import Blocks
-from rayneuron.engine.buckets import capacity
 from rayneuron.errors import RequestError
+from rayneuron.policies.admission import validate
 from rayneuron.types import MIN_TEMPERATURE, Request, SamplingParams
 
 VOCAB, EOS = 12, frozenset({7})
@@ -25,9 +23,8 @@ EDGES = (
 
 
 def check(**params: Any) -> None:
-    c = capacity(rows=2, length=64, chunk=16)
     request = Request(id="a", prompt_ids=[1, 2], params=SamplingParams(**params))
-    validate(request, c, VOCAB, Blocks(c.space), EOS)
+    validate(request, 64, 128, VOCAB, EOS)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
