@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -22,7 +23,8 @@ DTYPE_ALIASES = {
 
 
 KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
-_BLOCKS = {"cpu": 64}  # tokens of a KV block by device; elsewhere one block a sequence
+_BLOCKS = {"cpu": 64}  # tokens of a KV block by device, where prefixes are cached by default; elsewhere one block a sequence
+_CACHED_BLOCK = 32  # elsewhere, with enable_prefix_caching: what NxD Inference recommends
 
 
 def _known_parameters(value: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +213,9 @@ class Deployment(Section):
     block_size: int | None = Field(
         None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
     )
+    enable_prefix_caching: bool | None = Field(
+        None, description="Compute equal beginnings of prompts once, and keep them while there is room; default: on the CPU, without capacity_factor."
+    )
     fused_qkv: bool = True
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
@@ -226,7 +231,12 @@ class Deployment(Section):
 
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""
-        return min(self.block_size or _BLOCKS.get(self.device, length), length)
+        return min(self.block_size or _BLOCKS.get(self.device, _CACHED_BLOCK if self.enable_prefix_caching else length), length)
+
+    def caches_prefixes(self, length: int) -> bool:
+        """Whether the KV of equal prefixes is computed once, with sequences of at most `length`."""
+        by_default = self.device in _BLOCKS and self.capacity_factor is None
+        return (by_default if self.enable_prefix_caching is None else self.enable_prefix_caching) and self.kv_block(length) < length
 
     def model_options(self) -> dict[str, Any]:
         """What `models.check` is told besides degree and length."""
@@ -244,7 +254,8 @@ class Deployment(Section):
         longest = info.data.get("max_model_len")
         if value is None or (value >= 16 and value & (value - 1) == 0) or (longest is not None and value >= longest):
             return value
-        raise ValueError(f"write a power of two from 16, or max_model_len for one block a sequence, got {value}")
+        nearest_power = max(16, 2 ** round(math.log2(value)))
+        raise ValueError(f"write {nearest_power}, the nearest power of two, or max_model_len for one block a sequence, got {value}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
@@ -252,6 +263,13 @@ class Deployment(Section):
             raise ValueError(
                 f"buckets.token_generation goes to {max(self.buckets.token_generation)}, beyond max_model_len {self.max_model_len}"
             )
+        if self.enable_prefix_caching and self.capacity_factor is not None:
+            raise ValueError(
+                "enable_prefix_caching does not go with capacity_factor: which tokens experts drop depends on what shares a step with them, so "
+                "a prefix has no KV of its own; leave one of them out"
+            )
+        if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
+            raise ValueError(f"enable_prefix_caching needs blocks smaller than a sequence; write block_size: {_BLOCKS.get(self.device, _CACHED_BLOCK)}")
         if self.compile.async_mode and self.pipeline_parallel > 1:
             raise ValueError(
                 "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import settings
+from rayneuron import hashing, settings
 from rayneuron.config import Deployment
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def open_engine(
     with _timed(seconds, "check"):
         checked = check(config)
         log.info("a rank will hold %s", estimate(checked))
+        if config.capacity_factor is not None:
+            log.info("no prefix is cached: which tokens experts drop (capacity_factor) depends on what shares a step with them")
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside:  # the tokenizer is read while the weights are
         reading = beside.submit(_text, config, checked.path, seconds)
         runner = _runner(checked, processes, on_lost)
@@ -119,7 +121,8 @@ def open_engine(
             _prepare(runner, checked, report, seconds)
             text = reading.result()
             host.prepare()
-            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config))
+            model = hashing.fingerprint(checked.path) if config.caches_prefixes(checked.capacity.length) else None
+            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=model)
         except BaseException:
             runner.close()  # nothing is left of an engine that fails on the way
             raise

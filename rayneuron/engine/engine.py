@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rayneuron import hashing
 from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.host_sampling import HostSampling
@@ -19,7 +20,6 @@ from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
-
 
 @dataclass(slots=True)
 class StepInfo:
@@ -38,6 +38,7 @@ class Engine:
 
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
+    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept.
     """
 
     def __init__(
@@ -47,16 +48,19 @@ class Engine:
         vocab: int,
         eos_ids: Iterable[int] = (),
         rule: NeuronSampling | None = None,
+        model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity)
+        self.scheduler = Scheduler(runner.capacity, caching=model is not None)
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
+        self.ledger_wrong = 0  # times the books did not balance
+        self._model = model
         self._rule = rule
         self._host = HostSampling(rule)
         self._order = 0
@@ -98,6 +102,7 @@ class Engine:
         most = request.params.max_tokens
         eos_ids = frozenset() if request.params.ignore_eos else self.eos_ids
         rules = self._laid_out(request.params)
+        root = hashing.root(self._model, request.adapter or "", request.cache_salt) if self._model is not None else b""
         choices: dict[int, Sequence] = {}
         for index in range(request.params.n):
             choice = Sequence(
@@ -110,6 +115,7 @@ class Engine:
                 leader=choices.get(0),
                 prompt_len=prompt,
                 phase="follows",
+                root=root,
                 eos_ids=eos_ids,
                 stop_ids=eos_ids | frozenset(request.params.stop_token_ids),
             )
@@ -198,15 +204,21 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The load right now; every field is one read, so any thread may call it."""
-        scheduler = self.scheduler
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
         waiting = scheduler.waiting
         return Snapshot(
             running=len(scheduler.running),
             waiting=len(waiting),
-            slots_free=scheduler.blocks.free_rows,
+            slots_free=blocks.free_rows,
             slots_total=self.capacity.rows,
-            kv_tokens_used=scheduler.blocks.used_tokens,
-            kv_tokens_total=scheduler.blocks.total_tokens,
+            kv_tokens_used=blocks.used * blocks.space.block,
+            kv_tokens_total=blocks.total_tokens,
+            blocks_free=blocks.free,
+            blocks_cached=len(blocks.cached),
+            blocks_limbo=len(blocks.limbo),
+            blocks_total=blocks.space.blocks,
+            prefix_evictions=blocks.evictions,
+            ledger_wrong=self.ledger_wrong,
             waiting_tokens=scheduler.waiting_tokens,
             steps=self.steps,
             preemptions=scheduler.preemptions,
