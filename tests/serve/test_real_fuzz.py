@@ -13,8 +13,9 @@ import pytest
 from tests.serve.real import HEALTHY, Server, beside, serving
 from tests.serve.test_fuzz import SAMPLING
 
-SHORT, LONG = 800, 100_000  # requests of one run
+SHORT, LONG = 600, 100_002  # requests: of one run, of all
 CLIENTS = 8
+ENGINES: dict[str, dict[str, Any]] = {"sync": {}, "async": {"compile": {"async_mode": True}}, "group": {"tensor_parallel": 2, "threads": 1}}
 SMALL = {"max_model_len": 128, "max_num_seqs": 24, "prefill_chunk_tokens": 32}
 
 EDGES = tuple(sign * 2**bits + step for bits in (31, 32, 63, 64) for sign in (1, -1) for step in (-1, 0, 1))
@@ -107,20 +108,20 @@ async def fuzz(server: Server, asked: list[tuple[str, dict[str, Any]]]) -> list[
     return statuses
 
 
-@pytest.mark.parametrize("async_mode", [False, True])
-async def test_a_sample_of_every_field(tiny: Path, async_mode: bool) -> None:
-    draw = random.Random(async_mode)
+@pytest.mark.parametrize("kind", ENGINES)
+async def test_a_sample_of_every_field(tiny: Path, kind: str) -> None:
+    draw = random.Random(kind)
     alone = draw.sample(every_value(), SHORT // 2)
-    async with serving(tiny, **SMALL, compile={"async_mode": async_mode}) as server:
+    async with serving(tiny, **SMALL, **ENGINES[kind]) as server:
         statuses = await fuzz(server, [*alone, *(several(draw) for _ in range(SHORT // 2))])
     assert statuses.count(200) > SHORT // 5 and statuses.count(400) > SHORT // 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("async_mode", [False, True])
-async def test_a_hundred_thousand(tiny: Path, async_mode: bool) -> None:
-    draw = random.Random(100 + async_mode)
+@pytest.mark.parametrize("kind", ENGINES)
+async def test_a_hundred_thousand(tiny: Path, kind: str) -> None:
+    draw = random.Random(f"{kind} long")
     alone = every_value()
-    async with serving(tiny, **SMALL, compile={"async_mode": async_mode}) as server:
-        await fuzz(server, [*alone, *(several(draw) for _ in range(LONG // 2 - len(alone)))])
+    async with serving(tiny, **SMALL, **ENGINES[kind]) as server:
+        await fuzz(server, [*alone, *(several(draw) for _ in range(LONG // len(ENGINES) - len(alone)))])
