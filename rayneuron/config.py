@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from rayneuron.errors import ConfigError
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Place, Section, nearest, validate
@@ -214,7 +213,7 @@ class Deployment(Section):
         None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
     )
     enable_prefix_caching: bool | None = Field(
-        None, description="Compute equal beginnings of prompts once, and keep them while there is room; default: on the CPU, without capacity_factor."
+        None, description="Compute equal beginnings of prompts once, and keep them; default: on the CPU, without capacity_factor."
     )
     fused_qkv: bool = True
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
@@ -265,11 +264,12 @@ class Deployment(Section):
             )
         if self.enable_prefix_caching and self.capacity_factor is not None:
             raise ValueError(
-                "enable_prefix_caching does not go with capacity_factor: which tokens experts drop depends on what shares a step with them, so "
-                "a prefix has no KV of its own; leave one of them out"
+                "enable_prefix_caching does not go with capacity_factor: which tokens experts drop depends on what shares a step, "
+                "so a prefix has no KV of its own; leave one of them out"
             )
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
-            raise ValueError(f"enable_prefix_caching needs blocks smaller than a sequence; write block_size: {_BLOCKS.get(self.device, _CACHED_BLOCK)}")
+            write = _BLOCKS.get(self.device, _CACHED_BLOCK)
+            raise ValueError(f"enable_prefix_caching needs blocks smaller than a sequence; write block_size: {write}")
         if self.compile.async_mode and self.pipeline_parallel > 1:
             raise ValueError(
                 "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "
@@ -293,18 +293,3 @@ def parse(args: Mapping[str, Any] | Deployment, place: Place = lambda path, text
 def parse_hot(user_config: Mapping[str, Any] | None, place: Place = lambda path, text: "") -> HotSettings:
     """Check a `user_config`. Raises ConfigError."""
     return validate(HotSettings, {} if user_config is None else user_config, place)
-
-
-def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
-    out = dict(args)
-    for dotted, value in assignments.items():
-        head, _, rest = dotted.partition(".")
-        if not rest:
-            out[head] = value
-            continue
-        inside = out.get(head)
-        if not isinstance(inside, Mapping | None):
-            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
-        out[head] = override(inside or {}, {rest: value})
-    return out

@@ -91,7 +91,7 @@ def parse_assignments(words: list[str]) -> dict[str, Any]:
 def _overridden(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in assignments.items():
         try:
-            args = config.override(args, {key: value})
+            args = override(args, {key: value})
         except ConfigError as wrong:
             raise ConfigError(f"--set {key}: {wrong.message}") from None
     return dict(args)
@@ -199,3 +199,18 @@ def _only(entries: list[dict[str, Any]], ours: list[int], name: str | None, path
         return chosen[0]
     names = ", ".join(str(entries[i].get("name", "default")) for i in ours)
     raise ConfigError(f"{path} holds the applications {names}; say which one with --application NAME, or {ALL}")
+
+
+def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
+    out = dict(args)
+    for dotted, value in assignments.items():
+        head, _, rest = dotted.partition(".")
+        if not rest:
+            out[head] = value
+            continue
+        inside = out.get(head)
+        if not isinstance(inside, Mapping | None):
+            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
+        out[head] = override(inside or {}, {rest: value})
+    return out

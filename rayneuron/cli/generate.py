@@ -24,11 +24,11 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron import LLM, SamplingParams, config, deployment_file
+    from rayneuron import LLM, SamplingParams, deployment_file
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
-    with LLM(args.model, **config.override({}, deployment_file.parse_assignments(args.set))) as llm:
+    with LLM(args.model, **deployment_file.override({}, deployment_file.parse_assignments(args.set))) as llm:
         asked = [_conversation(llm, prompt) for prompt in prompts] if args.chat else prompts
         if len(asked) > 1:
             for result in llm.generate(asked, params):

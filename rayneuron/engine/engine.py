@@ -21,6 +21,7 @@ from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
 
+
 @dataclass(slots=True)
 class StepInfo:
     """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
