@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayneuron.aside import aside
 from rayneuron.config import Deployment
+from rayneuron.models import Progress
 
 if TYPE_CHECKING:
-    from rayneuron.loading import Checked
+    from rayneuron.group.opening import Runnable
 
 Tell = Callable[[str], None]
-Count = Callable[[int, int], None]
 
 
-def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Count) -> Path:
+def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Progress) -> Path:
     """Compile what `config` needs and return its folder: `out`, or the cache's entry. Needs no Neuron core, only the SDK.
 
     `tell` is given the list of graphs before anything is compiled. Raises ConfigError, CheckpointError, CompileError.
@@ -29,42 +28,26 @@ def compile_ahead(config: Deployment, out: Path | None, tell: Tell, progress: Co
     return out or found
 
 
-def _compile(config: Deployment, out: Path | None, tell: Tell, progress: Count) -> Path:
+def _compile(config: Deployment, out: Path | None, tell: Tell, progress: Progress) -> Path:
     from rayneuron import loading
     from rayneuron.group.ahead import stage_folder
 
-    checked, stages = loading.check(config), config.pipeline_parallel
+    (model, _), stages = loading.check(config), config.pipeline_parallel
     for stage in range(stages):
         if stages > 1:
             tell(f"stage {stage} of {stages}:")
-        found = _compile_stage(checked, stage, tell, progress)
+        found = _compile_stage(model, stage, tell, progress)
         if out is not None:
             shutil.copytree(found, stage_folder(out, stage, stages), dirs_exist_ok=True)
     return found if stages == 1 else found.parent
 
 
-def _compile_stage(checked: Checked, stage: int, tell: Tell, progress: Count) -> Path:
+def _compile_stage(model: Runnable, stage: int, tell: Tell, progress: Progress) -> Path:
     """The cache's entry of one stage."""
-    from rayneuron import devices, loading, models, settings
+    from rayneuron import devices, settings
     from rayneuron.engine.buckets import inventory
-    from rayneuron.group.ahead import ahead
-    from rayneuron.models.memory import kv_shape
+    from rayneuron.group.opening import open_rank
 
-    config, arch, capacity = checked.config, checked.arch, checked.capacity
-    made = ahead(config, capacity.length, stage=stage, hidden=arch.hidden, raw=checked.raw)
-    made = replace(made, local_ranks=1, artifact=None, required=False)
-    threads = config.threads or settings.threads()
-    device: Any = devices.open(
-        config.device, ahead=made, dtype=checked.dtype, kv_dtype=models.kv_type(config.kv_dtype), threads=threads
-    )  # fmt: skip
-    try:
-        weights = loading.rank_weights(checked, made, _silent, stage)
-        device.load(weights, kv_shape(arch, capacity.space, device.comm.ranks, len(weights["layers"])))
-        program = loading.program(config, arch, checked.dtype, stage)
-        return devices.precompile(device, program, inventory(capacity), tell, lambda done, total, shape: progress(done, total))
-    finally:
-        device.close()
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    return None
+    threads = model.config.threads or settings.threads()  # nothing else runs here
+    with closing(open_rank(model, threads, lambda done, total: None, stage=stage, compiling=True)) as runner:
+        return devices.precompile(model.config.device, runner.device, runner.program, inventory(model.capacity), tell, progress)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
-from rayneuron.validation import Place, Section, nearest, validate
+from rayneuron.validation import Locate, Section, nearest, validate
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -101,7 +101,7 @@ class Limits(Section):
     max_waiting: int = Field(256, ge=0, description="Sequences (choices) that may wait for a slot, half of them of one call; more: 429.")
     max_waiting_tokens: int | None = Field(None, ge=1, description="Prompt tokens that may wait for their first output.")
     client_priority: bool = Field(False, description="Let clients set `priority`, which takes slots from others; else that is a 400.")
-    max_body_bytes: int = Field(8 * 2**20, ge=1024)
+    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="The longest body of a request; beyond, 413.")
     body_timeout_s: float = Field(60.0, gt=0, description="For a request's body to arrive; beyond, 408.")
     request_timeout_s: float | None = Field(None, gt=0, description="Default deadline of a request; None: no limit.")
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
@@ -128,7 +128,7 @@ class Serving(Section):
     allowed_origins: list[str] = Field(
         default_factory=list, description='Origins whose pages may call this model (CORS): ["https://a.example"], or ["*"]; default: none.'
     )
-    log_prompts: bool = False
+    log_prompts: bool = Field(False, description="Write prompts into the replica's log, after each call.")
     trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
@@ -196,12 +196,12 @@ class Deployment(Section):
     model: Model
     device: str = Field("cpu", description="cpu or neuron.")
     instance: str | None = Field(None, description="Declare an instance type (inf2.48xlarge, ...) instead of detecting one.")
-    nodes: int = Field(1, ge=1)
-    dtype: Dtype = "auto"
+    nodes: int = Field(1, ge=1, description="Nodes one replica spans: stages go to nodes first, then a stage's ranks.")
+    dtype: Dtype = Field("auto", description="What weights are computed in. auto: the checkpoint's own, bf16 for fp16.")
     quantization: str | None = Field(None, description="int8, f8e4m3 or f8e5m2 weights; a quantised checkpoint says so itself.")
     kv_dtype: str | None = Field(None, description="KV cache in another dtype: f8e4m3, f8e5m2; default: the compute dtype.")
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="Ranks (cores) that share every layer.")
+    pipeline_parallel: int = Field(1, ge=1, description="Stages the layers are divided into, tensor_parallel ranks each.")
     sequence_parallel: bool = Field(False, description="Split norms and residual of a prefill over the TP ranks; same tokens, less memory.")
     micro_batches: int | None = Field(None, ge=1, description="Parts of a step that keep pipeline stages busy; default: as many as pay.")
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
@@ -215,7 +215,7 @@ class Deployment(Section):
     enable_prefix_caching: bool | None = Field(
         None, description="Compute equal beginnings of prompts once, and keep them; default: on the CPU, without capacity_factor."
     )
-    fused_qkv: bool = True
+    fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
     capacity_factor: float | None = Field(None, gt=0, description="Experts take at most this share of tokens; default: no token dropped.")
@@ -285,11 +285,11 @@ class HotSettings(Section):
     limits: Limits | None = None
 
 
-def parse(args: Mapping[str, Any] | Deployment, place: Place = lambda path, text: "") -> Deployment:
+def parse(args: Mapping[str, Any] | Deployment, place: Locate = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
     return args if isinstance(args, Deployment) else validate(Deployment, args, place)
 
 
-def parse_hot(user_config: Mapping[str, Any] | None, place: Place = lambda path, text: "") -> HotSettings:
+def parse_hot(user_config: Mapping[str, Any] | None, place: Locate = lambda path, text: "") -> HotSettings:
     """Check a `user_config`. Raises ConfigError."""
     return validate(HotSettings, {} if user_config is None else user_config, place)

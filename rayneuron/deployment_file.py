@@ -10,8 +10,7 @@ from typing import Any
 
 from rayneuron import config, serve_config
 from rayneuron.errors import ConfigError, RayNeuronError
-from rayneuron.validation import Path as Keys
-from rayneuron.validation import validate
+from rayneuron.validation import KeyPath, validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
 DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
@@ -26,7 +25,7 @@ class DeploymentFile:
     path: Path
     content: Mapping[str, Any]
     deployments: Mapping[str, config.Deployment]
-    lines: Mapping[Keys, int] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
     assigned: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
@@ -62,7 +61,7 @@ def read(path: Path, assignments: Mapping[str, Any] | None = None, application: 
                 listed[i]["args"] = _overridden(listed[i].get("args") or {}, assignments)
                 assigned[i] = tuple(assignments)
 
-    def place(keys: Keys, text: str) -> str:
+    def place(keys: KeyPath, text: str) -> str:
         return _place(path, lines, assigned, keys, text)
 
     validate(serve_config.File, content, place)
@@ -100,10 +99,10 @@ def _overridden(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict
 def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
     """The args of one application, and what overrides its deployment, checked."""
     entry = file.content["applications"][index]
-    base: Keys = ("applications", index)
+    base: KeyPath = ("applications", index)
     said = f"application {entry.get('name', 'default')}: "
 
-    def place(inside: Keys) -> Any:
+    def place(inside: KeyPath) -> Any:
         return lambda keys, text: _place(file.path, file.lines, file.assigned, (*base, *inside, *keys), text) + said
 
     made = config.parse(entry.get("args") or {}, place(("args",)))
@@ -114,7 +113,7 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
     return made
 
 
-def _place(path: Path, lines: Mapping[Keys, int], assigned: Mapping[int, tuple[str, ...]], keys: Keys, text: str) -> str:
+def _place(path: Path, lines: Mapping[KeyPath, int], assigned: Mapping[int, tuple[str, ...]], keys: KeyPath, text: str) -> str:
     """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
     options = assigned.get(int(keys[1]), ()) if keys[2:3] == ("args",) else ()
     below = [full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys]
@@ -131,10 +130,10 @@ def _place(path: Path, lines: Mapping[Keys, int], assigned: Mapping[int, tuple[s
     return f"{path}:{lines[keys]}: " if keys in lines else f"{path}: "
 
 
-def _content(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
+def _content(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     import yaml
 
-    lines: dict[Keys, int] = {}
+    lines: dict[KeyPath, int] = {}
     try:
         text = path.read_text("utf-8")
         loader = yaml.SafeLoader(text)
@@ -162,7 +161,7 @@ def _content(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     return content, lines
 
 
-def _number(node: Any, keys: Keys, lines: dict[Keys, int], path: Path) -> None:
+def _number(node: Any, keys: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
     """The line of every key below `node`. Raises ConfigError for a key that stands twice in one mapping, or a list that holds itself."""
     import yaml
 

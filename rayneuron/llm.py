@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError, RequestError
-from rayneuron.loading import Progress, open_engine
+from rayneuron.loading import StageProgress, open_engine
 from rayneuron.outputs import RequestOutput, collect
 from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, Request, SamplingParams, Seeds, TokenDelta
@@ -45,7 +45,7 @@ class LLM:
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
         **options: Any,
     ) -> None:
         model = {"path": str(path), "tokenizer": tokenizer, "skip_tokenizer_init": skip_tokenizer_init, "allow_pickle": allow_pickle}

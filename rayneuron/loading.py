@@ -6,31 +6,28 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayneuron import hashing, settings
 from rayneuron.config import Deployment
+from rayneuron.placement.layout import rank_threads
 
 if TYPE_CHECKING:
-    import torch
-
-    from rayneuron.devices import Ahead
-    from rayneuron.devices.base import Program
-    from rayneuron.engine.buckets import Capacity
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
     from rayneuron.group.children import Processes
     from rayneuron.group.group import Group
+    from rayneuron.group.opening import Runnable
     from rayneuron.models.arch import Arch
-    from rayneuron.placement.layout import Layout
+    from rayneuron.preflight import Fitted
     from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
+StageProgress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
 
 
 @dataclass(slots=True)
@@ -45,48 +42,28 @@ class Opened:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A deployment that its model directory can run, as far as can be known without reading a weight."""
-
-    config: Deployment
-    path: Path
-    raw: dict[str, Any]
-    generation: dict[str, Any]
-    arch: Arch
-    dtype: torch.dtype
-    capacity: Capacity
-    layout: Layout
-
-    @property
-    def ahead(self) -> Ahead:
-        """What a device is told where this process holds the whole model."""
-        from rayneuron.group.ahead import ahead
-
-        return ahead(self.config, self.capacity.length, raw=self.raw)
-
-
-def check(config: Deployment) -> Checked:
+def check(config: Deployment) -> tuple[Runnable, Fitted]:
     """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
-    from rayneuron import devices, preflight
-    from rayneuron.models import presharded
+    from rayneuron import demo, devices, models, preflight
+    from rayneuron.group.opening import Runnable
+    from rayneuron.models import presharded, words
     from rayneuron.models.config_json import read_config
 
     devices.check(config.device)
-    path = resolve(config.model.path)
+    path = demo.resolve(config.model.path)
     raw = read_config(path)
     fitted = preflight.fit(config, raw, path)
     preflight.check_defaults(config, fitted, path)
-    dtype = compute_dtype(config.dtype, raw)
+    dtype = words.compute(config.dtype, raw)
     if presharded.is_presharded(path):
-        ranks, stages, how = config.tensor_parallel, config.pipeline_parallel, config.quantization
-        presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=dtype, fused=config.fused_qkv, quantization=how, stages=stages)
-    return Checked(config, path, raw, fitted.generation, fitted.arch, dtype, fitted.capacity, fitted.layout)
+        ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
+        presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
+    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype), fitted
 
 
 def open_engine(
     config: Deployment,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
     *,
     processes: Processes | None = None,
     on_lost: Callable[[str], None] | None = None,
@@ -94,22 +71,22 @@ def open_engine(
     """Load, warm and open. Raises ConfigError or CheckpointError before any weight is read where that can be known.
 
     A model on several ranks, or on counted cores, becomes a group: `processes` says how its other workers start (default: as child
-    processes), `on_lost` is called once, from any thread, when one of them is gone.
+    processes), `on_lost` is called once, from any thread, when one of them is gone. Nothing is left of an engine that fails on the way.
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "import"):
         from rayneuron.devices import host
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
+        from rayneuron.engine.probe import probe
 
     with _timed(seconds, "check"):
-        checked = check(config)
-        log.info("a rank will hold %s", estimate(checked))
+        model, fitted = check(config)
+        log.info("a rank will hold %s", _estimate(model))
         if config.capacity_factor is not None:
             log.info("no prefix is cached: which tokens experts drop (capacity_factor) depends on what shares a step with them")
-    with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside:  # the tokenizer is read while the weights are
-        reading = beside.submit(_text, config, checked.path, seconds)
-        runner = _runner(checked, processes, on_lost)
+    with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside, ExitStack() as undo:
+        reading = beside.submit(_text, config, model.path, seconds)  # while the weights are read
 
         def report(stage: str, done: int, total: int) -> None:
             if reading.done():
@@ -117,17 +94,17 @@ def open_engine(
             if progress is not None:
                 progress(stage, done, total)
 
-        try:
-            _prepare(runner, checked, report, seconds)
-            text = reading.result()
-            host.prepare()
-            model = hashing.fingerprint(checked.path) if config.caches_prefixes(checked.capacity.length) else None
-            engine = Engine(runner, vocab=checked.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=model)
-        except BaseException:
-            runner.close()  # nothing is left of an engine that fails on the way
-            raise
+        runner = _opened(model, fitted, processes, on_lost, report, seconds, undo)
+        with _timed(seconds, "graphs"):
+            runner.warm(lambda done, total: report("graphs", done, total))
+            probe(runner, model.arch.vocab)
+        text = reading.result()
+        host.prepare()
+        kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
+        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept)
+        undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
-    return Opened(engine, text, checked.arch, checked.path, checked.generation, seconds)
+    return Opened(engine, text, model.arch, model.path, fitted.generation, seconds)
 
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
@@ -140,105 +117,36 @@ def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
         return Text(config.model.tokenizer or path, chat_template=config.model.chat_template)
 
 
-def _runner(checked: Checked, processes: Processes | None, on_lost: Callable[[str], None] | None) -> Runner | Group:
-    from rayneuron import devices, models
+def _opened(
+    model: Runnable, fitted: Fitted, processes: Processes | None, on_lost: Callable[[str], None] | None, report: StageProgress,
+    seconds: dict[str, float], undo: ExitStack,
+) -> Runner | Group:  # fmt: skip
+    """One rank here, or the processes of a group, with their weights; `undo` gives it back."""
+    if not fitted.layout.grouped:
+        from rayneuron.group.opening import open_rank
 
-    config = checked.config
-    if len(checked.layout.workers) > 1 or config.instance is not None:
-        from rayneuron.group.group import Group
-
-        kind = str(checked.dtype).removeprefix("torch.")
-        group = Group(config, checked.layout, checked.arch, checked.capacity, kind, checked.path, processes=processes, on_lost=on_lost)
-        return group.invite()
-    from rayneuron.engine.runner import Runner
-
-    device = devices.open(
-        config.device,
-        ahead=checked.ahead,
-        dtype=checked.dtype,
-        kv_dtype=models.kv_type(config.kv_dtype),
-        threads=config.threads or settings.threads(),
-    )
-    return Runner(checked.arch, device, checked.capacity, program(config, checked.arch, checked.dtype))
-
-
-def _prepare(runner: Runner | Group, checked: Checked, report: Progress, seconds: dict[str, float]) -> None:
-    """Load weights, make every graph ready and look at the first logits; first the processes of a group meet."""
-    from rayneuron.engine.probe import probe
-    from rayneuron.engine.runner import Runner
-
-    if isinstance(runner, Runner):
+        threads = rank_threads(model.config, fitted.layout, settings.threads())
         with _timed(seconds, "weights"):
-            runner.load(rank_weights(checked, checked.ahead, report))
-        with _timed(seconds, "graphs"):
-            runner.warm(lambda done, total, shape: report("graphs", done, total))
-            probe(runner, checked.arch.vocab)
-        return
+            runner = open_rank(model, threads, lambda done, total: report("weights", done, total))
+        undo.callback(runner.close)
+        return runner
+    from rayneuron.group.group import Group
+
+    group = Group(model, fitted.layout, processes=processes, on_lost=on_lost)
+    undo.callback(group.close)
     with _timed(seconds, "group"):
-        runner.meet()
+        group.meet()
     with _timed(seconds, "weights"):
-        runner.load(lambda done, total: report("weights", done, total))
-    with _timed(seconds, "graphs"):
-        runner.warm(lambda done, total: report("graphs", done, total))
-        probe(runner, checked.arch.vocab)
+        group.load(lambda done, total: report("weights", done, total))
+    return group
 
 
-def resolve(path: str) -> Path:
-    """The model directory of `model.path`; demo:NAME makes the demo model on first use. Raises ConfigError."""
-    from rayneuron import demo
-
-    return demo.resolve(path)
-
-
-def compute_dtype(name: str, raw: dict[str, Any]) -> torch.dtype:
-    """The torch dtype of `dtype`, where it is auto that of `memory.dtype`."""
-    import torch
-
-    from rayneuron.placement import memory
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[memory.dtype(name, raw)]
-
-
-def program(config: Deployment, arch: Arch, dtype: torch.dtype, stage: int = 0) -> Program:
-    """What a step of the `stage`-th stage of this deployment is, alone or in a group."""
-    from rayneuron.engine.neuron_sampling import rule_of
-    from rayneuron.group import pipeline
-
-    return pipeline.program(arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
-
-
-def rank_weights(checked: Checked, made: Ahead, report: Progress, stage: int = 0) -> dict[str, Any]:
-    """Weights of the ranks this process drives: those of the first, and under "ranks" all of them where there are several."""
-    from rayneuron.models import presharded
-
-    config = checked.config
-    local = range(made.start_rank, made.start_rank + (made.local_ranks or made.ranks))
-    loaded = [
-        presharded.open_weights(
-            checked.path,
-            checked.raw,
-            checked.arch,
-            dtype=checked.dtype,
-            rank=rank,
-            ranks=made.ranks,
-            fused=config.fused_qkv,
-            quantization=config.quantization,
-            allow_pickle=config.model.allow_pickle,
-            stage=stage,
-            stages=config.pipeline_parallel,
-            progress=lambda done, total, i=i: report("weights", i * total + done, total * len(local)),  # type: ignore[misc]
-        )
-        for i, rank in enumerate(local)
-    ]
-    return loaded[0] if len(loaded) == 1 else {**loaded[0], "ranks": loaded}
-
-
-def estimate(checked: Checked) -> str:
+def _estimate(model: Runnable) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
     from rayneuron.placement.fitting import Wanted, stage_memory
 
-    config = checked.config
-    ranks = stage_memory(Wanted(config, checked.raw), checked.capacity, config.tensor_parallel, config.pipeline_parallel)
+    config = model.config
+    ranks = stage_memory(Wanted(config, model.raw), model.capacity, config.tensor_parallel, config.pipeline_parallel)
     worst = max(ranks, key=lambda held: held.total)
     return f"weights {worst.weights / 2**20:.1f} MiB, KV {worst.kv / 2**20:.1f} MiB"
 

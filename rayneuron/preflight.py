@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron import demo, devices, keys, models, settings
-from rayneuron.api import sampling
+from rayneuron.api import body
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
 from rayneuron.deployment_file import DeploymentFile
@@ -56,11 +56,11 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise file.located(name, wrong) from None
-    refuse_chosen_cores(file)
+    check_runtime_env(file)
     return notes
 
 
-def refuse_chosen_cores(file: DeploymentFile) -> None:
+def check_runtime_env(file: DeploymentFile) -> None:
     """Refuse a deployment file whose runtime_env chooses cores by hand. Raises ConfigError."""
     for entry in file.content["applications"]:
         name = entry.get("name", "default")
@@ -119,9 +119,9 @@ def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None)
     """Refuse sampling defaults with which no request could be answered. Raises ConfigError."""
     said = config.sampling_defaults
     try:
-        defaults = sampling.sampling_defaults(fitted.generation, said)
+        defaults = body.sampling_defaults(fitted.generation, said)
         context = Context(config.model.served_names, _NoWords(), fitted.capacity.length, fitted.arch.vocab, defaults)  # type: ignore[arg-type]
-        sampling.check_defaults(context)
+        body.check_defaults(context)
     except ConfigError as wrong:
         if said and (wrong.param in said or wrong.param is None):
             key = f"sampling_defaults.{wrong.param}" if wrong.param else "sampling_defaults"

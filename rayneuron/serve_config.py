@@ -18,28 +18,28 @@ Object = dict[str, Any]
 class Policy(Section):
     """Who decides, instead of Serve's own count of requests."""
 
-    policy_function: str = "ray.serve.autoscaling_policy:default_autoscaling_policy"
-    policy_kwargs: Object = {}
+    policy_function: str = Field("ray.serve.autoscaling_policy:default_autoscaling_policy", description="Import path of the function.")
+    policy_kwargs: Object = Field({}, description="Arguments it is made with.")
 
 
 class Autoscaling(Section):
     """`autoscaling_config` of a deployment, our `serving.autoscaling`."""
 
-    min_replicas: Count = 1
-    initial_replicas: Count | None = None
-    max_replicas: int = Field(1, ge=1)
-    target_ongoing_requests: Positive | None = 2.0
-    metrics_interval_s: Positive = 10.0
-    look_back_period_s: Positive = 30.0
-    smoothing_factor: Positive = 1.0
-    upscale_smoothing_factor: Positive | None = None
-    downscale_smoothing_factor: Positive | None = None
-    upscaling_factor: Positive | None = None
-    downscaling_factor: Positive | None = None
-    downscale_delay_s: Seconds = 600.0
-    downscale_to_zero_delay_s: Seconds | None = None
-    upscale_delay_s: Seconds = 30.0
-    aggregation_function: Literal["mean", "max", "min"] = "mean"
+    min_replicas: Count = Field(1, description="Never fewer; 0 lets an idle model go, and its next call wait for a start.")
+    initial_replicas: Count | None = Field(None, description="At first; default: min_replicas.")
+    max_replicas: int = Field(1, ge=1, description="Never more.")
+    target_ongoing_requests: Positive | None = Field(2.0, description="Calls a replica is to have, running and waiting.")
+    metrics_interval_s: Positive = Field(10.0, description="How often calls are counted (deprecated by Ray).")
+    look_back_period_s: Positive = Field(30.0, description="The time the count is averaged over.")
+    smoothing_factor: Positive = Field(1.0, description="Deprecated by Ray: upscaling_factor and downscaling_factor.")
+    upscale_smoothing_factor: Positive | None = Field(None, description="Deprecated by Ray: upscaling_factor.")
+    downscale_smoothing_factor: Positive | None = Field(None, description="Deprecated by Ray: downscaling_factor.")
+    upscaling_factor: Positive | None = Field(None, description="By which a wish for more replicas is multiplied.")
+    downscaling_factor: Positive | None = Field(None, description="By which a wish for fewer is.")
+    downscale_delay_s: Seconds = Field(600.0, description="How long fewer must be wished for.")
+    downscale_to_zero_delay_s: Seconds | None = Field(None, description="As that, from 1 to 0; default: downscale_delay_s.")
+    upscale_delay_s: Seconds = Field(30.0, description="How long more must be wished for.")
+    aggregation_function: Literal["mean", "max", "min"] = Field("mean", description="How the counts of that time become one.")
     policy: Policy = Policy.model_construct()
 
     @model_validator(mode="after")

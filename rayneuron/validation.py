@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from rayneuron.errors import ConfigError
 
-Kind = TypeVar("Kind", bound=BaseModel)
-Path = tuple[str | int, ...]
-Place = Callable[[Path, str], str]  # a path and what is said of it -> where that stands ("deployment.yaml:12: ")
+Made = TypeVar("Made", bound=BaseModel)
+KeyPath = tuple[str | int, ...]
+Locate = Callable[[KeyPath, str], str]  # a path and what is said of it -> where that stands ("deployment.yaml:12: ")
 
 LARGEST = 2**63 - 1  # what is larger fits no counter, and no message
 LATER = ("args", "user_config")  # of an application: each is held against a section of its own
@@ -44,14 +44,14 @@ class Section(BaseModel):
         return value
 
 
-def validate(kind: type[Kind], values: object, place: Place = lambda path, text: "") -> Kind:
+def validate(kind: type[Made], values: object, place: Locate = lambda path, text: "") -> Made:
     """`values` as a `kind`. Raises ConfigError with everything that is wrong, each part after its `place`; `param` is the first path."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{place((), '')}needs a mapping of keys, got {_short(values)}")
     try:
         return kind.model_validate(dict(values))
     except pydantic.ValidationError as error:
-        found: dict[Path, list[str]] = {}
+        found: dict[KeyPath, list[str]] = {}
         for problem in error.errors(include_url=False):
             path = _path(values, problem["loc"], problem["type"] in ("missing", "extra_forbidden"))
             found.setdefault(path, []).append(_say(kind, path, problem))
@@ -87,7 +87,7 @@ def _check_sound(value: object) -> None:
             _check_sound(item)
 
 
-def _path(values: object, loc: Path, absent: bool) -> Path:
+def _path(values: object, loc: KeyPath, absent: bool) -> KeyPath:
     """The keys of `values` that pydantic's path goes through; its names for the branches of a union are none."""
     path, at = [], values
     for part in loc:
@@ -97,7 +97,7 @@ def _path(values: object, loc: Path, absent: bool) -> Path:
     return tuple(path) if not absent or tuple(path) == loc else (*path, loc[-1])
 
 
-def _say(kind: type[BaseModel], path: Path, problem: Any) -> str:
+def _say(kind: type[BaseModel], path: KeyPath, problem: Any) -> str:
     name = dotted(path)
     if problem["type"] == "extra_forbidden":
         return f"{name} {REFUSED[str(path[-1])]}" if path[-1] in REFUSED else f"unknown key {name}{_hint(kind, path)}"
@@ -126,7 +126,7 @@ def _branch(reason: str) -> str:
     return reason.partition(": must be ")[2].partition(", got ")[0] or reason
 
 
-def _hint(kind: type[BaseModel], path: Path) -> str:
+def _hint(kind: type[BaseModel], path: KeyPath) -> str:
     """The nearest key of the same section, or the place where exactly this key belongs."""
     section, name = _section(kind, path[:-1]), str(path[-1])
     known = list(section.model_fields)
@@ -145,7 +145,7 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys(inner, f"{prefix}{name}.")
 
 
-def _section(kind: type[BaseModel], path: Path) -> type[BaseModel]:
+def _section(kind: type[BaseModel], path: KeyPath) -> type[BaseModel]:
     for part in path:
         if isinstance(part, str):
             kind = _model(kind.model_fields[part].annotation) or kind

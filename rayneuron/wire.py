@@ -22,7 +22,7 @@ import msgspec
 
 from rayneuron.errors import ConfigError
 
-Message = TypeVar("Message")
+Heard = TypeVar("Heard")
 
 FIRST_BYTES = 4096  # longest frame of somebody who has not shown the token yet
 MOST_BYTES = 2**20  # longest frame otherwise, where the caller does not say
@@ -49,13 +49,13 @@ def frame(message: msgspec.Struct) -> bytearray:
     return out
 
 
-class Channel(Generic[Message]):
+class Channel(Generic[Heard]):
     """One connection. `kinds`: the union of structs that may arrive. One thread receives; `beat` may be called beside one that sends."""
 
     def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES) -> None:
         self.socket = connection
         self.limit_bytes = limit_bytes
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
+        self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
         self._sending = threading.Lock()
         tick = struct.pack("ll", 0, int(TICK_S * 1e6))
@@ -115,7 +115,7 @@ class Channel(Generic[Message]):
             except OSError as problem:
                 raise Closed(str(problem)) from None
 
-    def receive(self, timeout_s: float | None = None, check: Callable[[], None] | None = None) -> Message:
+    def receive(self, timeout_s: float | None = None, check: Callable[[], None] | None = None) -> Heard:
         """Wait for the next message. `check` is called every TICK_S and may raise. Raises TimeoutError, WireError, Closed."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -130,7 +130,7 @@ class Channel(Generic[Message]):
                 if until is not None and time.monotonic() > until:
                     raise TimeoutError(f"no message within {timeout_s:g} s") from None
 
-    def receive_now(self) -> Message | None:
+    def receive_now(self) -> Heard | None:
         """The next message if it is there, None if not. Raises WireError, Closed."""
         message = self._take()
         if message is not None:
@@ -162,7 +162,7 @@ class Channel(Generic[Message]):
             raise WireError(f"a message of {length} bytes is longer than {self.limit_bytes}")
         return length
 
-    def _take(self) -> Message | None:
+    def _take(self) -> Heard | None:
         if len(self._buffer) < _HEAD.size:
             return None
         end = _HEAD.size + self._length()

@@ -49,7 +49,7 @@ def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None
         (["serve", SMOLLM2, "--profile", "faster"], "rayneuron serve: unknown profile 'faster'; write one of: plain, fast"),
         (["serve", SMOLLM2, "--set", "dtype=int3"], "dtype"),
         (["demo-model", "--random", "7b"], "rayneuron demo-model: no random model has the size '7b'; write one of tiny"),
-        (["demo-model", "--random", "tiny", "--dtype", "int4"], "dtype must be one of bf16, fp16, fp32, got 'int4'"),
+        (["demo-model", "--random", "tiny", "--dtype", "int4"], "dtype must be one of fp32, bf16, fp16, got 'int4'"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

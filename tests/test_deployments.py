@@ -134,7 +134,7 @@ def test_ray_counts_what_is_left_to_us(
 def test_a_file_that_chooses_cores_by_hand(more: dict[str, Any]) -> None:
     content, _ = entries("cpu", **more)
     with pytest.raises(ConfigError, match=r"f\.yaml: runtime_env of .*application m sets NEURON_RT_.*write tensor_parallel: N"):
-        preflight.refuse_chosen_cores(deployment_file.DeploymentFile(Path("f.yaml"), content, {}))
+        preflight.check_runtime_env(deployment_file.DeploymentFile(Path("f.yaml"), content, {}))
 
 
 def test_override_of_one_application_of_several(file) -> None:

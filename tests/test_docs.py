@@ -151,6 +151,12 @@ def test_the_reference_is_current() -> None:
     assert REFERENCE.read_text() == reference(), "run: python -m tests.test_docs"
 
 
+def test_every_key_variable_and_argument_says_what_it_means() -> None:
+    unsaid = re.compile(r"^\| `(.*)\|  \|$", re.M)
+    assert unsaid.findall(_table(("argument", "meaning"), [("`--out DIR`", "")])) == ["--out DIR` "]
+    assert unsaid.findall(reference()) == []
+
+
 @pytest.mark.parametrize(
     "said",
     [

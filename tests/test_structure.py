@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "types", "validation", "serve_config"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
-    "demo": {"errors", "settings"},
+    "demo": {"errors", "settings", "models.words"},
     "deployment_file": {"errors", "config", "validation", "serve_config"},
     "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
@@ -252,13 +253,17 @@ def unused(modules: list[Module]) -> list[str]:
 
 
 def defined_twice(modules: list[Module]) -> list[str]:
-    """Public class names with two meanings."""
-    where: dict[str, list[str]] = {}
+    """Public names of types with two meanings: classes and aliases; several modules may use one name for their type variables."""
+    types: dict[str, list[str]] = {}
+    variables: dict[str, list[str]] = {}
     for module in modules:
         for node in module.tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where.setdefault(node.name, []).append(module.path)
-    return [f"{name}: {', '.join(paths)}" for name, paths in where.items() if len(paths) > 1]
+            if isinstance(node, ast.ClassDef):
+                types.setdefault(node.name, []).append(module.path)
+            elif isinstance(node, ast.Assign) and re.fullmatch("[A-Z]\\w*[a-z]\\w*", name := ast.unparse(node.targets[0])):
+                (variables if ast.unparse(node.value).startswith("TypeVar(") else types).setdefault(name, []).append(module.path)
+    found = {name: paths + variables.get(name, []) for name, paths in types.items() if not name.startswith("_")}
+    return [f"{name}: {', '.join(paths)}" for name, paths in found.items() if len(paths) > 1]
 
 
 def _mentioned(tree: ast.AST, skip: ast.AST | None) -> Iterator[str]:
@@ -394,7 +399,7 @@ def test_every_public_name_is_used() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_the_name_of_a_type_has_one_meaning() -> None:
     found = defined_twice(package_modules())
     assert not found, "\n" + "\n".join(found)
 
@@ -491,9 +496,13 @@ def test_unused_names_are_found() -> None:
     assert unused(some) == ["models/a.py:1: f is used nowhere"]
 
 
-def test_class_names_with_two_meanings_are_found() -> None:
-    some = [Module("models/a.py", "class C: ...\n\n\nclass _P: ..."), Module("engine/b.py", "class C: ...\n\n\nclass _P: ...")]
-    assert defined_twice(some) == ["C: models/a.py, engine/b.py"]
+def test_names_of_types_with_two_meanings_are_found() -> None:
+    shared = "class C: ...\n\n\nclass _P: ...\nMade = TypeVar('Made')\nAT = 1\n"
+    some = [
+        Module("models/a.py", shared + "Rows = list[int]\nRead = TypeVar('Read')"),
+        Module("engine/b.py", shared + "Rows = list[str]\n\n\nclass Read: ..."),
+    ]
+    assert defined_twice(some) == ["C: models/a.py, engine/b.py", "Rows: models/a.py, engine/b.py", "Read: engine/b.py, models/a.py"]
 
 
 def test_folders_that_import_each_other_are_found() -> None:

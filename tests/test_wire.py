@@ -24,8 +24,8 @@ from rayneuron.devices.base import SAMPLED, Shape
 from rayneuron.engine.buckets import capacity
 from rayneuron.errors import ConfigError, WorkerLost
 from rayneuron.group import messages
-from rayneuron.group.messages import Array, Begin, Done, Failed, FromWorker, Hello, Part, Placed, Progress, Ready, Step, ToWorker
-from rayneuron.group.rendezvous import Meeting
+from rayneuron.group.messages import Advance, Array, Begin, Done, Failed, FromWorker, Hello, Part, Placed, Ready, Step, ToWorker
+from rayneuron.group.rendezvous import Rendezvous
 from rayneuron.placement.layout import layout
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def test_every_message_survives_the_wire() -> None:
     )  # fmt: skip
     place = messages.Place(deployment="x", index=1, node_ip="::1", token=b"t", take=8, instance="inf2.48xlarge", share=2)
     sent: list[msgspec.Struct] = [
-        Hello(b"t" * 32, 3, 17, 99), Placed((0, 1), (5, 6), "a:1", "unix:x", (9, 10)), Ready(), Progress(1, 2),
+        Hello(b"t" * 32, 3, 17, 99), Placed((0, 1), (5, 6), "a:1", "unix:x", (9, 10)), Ready(), Advance(1, 2),
         Done(4, [[array, None, array]]), Failed("Busy", "no core"),
     ]  # fmt: skip
     told: list[msgspec.Struct] = [
@@ -141,7 +141,7 @@ def test_any_bytes_end_in_a_message_or_an_error(data: bytes) -> None:
         raw.close()
         with contextlib.suppress(wire.WireError):
             while True:
-                assert isinstance(channel.receive(60.0), Hello | Placed | Ready | Progress | Done | Failed)
+                assert isinstance(channel.receive(60.0), Hello | Placed | Ready | Advance | Done | Failed)
 
 
 @settings(max_examples=150, deadline=None)
@@ -175,9 +175,9 @@ def dial(to: str) -> socket.socket:
 @pytest.mark.parametrize("ips", [("127.0.0.1",), ("127.0.0.2", "127.0.0.3")])
 def test_garbage_is_counted_and_keeps_nobody_waiting(ips: tuple[str, ...]) -> None:  # BR-104
     """Silent, oversize, pickled, wrongly authenticated, duplicate and unknown connections, then the true workers: they meet at once."""
-    meeting = Meeting(ips)
+    rendezvous = Rendezvous(ips)
     made = layout(3, 1, 1) if len(ips) == 1 else layout(4, 1, 2)
-    address = meeting.addresses(len(ips) - 1)[0]
+    address = rendezvous.addresses(len(ips) - 1)[0]
     assert address.startswith("unix:" if len(ips) == 1 else "tcp:127.0.0.2:")
     silent = dial(address)
     wrong = [
@@ -185,26 +185,26 @@ def test_garbage_is_counted_and_keeps_nobody_waiting(ips: tuple[str, ...]) -> No
         struct.pack(">I", 2**31),
         struct.pack(">I", wire.FIRST_BYTES + 1) + b"x" * 100,
         pickle.dumps(Bomb()),
-        bytes(wire.frame(Hello(meeting.token, 99, 1, 1))),
-        bytes(wire.frame(Hello(meeting.token, 1, 1, 1, messages.VERSION + 1))),
-        bytes(wire.frame(Progress(1, 1))),
+        bytes(wire.frame(Hello(rendezvous.token, 99, 1, 1))),
+        bytes(wire.frame(Hello(rendezvous.token, 1, 1, 1, messages.VERSION + 1))),
+        bytes(wire.frame(Advance(1, 1))),
     ]
     connections = [dial(address) for _ in wrong]
     for connection, data in zip(connections, wrong, strict=True):
         connection.sendall(data)
     others = made.workers[1:]
-    true = [dial(meeting.addresses(worker.node)[0]) for worker in others]
+    true = [dial(rendezvous.addresses(worker.node)[0]) for worker in others]
     for connection, worker in zip(true, others, strict=True):
-        connection.sendall(wire.frame(Hello(meeting.token, worker.index, 10 + worker.index, 1)))
-    members = meeting.gather(others, [*ips, *ips][: made.nodes], 30.0, dict)
+        connection.sendall(wire.frame(Hello(rendezvous.token, worker.index, 10 + worker.index, 1)))
+    members = rendezvous.gather(others, [*ips, *ips][: made.nodes], 30.0, dict)
     assert [m.worker for m in members] == list(others) and [m.hello.pid for m in members] == [10 + w.index for w in others]
-    for connection in connections:  # each was shut, or is when the meeting closes
+    for connection in connections:  # each was shut, or is when the rendezvous closes
         connection.settimeout(5)
-    meeting.close()
+    rendezvous.close()
     for connection in connections:
         with contextlib.suppress(ConnectionError):
             assert connection.recv(10) == b""
-    assert 1 <= meeting.refused <= len(wrong)
+    assert 1 <= rendezvous.refused <= len(wrong)
     for connection in (*connections, *true, silent):
         connection.close()
     for member in members:
@@ -212,30 +212,30 @@ def test_garbage_is_counted_and_keeps_nobody_waiting(ips: tuple[str, ...]) -> No
 
 
 def test_every_wrong_one_is_counted() -> None:
-    meeting = Meeting(("127.0.0.1",))
+    rendezvous = Rendezvous(("127.0.0.1",))
     others = layout(2).workers[1:]
     for number in range(1, 6):
-        with dial(meeting.addresses(0)[0]) as connection:
+        with dial(rendezvous.addresses(0)[0]) as connection:
             connection.sendall(pickle.dumps(Bomb()))
             with pytest.raises(WorkerLost, match=r"worker 1, rank 1 of stage 0 on 127\.0\.0\.1: not come within 0\.6 s"):
-                meeting.gather(others, ("127.0.0.1",), 0.6, dict)
-            assert meeting.refused == number
-    meeting.close()
+                rendezvous.gather(others, ("127.0.0.1",), 0.6, dict)
+            assert rendezvous.refused == number
+    rendezvous.close()
 
 
 def test_a_dead_process_is_named_at_once() -> None:
-    meeting = Meeting(("127.0.0.1",))
+    rendezvous = Rendezvous(("127.0.0.1",))
     with pytest.raises(WorkerLost, match="worker 1, rank 1 of stage 0 has not come: signal 9"):
-        meeting.gather(layout(2).workers[1:], ("127.0.0.1",), 60.0, lambda: {1: "signal 9"})
-    meeting.close()
+        rendezvous.gather(layout(2).workers[1:], ("127.0.0.1",), 60.0, lambda: {1: "signal 9"})
+    rendezvous.close()
 
 
-def test_six_meetings_at_once_have_places_of_their_own() -> None:  # BR-13
-    meetings = [Meeting(("127.0.0.2", "127.0.0.3")) for _ in range(6)]
-    places = [address for meeting in meetings for node in (0, 1) for address in meeting.addresses(node)]
-    assert len(set(places)) == 12 and len({meeting.token for meeting in meetings}) == 6
-    for meeting in meetings:
-        meeting.close()
+def test_six_groups_at_once_have_places_of_their_own() -> None:  # BR-13
+    gatherings = [Rendezvous(("127.0.0.2", "127.0.0.3")) for _ in range(6)]
+    places = [address for rendezvous in gatherings for node in (0, 1) for address in rendezvous.addresses(node)]
+    assert len(set(places)) == 12 and len({rendezvous.token for rendezvous in gatherings}) == 6
+    for rendezvous in gatherings:
+        rendezvous.close()
 
 
 def test_listeners_never_face_the_world() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rayneuron.models import Progress
 
 
 @contextmanager
-def bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+def bar(unit: str) -> Iterator[Progress]:
     """A progress bar in a terminal, nothing elsewhere, driven by progress(done, total)."""
     from tqdm import tqdm
 

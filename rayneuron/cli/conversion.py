@@ -14,7 +14,7 @@ def add(command: argparse.ArgumentParser) -> None:
     """The arguments of such a command."""
     command.add_argument("model", metavar="MODEL", help="a model directory or demo:NAME")
     command.add_argument("--scheme", default="per_channel", help="one scale per_channel or per_tensor (per_channel)")
-    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to; not there yet")
 
 
 def convert(args: argparse.Namespace, unit: str, write: Callable[..., object], **options: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 def add(command: argparse.ArgumentParser) -> None:
     """The arguments of such a command."""
-    command.add_argument("deployment", type=Path, metavar="DEPLOYMENT.yaml")
+    command.add_argument("deployment", type=Path, metavar="DEPLOYMENT.yaml", help="a Ray Serve config file with our keys under args")
     command.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the args: model.path=/models/x"
     )

@@ -15,9 +15,9 @@ def add(commands: Any) -> None:
         "--prompt", action="append", required=True, metavar="TEXT", help="may be given several times; - reads standard input"
     )
     command.add_argument("--chat", action="store_true", help="put each prompt through the chat template as a user's message")
-    command.add_argument("--max-tokens", type=int, default=128)
-    command.add_argument("--temperature", type=float, default=0.0)
-    command.add_argument("--seed", type=int)
+    command.add_argument("--max-tokens", type=int, default=128, help="of each prompt's reply (128)")
+    command.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (0)")
+    command.add_argument("--seed", type=int, help="of the random numbers, with a temperature (drawn anew)")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of LLM: dtype=fp32, buckets.batch=[4]")
     command.set_defaults(run=run)
 

@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser("shard", help="cut a checkpoint once, so that every rank reads its own file")
     conversion.add(command)
     command.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel degree: how many ranks")
-    command.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (auto: the checkpoint's)")
+    command.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (auto: as a deployment has it)")
     command.add_argument("--quantization", help="int8, f8e4m3 or f8e5m2 weights (none)")
     command.add_argument("--unfused", action="store_true", help="keep q, k and v apart, for deployments with fused_qkv: false")
     command.add_argument("--group-query-attention", metavar="NAME", help="how heads are shared, as in the deployment file")

@@ -63,18 +63,6 @@ class TwoLevels:
         """Receive from a rank of this host."""
         self._near.receive(x, self._neighbour(rank))
 
-    def abort(self) -> None:
-        """Break every wait of the ranks of this host. For any thread."""
-        abort = getattr(self._near, "abort", None)
-        if abort is not None:
-            abort()
-
-    def close(self) -> None:
-        """Give the shared memory back."""
-        close = getattr(self._near, "close", None)
-        if close is not None:
-            close()
-
     def _neighbour(self, rank: int) -> int:
         host, place = divmod(rank, self._near.ranks)
         if host != self._host:

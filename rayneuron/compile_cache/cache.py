@@ -24,8 +24,8 @@ from rayneuron.errors import CompileError, ConfigError
 
 log = logging.getLogger(__name__)
 
-Build = Callable[[Path], None]  # writes the entry's files into the folder it is given
-Waiting = Callable[[str, float], None]  # what is waited for, seconds waited so far
+Builder = Callable[[Path], None]  # writes the entry's files into the folder it is given
+OnWait = Callable[[str, float], None]  # what is waited for, seconds waited so far
 
 MOST_WAIT_S = 3 * 3600.0  # the longest compile anybody reported took about an hour
 _MOST_SAID = 6
@@ -153,7 +153,7 @@ class Cache:
                     found = self.folder.publish(key.digest, draft)
         return found
 
-    def get_or_build(self, key: Key, build: Build, waiting: Waiting | None = None) -> Path:
+    def get_or_build(self, key: Key, build: Builder, waiting: OnWait | None = None) -> Path:
         """The entry's folder, built here if it is nowhere, by one process at a time; the others wait and then load what it built.
 
         Raises CompileError: absent although precompiled entries are required, or another builder took longer than `wait_s`.
@@ -198,7 +198,7 @@ class Cache:
         nearest = min((difference(mine, other) for other in others), key=len)
         return f"{what}; the nearest differs: {said(nearest)}. Run `rayneuron compile` with this deployment file, or change it back"
 
-    def _alone(self, key: Key, deadline_s: float, report: Waiting) -> Any:
+    def _alone(self, key: Key, deadline_s: float, report: OnWait) -> Any:
         """The lock of this key, waited for. A lock whose owner died is free at once: the kernel lets go of it."""
         began, pause_s = self._clock(), _FIRST_PAUSE_S
         while True:
@@ -209,7 +209,7 @@ class Cache:
             self._pause(f"{key.kind} {key.digest} being built by {owner}", began, deadline_s, pause_s, report)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _build(self, key: Key, build: Build, deadline_s: float, report: Waiting) -> Path:
+    def _build(self, key: Key, build: Builder, deadline_s: float, report: OnWait) -> Path:
         if self.shared is None:
             return self._make(key, build)
         began, pause_s = self._clock(), _FIRST_PAUSE_S
@@ -225,7 +225,7 @@ class Cache:
             self._pause(f"{key.kind} {key.digest} being built by {owner}", began, deadline_s, pause_s, report)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _make(self, key: Key, build: Build) -> Path:
+    def _make(self, key: Key, build: Builder) -> Path:
         log.info("building %s %s", key.kind, key.digest)
         with self.folder.draft(key.digest) as draft:
             build(draft)
@@ -234,7 +234,7 @@ class Cache:
                 self.shared.publish(key.digest, draft)
             return self.folder.publish(key.digest, draft)
 
-    def _pause(self, what: str, began: float, deadline_s: float, pause_s: float, report: Waiting) -> None:
+    def _pause(self, what: str, began: float, deadline_s: float, pause_s: float, report: OnWait) -> None:
         now = self._clock()
         if now >= deadline_s:
             raise CompileError(f"waited {now - began:.0f} s for {what}; it is still alive. End it, or raise the wait")
@@ -248,7 +248,7 @@ def entry(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _reporter(waiting: Waiting) -> Waiting:
+def _reporter(waiting: OnWait) -> OnWait:
     told: list[float] = []
 
     def report(what: str, waited_s: float) -> None:

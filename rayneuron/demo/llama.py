@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from rayneuron.demo import vocabulary
 from rayneuron.errors import ConfigError
+from rayneuron.models.words import COMPUTE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SMALL_VOCAB = 512
-_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ SIZES: Mapping[str, Size] = {
 
 def checked(dtype: str) -> str:
     """The name itself, if it is bf16, fp16 or fp32; ConfigError otherwise."""
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if dtype not in COMPUTE:
+        raise ConfigError(f"dtype must be one of {', '.join(COMPUTE)}, got {dtype!r}")
     return dtype
 
 
@@ -55,7 +55,7 @@ def save(weights: Mapping[str, Tensor], folder: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    kind = getattr(torch, _DTYPES[dtype])
+    kind = getattr(torch, COMPUTE[dtype])
     path = folder / "model.safetensors"
     save_file({name: value.to(kind) for name, value in weights.items()}, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it the owner's alone
@@ -84,7 +84,7 @@ def write_config(size: Size, folder: Path, dtype: str, *, length: int, theta: fl
         "rope_scaling": None,
         "rope_theta": theta,
         "tie_word_embeddings": True,
-        "torch_dtype": _DTYPES[dtype],
+        "torch_dtype": COMPUTE[dtype],
         "use_cache": True,
         "vocab_size": size.vocab,
     }

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron.devices.base import Device, Program, Progress, Shape
+from rayneuron.devices.base import Device, Program, Shape
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models import Progress
 
 if TYPE_CHECKING:
     from rayneuron.compile_cache.cache import Cache
@@ -126,29 +127,30 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     return Cpu(**options)
 
 
-def precompile(device: Device, program: Program, shapes: Sequence[Shape], tell: Callable[[str], None], progress: Progress) -> Path:
-    """Build what `device`, with its weights loaded, would build at start, after telling what that is. Returns the cache entry's folder.
+def precompile(
+    name: str, device: Any, program: Program, shapes: Sequence[Shape], tell: Callable[[str], None], progress: Progress
+) -> Path:
+    """Build what `device`, of that name and with its weights loaded, would build at start, after telling what that is.
 
-    Raises CompileError where nothing can be built.
+    Returns the cache entry's folder. Raises CompileError where nothing can be built.
     """
-    from rayneuron.devices.neuron.device import Neuron
-
-    if isinstance(device, Neuron):
+    if name == "neuron":
         targets = device.targets(shapes)
         tell(device.listing(targets))
-        return device.artifact(program, targets, progress, shapes[0])
+        folder: Path = device.artifact(program, targets, progress)
+        return folder
     from rayneuron.devices.cpu import library
 
     counts = ", ".join(f"{sum(s.tag == tag for s in shapes)} {tag}" for tag in dict.fromkeys(s.tag for s in shapes))
     tell(f"the CPU runs its {len(shapes)} shapes ({counts}) with one library of C++ kernels, built once for this processor")
-    progress(0, 1, shapes[0])
+    progress(0, 1)
     try:
         entry = library.built(library.best()).parent
     except (OSError, subprocess.SubprocessError) as problem:
         raise CompileError(
             f"the C++ kernels cannot be built here ({problem}); install gcc, or run without: torch's own ops are used"
         ) from None
-    progress(1, 1, shapes[0])
+    progress(1, 1)
     return entry
 
 

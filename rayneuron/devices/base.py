@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ class Ended:
 
 Weights = Mapping[str, Any]  # {"top": {name: Tensor}, "layers": [{name: Tensor}, ...]}
 Program = Callable[..., StepOutput]  # engine.step.step with the architecture bound
-Progress = Callable[[int, int, Shape], None]  # done, total, the shape just made ready
 
 
 class Device(Protocol):

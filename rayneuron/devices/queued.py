@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Device, Program, Progress, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Device, Program, Shape, StepOutput, Weights
 from rayneuron.devices.neuron.graphs import follow
+from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape
 
 Made = TypeVar("Made")

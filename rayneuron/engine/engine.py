@@ -12,7 +12,7 @@ from rayneuron import hashing
 from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.host_sampling import HostSampling
-from rayneuron.engine.logits import Edits, Rules
+from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Plan, Scheduler
@@ -68,7 +68,7 @@ class Engine:
         self._requests: dict[str, dict[int, Sequence]] = {}  # choices by index
         self._deadlines = False
         self._sound: tuple[SamplingParams, ...] = ()  # the last ones that were found so
-        self._rules: deque[Rules] = deque(maxlen=2)  # the last ones that were laid out
+        self._rules: deque[EditRules] = deque(maxlen=2)  # the last ones that were laid out
         self._ended: list[TokenDelta] = []
         self._last_step_s = self._step_started_s = 0.0
         self._under_way: tuple[Plan, Pending] | None = None
@@ -130,13 +130,13 @@ class Engine:
         self._deadlines |= request.deadline_s is not None
         self.scheduler.add(choices[0])
 
-    def _laid_out(self, params: SamplingParams) -> Rules | None:
+    def _laid_out(self, params: SamplingParams) -> EditRules | None:
         """What the host has to do to this request's logits."""
         if not params.edits_logits:
             return None
         rules = next((rules for rules in self._rules if rules.params is params), None)
         if rules is None:
-            rules = Rules(params)
+            rules = EditRules(params)
             self._rules.append(rules)
         return rules
 

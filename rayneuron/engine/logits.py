@@ -31,11 +31,11 @@ def edit(logits: Tensor, sequence: Sequence) -> Tensor:
     In numpy: torch would wake threads that then spin beside the step's.
     """
     if sequence.edits is None:
-        sequence.edits = Edits(sequence, Rules(sequence.params))
+        sequence.edits = Edits(sequence, EditRules(sequence.params))
     return torch.from_numpy(sequence.edits.apply(logits.numpy().copy()))
 
 
-class Rules:
+class EditRules:
     """What a request's parameters say of every step, laid out once for all prompts and choices of a call.
 
     Long lists become one row [V] to add: an addition reads it in order, where an index jumps for each id.
@@ -81,7 +81,7 @@ class Edits:
     count output only (OpenAI).
     """
 
-    def __init__(self, sequence: Sequence, rules: Rules) -> None:
+    def __init__(self, sequence: Sequence, rules: EditRules) -> None:
         self._sequence, self._rules = sequence, rules
         self._known = 0  # ids counted so far
         self._ids = array("q")  # all of them

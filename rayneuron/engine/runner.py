@@ -23,7 +23,6 @@ from rayneuron.devices.base import (
     Device,
     Pending,
     Program,
-    Progress,
     Shape,
     Want,
     Weights,
@@ -33,6 +32,7 @@ from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.scheduler import Plan, Work, wants_scores
 from rayneuron.engine.step import step
+from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvSpace
 from rayneuron.models.memory import kv_shape

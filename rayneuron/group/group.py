@@ -9,57 +9,45 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from rayneuron import settings, wire
-from rayneuron.config import Deployment
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.runner import pack
 from rayneuron.engine.scheduler import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
 from rayneuron.group.children import Children, Processes
-from rayneuron.group.messages import Done, Failed, Placed, Progress, Ready
-from rayneuron.group.rank import Count, Rank
-from rayneuron.group.rendezvous import Meeting, Member
-from rayneuron.group.watch import KINDS, Watch
+from rayneuron.group.messages import Advance, Done, Failed, Placed, Ready
+from rayneuron.group.opening import Runnable
+from rayneuron.group.rank import Rank
+from rayneuron.group.rendezvous import Member, Rendezvous
+from rayneuron.group.watch import Watch, error_of
 from rayneuron.group.worker import Invitation
-from rayneuron.models import hub
-from rayneuron.models.arch import Arch
-from rayneuron.placement.layout import Layout
+from rayneuron.models import Progress
+from rayneuron.placement.layout import Layout, rank_threads
 from rayneuron.placement.memory import float8
 from rayneuron.placement.records import this_process
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
+Made = TypeVar("Made")
 
 FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
 _ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the latter after a loss
 
 
 class Group:
-    """Stands where `engine.runner.Runner` stands. Call `invite`, `meet`, `load`, `warm`, each once, then `start`; `close` on failure too.
+    """Stands where `engine.runner.Runner` stands. Call `meet`, `load`, `warm`, each once, then `start`; `close` on failure too.
 
     `lost`: who was lost, None while all is well; `refused`: connections turned away; `step_s` and `busy_s`: all steps' and all ranks' time.
     """
 
     def __init__(
-        self,
-        config: Deployment,
-        layout: Layout,
-        arch: Arch,
-        capacity: Capacity,
-        dtype: str,
-        model: Path,
-        *,
-        processes: Processes | None = None,
-        on_lost: Callable[[str], None] | None = None,
+        self, model: Runnable, layout: Layout, *, processes: Processes | None = None, on_lost: Callable[[str], None] | None = None
     ) -> None:
-        self.config, self.layout = config, layout
-        self.arch, self.capacity, self.dtype, self.model = arch, capacity, dtype, model
+        self.model, self.layout = model, layout
+        self.config, self.capacity = model.config, model.capacity
         self.processes = processes or Children()
         self.members: list[Member] = []
         self.refused = 0
@@ -67,7 +55,7 @@ class Group:
         self.step_s = self.busy_s = self._began_s = 0.0
         self.rank = Rank()
         self._on_lost = on_lost
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._watch: Watch | None = None
         self._closed = False
 
@@ -86,46 +74,36 @@ class Group:
         """The cores this process holds in the node's ledger, for its whole share of the group."""
         return self.rank.grant.cores if self.rank.grant else ()
 
-    def invite(self) -> Group:
-        """Start the workers' processes, and wait for nothing. Raises ConfigError."""
+    def meet(self) -> None:
+        """Start the workers' processes, wait for them, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
+        limits, ips, others = self.config.group, tuple(self.processes.node_ips), self.layout.workers[1:]
         files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
         wire.allow_files(files)
-        others = self.layout.workers[1:]
-        self._meeting = meeting = Meeting(self.processes.node_ips)
-        invitations = [self._invitation(meeting, worker.index, worker.node, files) for worker in others]
+        self._rendezvous = rendezvous = Rendezvous(ips)
+        invitations = [self._invitation(rendezvous, worker.index, worker.node, files) for worker in others]
+        self.processes.start(invitations, [worker.node for worker in others])
         try:
-            self.processes.start(invitations, [worker.node for worker in others])
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def meet(self) -> None:
-        """Wait for the workers, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
-        meeting, limits, ips = (self if self._meeting else self.invite())._meeting, self.config.group, tuple(self.processes.node_ips)
-        assert meeting is not None
-        try:
-            self.members = meeting.gather(self.layout.workers[1:], ips, limits.start_s, self.processes.gone)
+            self.members = rendezvous.gather(others, ips, limits.start_s, self.processes.gone)
         finally:
-            self.refused = meeting.refused
-            meeting.close()
+            self.refused = rendezvous.refused
+            rendezvous.close()
         for member in self.members:
-            member.channel.limit_bytes = assignment.longest_answer(self.capacity, self.arch.vocab)
+            member.channel.limit_bytes = assignment.longest_answer(self.capacity, self.model.arch.vocab)
         self._watch = Watch(self.members, self._break, limits.silence_s)
-        placed = self._take_places(meeting.token, ips)
+        placed = self._take_places(rendezvous.token, ips)
         begins = assignment.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())
         for member, begin in zip(self.members, begins[1:], strict=True):
             self._tell(member, wire.frame(begin))
         self._locally(lambda: self.rank.begin(begins[0], self._check))
         self._all(Ready, "has not connected to the others", limits.start_s)
 
-    def load(self, progress: Count = lambda done, total: None) -> None:
+    def load(self, progress: Progress = lambda done, total: None) -> None:
         """Read the weights, every rank its share, all at once."""
         self._send(messages.LoadWeights())
         self._locally(lambda: self.rank.load(self._checked(progress)))
         self._all(Ready, "has not loaded its weights, and made no progress", self.config.group.load_s)
 
-    def warm(self, progress: Count = lambda done, total: None) -> None:
+    def warm(self, progress: Progress = lambda done, total: None) -> None:
         """Make every shape ready, all ranks together."""
         self._send(messages.Warm())
         self._locally(lambda: self.rank.warm(self._checked(progress)))
@@ -181,15 +159,15 @@ class Group:
                     member.channel.shutdown()
             except (wire.WireError, TimeoutError):
                 pass  # it has ended already
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
         for member in self.members:
             member.channel.close()
 
-    def _invitation(self, meeting: Meeting, index: int, node: int, files: int) -> Invitation:
+    def _invitation(self, rendezvous: Rendezvous, index: int, node: int, files: int) -> Invitation:
         leader, longest = this_process() if node == 0 else None, assignment.longest_step(self.capacity)
-        return Invitation(index, meeting.token, meeting.addresses(node), self.config.group.start_s, leader, longest, files)
+        return Invitation(index, rendezvous.token, rendezvous.addresses(node), self.config.group.start_s, leader, longest, files)
 
     def _take_places(self, token: bytes, ips: Sequence[str]) -> list[Placed]:
         places = assignment.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))
@@ -203,9 +181,8 @@ class Group:
         return {0: this_process()} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
 
     def _common(self) -> assignment.Common:
-        share = max(1, settings.threads() // max(len(self.layout.on_node(n)) for n in range(self.layout.nodes)))
-        small = float8(self.config, hub.read_config(self.model))
-        return assignment.Common(self.capacity, self.dtype, self.config.threads or share, str(self.model), small)
+        threads = rank_threads(self.config, self.layout, settings.threads())
+        return assignment.Common(self.capacity, self.model.dtype, threads, str(self.model.path), float8(self.config, self.model.raw))
 
     def _send(self, message: messages.ToWorker) -> None:
         frame = wire.frame(message)
@@ -218,7 +195,7 @@ class Group:
         except (wire.WireError, TimeoutError) as problem:
             raise self._lose(f"{member.name} is gone ({problem})", member) from None
 
-    def _locally(self, work: Callable[[], Answer]) -> Answer:
+    def _locally(self, work: Callable[[], Made]) -> Made:
         """This process's own share. What breaks because another one died is reported as that one's death."""
         try:
             return work()
@@ -242,14 +219,14 @@ class Group:
                 self._lose(f"{member.name} is gone ({problem})", member)
                 return
             if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
-                self._lose(f"{member.name} failed: {answer.kind}: {answer.error}")
+                self._lose(error_of(member, answer).message)
                 return
 
-    def _all(self, kind: type[Answer], late: str, timeout_s: float) -> list[Answer]:
-        """One answer of each worker, in order. Progress restarts the clock."""
+    def _all(self, kind: type[Made], late: str, timeout_s: float) -> list[Made]:
+        """One answer of each worker, in order. Advance restarts the clock."""
         return [self._answer(member, kind, late, timeout_s) for member in self.members]
 
-    def _answer(self, member: Member, kind: type[Answer], late: str, timeout_s: float) -> Answer:
+    def _answer(self, member: Member, kind: type[Made], late: str, timeout_s: float) -> Made:
         while True:
             try:
                 answer = member.channel.receive(timeout_s, self._check)
@@ -260,17 +237,13 @@ class Group:
             if isinstance(answer, kind):
                 return answer
             if isinstance(answer, Failed):
-                raise self._failed(member, answer)
-            if not isinstance(answer, Progress):
+                failed = error_of(member, answer)
+                lost = self._lose(failed.message)
+                raise lost if isinstance(failed, WorkerLost) else failed
+            if not isinstance(answer, Advance):
                 raise self._lose(f"{member.name} answered {type(answer).__name__} where {kind.__name__} was due")
 
-    def _failed(self, member: Member, answer: Failed) -> RayNeuronError:
-        if answer.kind in KINDS:
-            self._lose(f"{member.name}: {answer.error}")
-            return KINDS[answer.kind](f"{member.name}: {answer.error}")
-        return self._lose(f"{member.name} failed: {answer.kind}: {answer.error}")
-
-    def _checked(self, progress: Count) -> Count:
+    def _checked(self, progress: Progress) -> Progress:
         def report(done: int, total: int) -> None:
             self._check()
             progress(done, total)

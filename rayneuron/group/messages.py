@@ -120,7 +120,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """A worker: Begin, LoadWeights or Warm is done."""
 
 
-class Progress(msgspec.Struct, tag=True, frozen=True):
+class Advance(msgspec.Struct, tag=True, frozen=True):
     """A worker: `done` of `total` parts of LoadWeights or Warm."""
 
     done: int
@@ -146,4 +146,4 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = Place | Begin | LoadWeights | Warm | Step | Stop | Beat
-FromWorker = Hello | Placed | Ready | Progress | Done | Failed
+FromWorker = Hello | Placed | Ready | Advance | Done | Failed

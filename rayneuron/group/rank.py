@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,34 +19,33 @@ from rayneuron import devices, settings, wire
 from rayneuron.config import Deployment, parse
 from rayneuron.devices.base import Ended, Pending, StepOutput
 from rayneuron.devices.neuron import releases
-from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.errors import CheckpointError
 from rayneuron.group.messages import Begin, Place, Placed
 from rayneuron.placement import cores, instances
 from rayneuron.placement.ledger import Grant, Ledger
 
 if TYPE_CHECKING:
-    import torch
-
     from rayneuron.devices.base import Batch, Shape
     from rayneuron.engine.runner import Runner
     from rayneuron.group.links import Incoming, Outgoing
+    from rayneuron.models import Progress
     from rayneuron.models.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
-Count = Callable[[int, int], None]  # done, total
 Check = Callable[[], None]  # raises when the group is lost
 
 
 class Rank:
-    """What one process holds for the group. Methods belong to one thread, `abort` to any."""
+    """What one process holds for the group; `close` gives it back, however far it came. Methods belong to one thread, `abort` to any."""
 
     def __init__(self) -> None:
+        self._held = ExitStack()  # what was taken, to be given back in the opposite order
+        self._aborts: list[Callable[[], None]] = []
         self.grant: Grant | None = None
         self.runner: Runner | None = None
         self.busy_s = 0.0  # of the last step: without the time it waited for the stage before
         self._listener: socket.socket | None = None
-        self._store_socket: socket.socket | None = None
         self._probes: list[socket.socket] = []
         self._store: Any = None
         self._segment: Any = None
@@ -67,13 +67,15 @@ class Rank:
         if place.take:
             kind = cores.this_node(place.instance, None, 1)
             left = cores.left_here(kind, settings.given(releases.VISIBLE))
-            self.grant = Ledger(Path(place.directory), kind).take(place.take, place.deployment, wait_s=place.wait_s, allowed=left)
+            ledger = Ledger(Path(place.directory), kind)
+            self.grant = self._held.enter_context(ledger.take(place.take, place.deployment, wait_s=place.wait_s, allowed=left))
         if place.share:
             from rayneuron.collectives.shared_memory import Segment
 
             self._segment = Segment.create(place.share)
+            self._held.callback(self._segment.close)
         if place.listen:
-            self._listener = wire.listen(place.node_ip if place.listen == "tcp" else None, backlog=4)
+            self._listener = self._held.enter_context(wire.listen(place.node_ip if place.listen == "tcp" else None, backlog=4))
         return Placed(
             cores=self.grant.cores if self.grant else (),
             segment=self._segment.address if self._segment else None,
@@ -94,43 +96,27 @@ class Rank:
         self._connect(begin, check)
         self._comm = self._collectives(begin)
 
-    def load(self, progress: Count) -> None:
+    def load(self, progress: Progress) -> None:
         """Read this rank's share of the weights. Raises CheckpointError."""
         from rayneuron import models
-        from rayneuron.engine.neuron_sampling import rule_of
-        from rayneuron.engine.runner import Runner
-        from rayneuron.group.ahead import ahead
-        from rayneuron.group.pipeline import program, stage_of
-        from rayneuron.models import hub, presharded
+        from rayneuron.group.opening import Runnable, open_rank
+        from rayneuron.models.config_json import read_config
 
-        begin, config = self._begin, self._config
-        path = Path(begin.model)
+        begin, config, path = self._begin, self._config, Path(self._begin.model)
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} is not on this node; every node of a group needs the model under the same path")
-        raw = hub.read_config(path)
-        together = devices.ranks_per_process(config.device) > 1  # then the workers of a stage share its ranks
-        ranks = config.tensor_parallel if together else begin.ranks
-        arch = models.check(raw, tp=ranks, max_model_len=begin.capacity.length, **config.model_options())
-        dtype = _dtype(begin.dtype)
-        stage = stage_of(config, dtype, begin.stage)
-        kv_dtype = models.kv_type(config.kv_dtype)
-        made = ahead(config, begin.capacity.length, begin.rank, begin.ranks, begin.stage, arch.hidden, raw)
-        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=begin.threads, comm=self._comm)
-        self.runner = Runner(arch, device, begin.capacity, program(arch, stage, rule_of(config)))
-        first, count = (made.start_rank, made.local_ranks or 1) if together else (begin.rank, 1)
-        loaded = [
-            presharded.open_weights(
-                path, raw, arch, dtype=dtype, rank=rank, ranks=ranks, fused=config.fused_qkv, stage=begin.stage,
-                stages=begin.stages, quantization=config.quantization, allow_pickle=config.model.allow_pickle, progress=progress,
-            )
-            for rank in range(first, first + count)
-        ]  # fmt: skip
-        self.runner.load(loaded[0] if count == 1 else {**loaded[0], "ranks": loaded})
+        raw = read_config(path)
+        arch = models.check(raw, tp=config.tensor_parallel, max_model_len=begin.capacity.length, **config.model_options())
+        model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype)
+        self.runner = open_rank(
+            model, begin.threads, progress, stage=begin.stage, worker=begin.rank, workers=begin.ranks, comm=self._comm
+        )  # fmt: skip
+        self._held.callback(self.runner.close)
 
-    def warm(self, progress: Count) -> None:
+    def warm(self, progress: Progress) -> None:
         """Make every shape ready; all ranks of the group do so together."""
         assert self.runner is not None
-        self.runner.warm(lambda done, total, shape: progress(done, total))
+        self.runner.warm(progress)
 
     def run(self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
         """One step: copies of blocks, then the micro-batches in order."""
@@ -154,9 +140,11 @@ class Rank:
         """One micro-batch; hidden states come from the previous stage and go to the next."""
         import torch
 
+        from rayneuron import models
+
         assert self.runner is not None
         if self._before is not None:
-            made = torch.empty(shape.rows, shape.tokens, self.runner.arch.hidden, dtype=_dtype(self._begin.dtype))
+            made = torch.empty(shape.rows, shape.tokens, self.runner.arch.hidden, dtype=models.compute_type(self._begin.dtype))
             batch.hidden = self._before.receive(made)
         out = self.runner.begin(copies, shape, batch).wait()
         if self._after is None:
@@ -167,22 +155,16 @@ class Rank:
 
     def abort(self) -> None:
         """Break every wait of this rank, and of the ranks it shares memory with. For any thread."""
-        for part in (self._comm, self._before, self._after):
-            abort = getattr(part, "abort", None)
-            if abort is not None:
-                abort()
+        for abort in tuple(self._aborts):
+            abort()
 
     def close(self) -> None:
-        """Give everything back, the cores last."""
-        if self.runner is not None:
-            self.runner.close()
-        for part in (self._after, self._before, self._comm, self._segment, self._listener, self._store_socket, *self._probes):
-            close = getattr(part, "close", None)
-            if close is not None:
-                close()
-        self._store = self._comm = self._segment = self._before = self._after = self.runner = None
-        if self.grant is not None:
-            self.grant.release()
+        """Give everything back, the cores last. Harmless twice."""
+        try:
+            self._held.close()
+        finally:
+            self._aborts.clear()
+            self.runner = self._comm = self._store = self._segment = self._before = self._after = None
 
     def _export(self, ours: Mapping[str, str], config: Deployment) -> None:
         """This node's operator may have said something too; the runtime reads all of it once."""
@@ -200,9 +182,8 @@ class Rank:
         """The meeting point of gloo, on this node's own address and a port that is bound before anybody hears of it."""
         import torch.distributed as dist
 
-        self._store_socket = wire.listen(place.node_ip)
-        port = self._store_socket.getsockname()[1]
-        descriptor = self._store_socket.dup().detach()
+        bound = self._held.enter_context(wire.listen(place.node_ip))
+        port, descriptor = bound.getsockname()[1], bound.dup().detach()
         limit = timedelta(seconds=place.wait_s + 120)
         store: Any = dist.TCPStore  # type: ignore[attr-defined]
         self._store = store(place.node_ip, port, place.gather, True, limit, wait_for_workers=False, master_listen_fd=descriptor)
@@ -210,21 +191,26 @@ class Rank:
 
     def _hold_ports(self, ip: str) -> tuple[int, int]:
         """Two ports for the runtime's own meetings; held until all of the group have theirs, so that none is given twice."""
-        self._probes = [wire.listen(ip), wire.listen(ip)]
+        self._probes = [self._held.enter_context(wire.listen(ip)) for _ in range(2)]
         first, second = (probe.getsockname()[1] for probe in self._probes)
         return first, second
 
     def _connect(self, begin: Begin, check: Check) -> None:
         from rayneuron.group import links
 
-        place, rank = self._place, begin.rank
+        place, rank, keep = self._place, begin.rank, self._held
         if begin.link:
             name = f"rank {rank} of stage {begin.stage + 1}"
-            self._after = links.Outgoing(links.dial(begin.link, place.token, place.index, name, begin.timeout_s), name)
+            connection = keep.enter_context(links.dial(begin.link, place.token, place.index, name, begin.timeout_s))
+            self._after = links.Outgoing(connection, name)
+            self._aborts.append(self._after.abort)
+            keep.callback(self._after.close)
         if self._listener is not None:
             name = f"rank {rank} of stage {begin.stage - 1}"
-            connection = links.accept(self._listener, place.token, name, begin.timeout_s, check)
+            connection = keep.enter_context(links.accept(self._listener, place.token, name, begin.timeout_s, check))
             self._before = links.Incoming(connection, name, begin.step_timeout_s)
+            self._aborts.append(self._before.abort)
+            keep.callback(self._before.close)
             self._listener.close()
             self._listener = None
 
@@ -250,13 +236,8 @@ class Rank:
 
         if self._segment is None:
             self._segment = Segment.attach(begin.segment, here)
-        return SharedMemory(self._segment, begin.rank % here, here, peers=begin.peers, timeout_s=begin.step_timeout_s)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"{name!r} is no dtype")
-    return found
+            self._held.callback(self._segment.close)
+        comm = SharedMemory(self._segment, begin.rank % here, here, peers=begin.peers, timeout_s=begin.step_timeout_s)
+        self._aborts.append(comm.abort)
+        self._held.callback(comm.close)
+        return comm

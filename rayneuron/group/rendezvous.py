@@ -39,7 +39,7 @@ def label(worker: Worker) -> str:
     return f"worker {worker.index}, {ranks} of stage {worker.stage}"
 
 
-class Meeting:
+class Rendezvous:
     """Listeners on this host's unix socket and, where there are further nodes, on this node's internal address. `refused` counts others."""
 
     def __init__(self, node_ips: Sequence[str]) -> None:

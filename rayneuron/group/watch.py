@@ -17,6 +17,12 @@ BEATS = 5  # in the time after which a silent host is lost
 KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError, DeviceError)}
 
 
+def error_of(member: Member, said: Failed) -> RayNeuronError:
+    """What a worker failed with, as the error to raise here: of its kind where that is one of ours that means something beyond a loss."""
+    text = said.error if said.kind in KINDS else f"failed: {said.kind}: {said.error}"
+    return KINDS.get(said.kind, WorkerLost)(f"{member.name}: {text}")
+
+
 class Watch:
     """Waits for hang-ups of the workers' connections, which the kernel closes with their processes. `on_loss`: called once.
 
@@ -27,7 +33,7 @@ class Watch:
     def __init__(self, members: Sequence[Member], on_loss: Callable[[str], None], silence_s: float) -> None:
         self.lost: str | None = None
         self._gone: Sequence[Member] = ()
-        self._words: tuple[type[RayNeuronError], str] | None = None
+        self._words: tuple[Member, Failed] | None = None
         self._on_loss = on_loss
         self._once = threading.Lock()
         self._stopping = False
@@ -57,12 +63,10 @@ class Watch:
             try:
                 while (said := member.channel.receive_now()) is not None:
                     if isinstance(said, Failed) and said.kind != WorkerLost.__name__:
-                        text = said.error if said.kind in KINDS else f"failed: {said.kind}: {said.error}"
-                        self._words = KINDS.get(said.kind, WorkerLost), f"{member.name}: {text}"
+                        self._words = member, said
             except wire.WireError:
                 continue
-        kind, text = self._words or (WorkerLost, self.lost or "")
-        return kind(text)
+        return error_of(*self._words) if self._words is not None else WorkerLost(self.lost or "")
 
     def stop(self) -> None:
         """From now on hang-ups are wanted."""

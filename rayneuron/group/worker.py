@@ -20,7 +20,7 @@ import msgspec
 from rayneuron import wire
 from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
-from rayneuron.group.messages import Beat, Begin, Failed, Hello, LoadWeights, Place, Progress, Ready, Step, Stop, ToWorker, Warm
+from rayneuron.group.messages import Advance, Beat, Begin, Failed, Hello, LoadWeights, Place, Ready, Step, Stop, ToWorker, Warm
 from rayneuron.group.rank import Rank
 from rayneuron.placement.records import process_started
 
@@ -116,7 +116,7 @@ def _reporter(channel: wire.Channel[ToWorker]) -> Callable[[int, int], None]:
         nonlocal last
         if time.monotonic() - last >= _PROGRESS_S:
             last = time.monotonic()
-            channel.send(Progress(done, total))
+            channel.send(Advance(done, total))
 
     return report
 

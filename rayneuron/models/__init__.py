@@ -6,6 +6,7 @@ A family's file needs no torch, so that whoever plans knows its tensors without 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -35,7 +36,8 @@ FAMILIES = {
     "qwen3_moe": "qwen_moe",
 }
 STRETCHING = ("linear", "dynamic", "yarn")  # kinds whose factor is on top of max_position_embeddings
-DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+Progress = Callable[[int, int], None]  # what long work tells of itself: done, total
 
 
 def family(config: dict[str, Any]) -> ModuleType:
@@ -61,6 +63,14 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
     if config.get("head_dim") not in (None, arch.head_dim):
         raise CheckpointError(f"config.json sets head_dim: {config['head_dim']!r:.60}, but a {arch.model_type} model has {arch.head_dim}")
     return arch
+
+
+def compute_type(word: str) -> torch.dtype:
+    """The torch dtype of one of `words.COMPUTE`."""
+    import torch
+
+    found: torch.dtype = getattr(torch, words.COMPUTE[word])
+    return found
 
 
 def kv_type(name: str | None) -> torch.dtype | None:
@@ -108,9 +118,7 @@ def check(
             f"max_model_len {max_model_len} is beyond the model's {limit} positions; write max_model_len: {limit} or less, "
             "or a rope_scaling in config.json that reaches so far"
         )
-    if dtype not in DTYPES:
-        near = difflib.get_close_matches(dtype, DTYPES, 1)
-        raise ConfigError(f"dtype {dtype!r} is unknown; write {near[0] if near else 'one of ' + ', '.join(DTYPES)}")
+    words.compute(dtype, config)
     if quantization is not None:
         words.quantised(quantization)
     if kv_dtype is not None:

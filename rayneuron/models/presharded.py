@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, weights
+from rayneuron.models import Progress, hub, weights, words
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import dtype_of
 from rayneuron.models.quantization import dtype_name, parse, stored
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ SHAPES = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "gated", "norm", "parallel", "position", "qk_norm", "embed",
     "norm_weights", "final_norm", "post_norm", "experts", "dense_layers", "dense_ffn", "tied", "biased",
 )  # fmt: skip
-WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +69,15 @@ def shard(
     group_query_attention: str | None = None,
     shard_over_sequence: bool = False,
     allow_pickle: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Cut a model directory for `tp` ranks into `out`, one rank in memory at a time. progress(layers done, layers of all ranks)."""
     config = hub.read_config(path)
     how = None if quantization is None else parse(quantization, scheme)
     heads = {"group_query_attention": group_query_attention, "shard_over_sequence": shard_over_sequence}
     arch = models.check(config, tp=tp, max_model_len=1, dtype=dtype, quantization=quantization, **heads)  # type: ignore[arg-type]
-    kind, source, target = stored_dtype(dtype, config), hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
+    word = words.compute(dtype, config)
+    kind, source, target = models.compute_type(word), hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
     (target / FOLDER).mkdir()
     files, slowest = [], 0.0
     for rank in range(tp):
@@ -99,7 +98,7 @@ def shard(
         format=FORMAT,
         model_type=arch.model_type,
         tp=tp,
-        dtype=word_of(kind),
+        dtype=word,
         quantization=dtype_name(kept.dtype) if kept else None,
         scheme=kept.scheme if kept else None,
         fused_qkv=fused_qkv,
@@ -148,7 +147,7 @@ def read_manifest(path: str | Path) -> Manifest:
         manifest = msgspec.convert(found, Manifest)
     except msgspec.ValidationError as e:
         raise CheckpointError(f"{Path(path) / MANIFEST} is damaged ({e}); run `rayneuron shard` again") from None
-    if not len(manifest.file_bytes) == len(manifest.headers) == manifest.tp or manifest.dtype not in WORDS:
+    if not len(manifest.file_bytes) == len(manifest.headers) == manifest.tp or manifest.dtype not in words.COMPUTE:
         raise CheckpointError(f"{Path(path) / MANIFEST} is damaged: its tp, dtype, file_bytes and headers do not fit")
     for rank, size in enumerate(manifest.file_bytes):
         file = file_of(path, rank)
@@ -162,7 +161,7 @@ def check(manifest: Manifest, arch: Arch, *, ranks: int, dtype: torch.dtype, fus
     """Refuse files cut for another deployment or config.json. Raises ConfigError saying which key to change, or CheckpointError."""
     if manifest.tp != ranks:
         raise ConfigError(f"the weights are cut for {manifest.tp} ranks, not {ranks}; write tensor_parallel: {manifest.tp}, or shard again")
-    if WORDS[manifest.dtype] != dtype:
+    if models.compute_type(manifest.dtype) != dtype:
         raise ConfigError(f"the weights are stored in {manifest.dtype}; write dtype: {manifest.dtype}, or shard again")
     if manifest.fused_qkv != fused:
         raise ConfigError(f"the weights were cut with fused_qkv: {str(manifest.fused_qkv).lower()}; write the same, or shard again")
@@ -181,7 +180,7 @@ def check(manifest: Manifest, arch: Arch, *, ranks: int, dtype: torch.dtype, fus
         raise CheckpointError(f"config.json is not the one the {manifest.model_type} weights were cut with: {said}; shard again")
 
 
-def load(path: str | Path, manifest: Manifest, arch: Arch, rank: int, progress: weights.Progress | None = None) -> dict[str, Any]:
+def load(path: str | Path, manifest: Manifest, arch: Arch, rank: int, progress: Progress | None = None) -> dict[str, Any]:
     """One rank's weights as `weights.load` gives them, mapped from its file, every tensor held against its checksum."""
     file = hub.SafeFile(file_of(path, rank))
     is_of = tuple(file.said.get(name) for name in ("rank", "ranks"))
@@ -231,7 +230,7 @@ def open_weights(
     allow_pickle: bool = False,
     stage: int = 0,
     stages: int = 1,
-    progress: weights.Progress | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """One rank's weights from a model directory of either kind: presharded files are mapped, a checkpoint is read and cut."""
     started = time.perf_counter()
@@ -247,14 +246,3 @@ def open_weights(
     )  # fmt: skip
     log.info("rank %d of %d: %.0f MiB of weights in %.2f s", rank, ranks, weights.held_bytes(held) / 2**20, time.perf_counter() - started)
     return held
-
-
-def stored_dtype(word: str, config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype weights are stored in: the word's, or the checkpoint's own for auto."""
-    own = dtype_of(config)
-    return WORDS[word] if word != "auto" else getattr(torch, own) if own in ("bfloat16", "float16") else torch.float32
-
-
-def word_of(dtype: torch.dtype) -> str:
-    """Our word for a compute dtype."""
-    return next(w for w, d in WORDS.items() if d == dtype)

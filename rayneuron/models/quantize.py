@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +12,7 @@ import torch
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError
-from rayneuron.models import hub
+from rayneuron.models import Progress, hub
 from rayneuron.models.arch import Arch
 from rayneuron.models.quantization import METHOD, dtype_name, parse, quantise, scale_name, spread, stored_scale
 from rayneuron.models.rules import PRODUCTS, same
@@ -37,7 +36,7 @@ def quantize(
     out: str | Path,
     *,
     allow_pickle: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Write a quantised copy of a model directory that loads as it is: `<layer>.weight` small, `<layer>.scale` float32 beside it.
 

@@ -6,7 +6,7 @@ The canonical names and the rules that lead to them are in `rules`; what of a te
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.errors import CheckpointError
-from rayneuron.models import flash_decoding, shard
+from rayneuron.models import Progress, flash_decoding, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import alibi_slopes
 from rayneuron.models.quantization import Quantization, is_quantised, parse, quantise, scale_of
@@ -25,7 +25,6 @@ from rayneuron.models.rules import PRODUCTS, Convert, Rules, cut_of, entering, s
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # layers done, layers in all
 
 SCALES = (".scale", ".weight_scale")  # NxD's name and the hub's
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}

@@ -13,6 +13,7 @@ from typing import Literal
 
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
+from rayneuron.models.shard import stage_layers
 from rayneuron.placement.instances import Instance, instance
 
 # Whose rules a group must obey: ours, or those of a library whose artifacts or launch scripts are to be kept.
@@ -60,6 +61,11 @@ class Layout:
     def local_tp(self) -> int:
         """TP ranks of one stage on one node."""
         return self.tensor_parallel // self.nodes_per_stage
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a replica is a group, with a placement group of its own: several processes, or cores that are counted."""
+        return len(self.workers) > 1 or CORES in self.bundles[0]
 
     def stage(self, stage: int) -> tuple[Worker, ...]:
         """The workers of one stage in rank order; the first holds rank 0."""
@@ -116,10 +122,9 @@ def partition(layers: int, stages: int, style: Style = "own") -> tuple[range, ..
     """
     if style == "transformers-neuronx":
         each = -(-layers // stages)
-        edges = [min(i * each, layers) for i in range(stages + 1)]
+        parts = tuple(range(min(i * each, layers), min((i + 1) * each, layers)) for i in range(stages))
     else:
-        edges = [i * (layers // stages) + min(i, layers % stages) for i in range(stages + 1)]
-    parts = tuple(range(a, b) for a, b in zip(edges, edges[1:], strict=False))
+        parts = tuple(stage_layers(layers, stage, stages) for stage in range(stages))
     if not all(parts):
         most = max(n for n in range(1, stages) if len(range(0, layers, -(-layers // n))) == n)
         raise ConfigError(
@@ -232,6 +237,12 @@ def group_layout(config: Deployment, ranks_per_process: int) -> Layout:
         instance=counted(config),
         cpus_per_worker=config.serving.num_cpus or 1.0,
     )
+
+
+def rank_threads(config: Deployment, made: Layout, cpus: int) -> int:
+    """CPU threads of one rank: `threads`, else the whole CPUs that Ray reserves for it, else its share of the `cpus` of a node."""
+    reserved = int(config.serving.num_cpus or 0)
+    return config.threads or reserved or max(1, cpus // max(len(made.on_node(node)) for node in range(made.nodes)))
 
 
 def counted(config: Deployment) -> Instance | None:

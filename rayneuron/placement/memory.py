@@ -12,15 +12,13 @@ from typing import Any
 from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity, prefill_sizes
-from rayneuron.models import shard
+from rayneuron.models import shard, words
 from rayneuron.models.arch import Arch
-from rayneuron.models.config_json import dtype_of
 from rayneuron.models.memory import kv_shape, parameters, share
 
 MIB = 2**20
 # What the runtime keeps on each core beside tensors: code of the loaded graphs, DMA rings, collectives' buffers. Inferred, not measured.
 RUNTIME_BYTES = 512 * MIB
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SMALL = 1  # int8, f8e4m3, f8e5m2
 
 
@@ -50,7 +48,7 @@ def memory(
     config: Deployment, raw: Mapping[str, Any], capacity: Capacity, ranks: int, layers: range, *, first: bool = True, last: bool = True
 ) -> Memory:
     """What one rank of one stage holds. The weights and KV are exact, the scratch an upper bound for plain (unfused) attention."""
-    arch, width = arch_of(config, raw, ranks), _BYTES[dtype(config.dtype, raw)]
+    arch, width = arch_of(config, raw, ranks), words.WIDTHS[words.compute(config.dtype, raw)]
     held = parameters(arch, models.family(dict(raw)), ranks, layers, first=first, last=last)
     quantised = config.quantization is not None or (raw.get("quantization_config") or {}).get("quant_method") == "rayneuron"
     weights = held.products * (_SMALL if quantised else width) + held.others * width + (4 * held.channels if quantised else 0)
@@ -71,14 +69,7 @@ def _scratch(arch: Arch, c: Capacity, ranks: int, width: int, last: bool) -> int
     return most
 
 
-def dtype(name: str, raw: Mapping[str, Any]) -> str:
-    """The compute dtype of `dtype`. auto: the checkpoint's, except that fp16 becomes bf16, which CPUs compute hundreds of times faster."""
-    if name != "auto":
-        return name
-    return "bf16" if dtype_of(raw) in ("bfloat16", "float16") else "fp32"
-
-
 def float8(config: Deployment, raw: Mapping[str, Any]) -> bool:
     """Whether weights or KV are float8: the deployment says so, or the checkpoint itself."""
-    words = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
-    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in words)
+    said = (config.quantization, config.kv_dtype, (raw.get("quantization_config") or {}).get("dtype"))
+    return any(str(word).startswith(("f8", "float8", "torch.float8")) for word in said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import inventory
 from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models.config_json import read_json
 from rayneuron.placement import instances
 from rayneuron.placement.environment import Endpoints, Host, environment
 from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, host_memory, stage_memory
@@ -161,14 +161,9 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
         return config.model.config
     path = resolve(config.model.path) / "config.json"
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(
-            f"{path} cannot be read ({problem}); write the model's config.json inline as model.config to plan without the checkpoint"
-        ) from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return found
+        return read_json(path)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{problem}; write the model's config.json inline as model.config to plan without the checkpoint") from None
 
 
 def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +36,8 @@ DRAIN_CHECK_S = 0.5
 CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
 PEERS_S = 2.0  # for the other replicas to give their part of a scrape
-LEAVE_S = 1.0  # for streams to take their error event, after a worker was lost
-LAST_BYTES_S = 0.5  # and for Serve's proxy to fetch it
+START_S = 1.0  # for a start that fails to say why by itself
+LAST_BYTES_S = 0.5  # for Serve's proxy to fetch what streams said last
 SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
 
 
@@ -59,18 +58,15 @@ class ServedEngine(Replica):
     async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
         _log_through_serve()
         self._event_loop = asyncio.get_running_loop()
-        opener = self._open_group if opener is loading.open_engine and grouped(deployment.parse(config)) else opener
+        opener = self._open_group if opener is loading.open_engine and layout_of(deployment.parse(config)).grouped else opener
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         settle_interpreter()
         self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
 
-    def _open_group(self, config: Deployment, progress: loading.Progress) -> loading.Opened:
+    def _open_group(self, config: Deployment, progress: loading.StageProgress) -> loading.Opened:
         """Worker 0 of a group, whose other workers are actors in this replica's placement group."""
-        layout = layout_of(config)
-        threads = self.config.threads or int(max(1, config.serving.num_cpus or 1))
-        config = config.model_copy(update={"threads": threads})
-        return loading.open_engine(config, progress, processes=Actors(layout), on_lost=self._lost)
+        return loading.open_engine(config, progress, processes=Actors(layout_of(config)), on_lost=self._lost)
 
     def check_health(self) -> None:
         """As Replica's. One that is dead or wedged ends at once: Serve would ask three times, and then drain what cannot finish."""
@@ -91,11 +87,10 @@ class ServedEngine(Replica):
         log.error("this replica ends: %s", reason)
         served = self._served
         if served is not None:
-            self.state = "leaving"
-            served.flights.fail_all(NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
-        until = time.monotonic() + LEAVE_S
-        while (served is None or len(served.flights)) and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+            self.leave()
+            await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
+        else:
+            await asyncio.sleep(START_S)
         await asyncio.sleep(LAST_BYTES_S)
         os._exit(1)
 
@@ -183,11 +178,6 @@ def application_of(config: Deployment, opener: Opener = loading.open_engine) -> 
     return wanted.bind(arguments) if opener is loading.open_engine else wanted.bind(arguments, opener)
 
 
-def grouped(config: Deployment) -> bool:
-    """Whether the model runs on several ranks or on counted cores, hence in a placement group of its own."""
-    return config.tensor_parallel * config.pipeline_parallel > 1 or config.instance is not None
-
-
 def layout_of(config: Deployment) -> Layout:
     """Where the ranks of one replica run. Raises ConfigError."""
     return group_layout(config, devices.ranks_per_process(config.device))
@@ -204,7 +194,7 @@ def placement_of(config: Deployment) -> dict[str, Any]:
             if not config.serving.wait_for_nodes:
                 raise
             log.warning("%s: waiting for nodes: %s", config.model.served_name, short.message)
-    if not grouped(config):
+    if not layout.grouped:
         return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
     return {
         "ray_actor_options": worker_options(layout, layout.workers[0]),

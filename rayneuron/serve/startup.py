@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rayneuron import settings
+from rayneuron import devices, settings
 from rayneuron.config import Deployment
 from rayneuron.loading import Opened
+from rayneuron.placement.layout import group_layout, rank_threads
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +99,5 @@ def events_per_s(config: Deployment) -> float:
 
 
 def thread_share(config: Deployment) -> int:
-    """CPU threads of the replica: `threads`, else the whole CPUs it reserves, else all it may use.
-
-    Ray exports OMP_NUM_THREADS=1 into actors that reserve one CPU or less, hence an explicit number.
-    """
-    if config.threads is not None:
-        return config.threads
-    if config.serving.num_cpus is not None and config.serving.num_cpus >= 1:
-        return int(config.serving.num_cpus)
-    return len(os.sched_getaffinity(0))
+    """CPU threads of a rank, of all the CPUs this process may use: Ray's OMP_NUM_THREADS=1 in small actors is not our limit."""
+    return rank_threads(config, group_layout(config, devices.ranks_per_process(config.device)), len(os.sched_getaffinity(0)))

@@ -17,7 +17,7 @@ from rayneuron.types import FinishReason, Request, Stamps
 
 log = logging.getLogger(__name__)
 
-Ended = Callable[[int, FinishReason, int, Stamps], None]  # choice, reason, generated tokens, stamps
+OnEnd = Callable[[int, FinishReason, int, Stamps], None]  # choice, reason, generated tokens, stamps
 
 
 class Tracer:
@@ -37,7 +37,7 @@ class Tracer:
         self._model_name = model_name
         self._epoch_ns = time.time_ns() - time.monotonic_ns()  # stamps are monotonic seconds, spans want nanoseconds since 1970
 
-    def begin(self, request: Request, headers: Mapping[bytes, bytes]) -> Ended:
+    def begin(self, request: Request, headers: Mapping[bytes, bytes]) -> OnEnd:
         """What to call when a choice of `request` ends; `headers` may hold the caller's traceparent."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items() if name.startswith(b"trace")}
         return partial(self._end, request, self._extract(carrier))

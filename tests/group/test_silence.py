@@ -13,7 +13,7 @@ import pytest
 
 from rayneuron import wire
 from rayneuron.errors import Busy, RayNeuronError, WorkerLost
-from rayneuron.group.messages import VERSION, Beat, Failed, FromWorker, Hello, Progress, ToWorker
+from rayneuron.group.messages import VERSION, Advance, Beat, Failed, FromWorker, Hello, ToWorker
 from rayneuron.group.rendezvous import Member
 from rayneuron.group.watch import Watch
 from rayneuron.placement.layout import Worker
@@ -111,7 +111,7 @@ def test_who_fails_has_the_last_word(said: Failed | None, kind: type[RayNeuronEr
     ours: wire.Channel[FromWorker] = wire.Channel(here, FromWorker)
     watched = Watched(ours)
     theirs: wire.Channel[ToWorker] = wire.Channel(there, ToWorker)
-    theirs.send(Progress(1, 2))
+    theirs.send(Advance(1, 2))
     if said is not None:
         theirs.send(said)
     theirs.close()

@@ -12,10 +12,10 @@ from rayneuron import devices, models
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, shard, weights
+from rayneuron.models import hub, shard, weights, words
 from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
-from rayneuron.placement.memory import dtype, memory
+from rayneuron.placement.memory import memory
 from tests.models import cases
 
 GB = 1e9
@@ -161,7 +161,7 @@ def test_dtype_and_small_kv() -> None:
     wide, narrow = (memory(deployment(dtype=d), LLAMA_31_8B, c, 2, range(32)) for d in ("fp32", "bf16"))
     assert wide.weights == 2 * narrow.weights and wide.kv == 2 * narrow.kv
     assert memory(deployment(dtype="bf16", kv_dtype="f8e4m3"), LLAMA_31_8B, c, 2, range(32)).kv * 2 == narrow.kv
-    assert dtype("auto", LLAMA_31_8B) == "bf16" and dtype("auto", GPT2) == "fp32" and dtype("fp16", GPT2) == "fp16"
+    assert words.compute("auto", LLAMA_31_8B) == "bf16" and words.compute("auto", GPT2) == "fp32" and words.compute("fp16", GPT2) == "fp16"
 
 
 def test_unreadable_configs_name_what_is_wrong() -> None:

@@ -13,7 +13,7 @@ import pytest
 from rayneuron.api import call as api
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.errors import RequestError
-from rayneuron.serve.leg import Leg
+from rayneuron.serve.flight import Leg
 from rayneuron.text.text import Assembler
 from rayneuron.types import Request, SamplingParams
 from tests.serve.real import serving

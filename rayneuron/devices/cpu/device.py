@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, Program, Progress, Shape, Weights
+from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, Program, Shape, Weights
 from rayneuron.devices.cpu import int8
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
 from rayneuron.devices.idle import idle
 from rayneuron.errors import CompileError
-from rayneuron.models import experts
+from rayneuron.models import Progress, experts
 from rayneuron.models import ops as plain
 from rayneuron.models.collectives import Collectives, Solo
 from rayneuron.models.kv import Kv, KvShape
@@ -74,7 +74,7 @@ class Cpu:
         assert self.kv is not None
         for i, shape in enumerate(first):
             self.start(shape, idle(shape, self.kv.shape.space))
-            progress(i + 1, len(first), shape)
+            progress(i + 1, len(first))
 
     @torch.inference_mode()
     def start(self, shape: Shape, batch: Batch) -> Ended:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
-from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Batch, Program, Progress, Shape, StepOutput, Weights
+from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Batch, Program, Shape, StepOutput, Weights
 from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron import artifact, graphs, releases
 from rayneuron.devices.neuron.graphs import WHOLE, Border, Graph, Move, Target
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, build, sdk, start
 from rayneuron.errors import CompileError, ConfigError, DeviceError
+from rayneuron.models import Progress
 from rayneuron.models import ops as plain
 from rayneuron.models.kv import KvShape
 
@@ -127,7 +128,7 @@ class Neuron:
             raise CompileError("load weights before compiling")
         visible = artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
         targets = self.targets(shapes)
-        path = self.artifact(program, targets, progress, shapes[0])
+        path = self.artifact(program, targets, progress)
         settings.bind(visible, self._name)
         self._model = start(self.sdk, path, self.start_rank, [dict(graphs.named(w)) for w in self._held], self._name, visible)
         self._targets = frozenset(targets)
@@ -138,7 +139,7 @@ class Neuron:
             if target not in met:
                 met.add(target)
                 self.start(shape, self._idle(shape)).wait()
-            progress(i + 1, len(shapes), shape)
+            progress(i + 1, len(shapes))
         scratch = self._shape.space.scratch
         self.kv_copy([(scratch, scratch)])
         self.kv_write([scratch], self.kv_read([scratch]))
@@ -159,15 +160,15 @@ class Neuron:
             {t.tag: self._arguments(t) for t in targets}, self._border.feedback,
         )  # fmt: skip
 
-    def artifact(self, program: Program, targets: Sequence[Target], progress: Progress, shape: Shape) -> Path:
+    def artifact(self, program: Program, targets: Sequence[Target], progress: Progress) -> Path:
         """The folder of the compiled graphs: the artifact the deployment names, or the cache's, compiled if it is nowhere."""
         key = self.key(program, targets)
         if self._artifact is not None:
             return artifact.opened(self._artifact, key)
         return (self._cache or Cache()).get_or_build(
             key,
-            lambda draft: self._build(program, targets, draft, progress, shape),
-            lambda what, waited_s: progress(0, len(targets), shape),  # a sign of life, for a group whose other node compiles
+            lambda draft: self._build(program, targets, draft, progress),
+            lambda what, waited_s: progress(0, len(targets)),  # a sign of life, for a group whose other node compiles
         )
 
     def start(self, shape: Shape, batch: Batch) -> Started:
@@ -266,14 +267,14 @@ class Neuron:
         float8 = any(d.is_floating_point and d.itemsize == 1 for d in dtypes)
         return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
-    def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress, shape: Shape) -> None:
+    def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress) -> None:
         graph = Graph(program, self.ops, self.comm, self._held[0], self._shape, self.kv_dtype, self._border)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
         arguments = {graphs.name(t): self._arguments(t) for t in targets}
         key = self.key(program, targets)
         build(
             self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft,
-            lambda n: progress(n, len(targets), shape), self._name, draft.parents[1] / "failed" / key.digest,
+            lambda n: progress(n, len(targets)), self._name, draft.parents[1] / "failed" / key.digest,
         )  # fmt: skip
         artifact.write(draft, key, targets)
 

@@ -128,7 +128,7 @@ def opened(standin: Path, tiny: Path, ranks: int, **options):
     return device, partial(step, arch), shapes, arch
 
 
-def silent(done: int, total: int, shape: Shape) -> None:
+def silent(done: int, total: int) -> None:
     return None
 
 
@@ -154,7 +154,7 @@ def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkey
     cores(monkeypatch, 1)
     device, program, shapes, _ = opened(standin, tiny, 1)
     heard = []
-    device.compile(program, shapes, lambda done, total, shape: heard.append((done, total)))
+    device.compile(program, shapes, lambda done, total: heard.append((done, total)))
     assert heard[-1] == (2, 2)
     other = Shape("decode", 1, 1, 32, LIKELIEST)
     with pytest.raises(CompileError, match="was not listed"):

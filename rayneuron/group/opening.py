@@ -1,0 +1,80 @@
+"""A rank's device with its weights and its step: the one way to open it, alone, as one of a group, or only to compile for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayneuron import devices, models
+from rayneuron.config import Deployment
+from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.neuron_sampling import rule_of
+from rayneuron.engine.runner import Runner
+from rayneuron.group import pipeline
+from rayneuron.group.ahead import ahead
+from rayneuron.models import Progress, presharded
+from rayneuron.models.arch import Arch
+
+if TYPE_CHECKING:
+    from rayneuron.models.collectives import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A deployment and the model directory it runs, held against each other. `raw`: config.json; `dtype`: our word of the compute dtype."""
+
+    config: Deployment
+    path: Path
+    raw: dict[str, Any]
+    arch: Arch
+    capacity: Capacity
+    dtype: str
+
+
+def open_rank(
+    model: Runnable, threads: int, progress: Progress, *, stage: int = 0, worker: int = 0, workers: int = 1,
+    comm: Collectives | None = None, compiling: bool = False,
+) -> Runner:  # fmt: skip
+    """Open the device of the `worker`-th of the `workers` processes that share the ranks of a stage, and load their weights.
+
+    compiling: to compile for it without its cores: one rank stands for all, and nothing is looked for among what is compiled already.
+    Raises CheckpointError, ConfigError, CompileError or what the device raises, and nothing is left of it.
+    """
+    config, dtype = model.config, models.compute_type(model.dtype)
+    made = ahead(config, model.capacity.length, worker, workers, stage, model.arch.hidden, model.raw)
+    if compiling:
+        made = replace(made, local_ranks=1, artifact=None, required=False)
+    program = pipeline.program(model.arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
+    with ExitStack() as undo:
+        kv_dtype = models.kv_type(config.kv_dtype)
+        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=threads, comm=comm)
+        undo.callback(device.close)
+        runner = Runner(model.arch, device, model.capacity, program)
+        runner.load(_weights(model, made, stage, progress))
+        undo.pop_all()
+    return runner
+
+
+def _weights(model: Runnable, made: devices.Ahead, stage: int, progress: Progress) -> dict[str, Any]:
+    """Weights of the ranks this process drives: those of the first, and under "ranks" all of them where there are several."""
+    config, local = model.config, made.local_ranks or made.ranks
+    loaded = [
+        presharded.open_weights(
+            model.path,
+            model.raw,
+            model.arch,
+            dtype=models.compute_type(model.dtype),
+            rank=made.start_rank + i,
+            ranks=made.ranks,
+            fused=config.fused_qkv,
+            quantization=config.quantization,
+            allow_pickle=config.model.allow_pickle,
+            stage=stage,
+            stages=config.pipeline_parallel,
+            progress=lambda done, total, i=i: progress(i * total + done, local * total),  # type: ignore[misc]
+        )
+        for i in range(local)
+    ]
+    return loaded[0] if local == 1 else {**loaded[0], "ranks": loaded}
