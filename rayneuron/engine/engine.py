@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rayneuron import hashing
 from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.host_sampling import HostSampling
@@ -56,12 +55,11 @@ class Engine:
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, caching=model is not None)
+        self.scheduler = Scheduler(runner.capacity, model)
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
         self.ledger_wrong = 0  # times the books did not balance
-        self._model = model
         self._rule = rule
         self._host = HostSampling(rule)
         self._order = 0
@@ -103,7 +101,6 @@ class Engine:
         most = request.params.max_tokens
         eos_ids = frozenset() if request.params.ignore_eos else self.eos_ids
         rules = self._laid_out(request.params)
-        root = hashing.root(self._model, request.adapter or "", request.cache_salt) if self._model is not None else b""
         choices: dict[int, Sequence] = {}
         for index in range(request.params.n):
             choice = Sequence(
@@ -116,7 +113,6 @@ class Engine:
                 leader=choices.get(0),
                 prompt_len=prompt,
                 phase="follows",
-                root=root,
                 eos_ids=eos_ids,
                 stop_ids=eos_ids | frozenset(request.params.stop_token_ids),
             )

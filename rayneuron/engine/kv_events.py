@@ -47,18 +47,18 @@ class KvLog:
         self.epoch = secrets.randbits(63)
         self.number = 0  # of the last batch, from 1
         self._ring: deque[list[Stored | Removed | Cleared]] = deque(maxlen=RING)
-        self._open: list[Stored | Removed | Cleared] = []
+        self.open: list[Stored | Removed | Cleared] = []  # not in a batch yet
 
     def note(self, event: Stored | Removed | Cleared) -> None:
         """Something has changed."""
-        self._open.append(event)
+        self.open.append(event)
 
     def flush(self) -> None:
         """What has changed since the last time is a batch."""
-        if self._open:
+        if self.open:
             self.number += 1
-            self._ring.append(self._open)
-            self._open = []
+            self._ring.append(self.open)
+            self.open = []
 
     def since(self, epoch: int, number: int, held: Iterable[bytes]) -> KvNews:
         """What who knows everything up to `number` of `epoch` lacks. `held`: the hashes there are."""

@@ -6,11 +6,11 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rayneuron import hashing
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.sequence import Sequence
-from rayneuron.hashing import chain
 
 
 class Work:
@@ -47,13 +47,14 @@ class Plan:
 class Scheduler:
     """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one.
 
-    `caching`: blocks of equal prefixes are computed once.
+    `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`).
     """
 
-    def __init__(self, capacity: Capacity, caching: bool = False) -> None:
+    def __init__(self, capacity: Capacity, model: str | None = None) -> None:
         self.capacity = capacity
-        self.caching = caching
-        self.blocks = Blocks(capacity.space, KvLog() if caching else None)
+        self.model = model
+        self.caching = model is not None
+        self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
         self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
@@ -119,8 +120,8 @@ class Scheduler:
                 sequence, settled = work.sequence, work.start + work.count
                 sequence.settled, hold = settled, sequence.hold
                 if self.caching and hold is not None and settled // size > hold.shared:
-                    self.blocks.settle(hold, self._hashes(sequence)[: settled // size], sequence.root)
-        if self.blocks.log is not None:
+                    self.blocks.settle(hold, self._hashes(sequence)[: settled // size], self._root(sequence))
+        if self.blocks.log is not None and self.blocks.log.open:
             self.blocks.log.flush()
 
     def _admit(self) -> None:
@@ -152,9 +153,12 @@ class Scheduler:
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of its ids, whether or not they have KV."""
-        if self.caching:
-            sequence.hashes = chain(sequence.ids, self.capacity.block, sequence.root, sequence.hashes)
+        if self.caching and len(sequence.ids) // self.capacity.block > len(sequence.hashes):
+            sequence.hashes = hashing.chain(sequence.ids, self.capacity.block, self._root(sequence), sequence.hashes)
         return sequence.hashes
+
+    def _root(self, sequence: Sequence) -> bytes:
+        return hashing.root(self.model or "", sequence.request.adapter or "", sequence.request.cache_salt)
 
     @staticmethod
     def _skip_to(sequence: Sequence, known: int) -> None:

@@ -35,7 +35,6 @@ class Sequence:
     unseen: int = 0
     epoch: int = 0
     hold: Hold | None = None
-    root: bytes = b""  # where the hashes of its blocks begin
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     cached: int = 0  # prompt tokens whose KV was there before its first step
     eos_ids: frozenset[int] = frozenset()
