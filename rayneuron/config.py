@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from rayneuron.aliases import translated
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -21,9 +22,10 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 
 
+# A model of a hub; a directory of that name goes before it.
+HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
-_BLOCKS = {"cpu": 64}  # tokens of a KV block by device, where prefixes are cached by default; elsewhere one block a sequence
-_CACHED_BLOCK = 32  # elsewhere, with enable_prefix_caching: what NxD Inference recommends
+_BLOCKS = {"cpu": 64}  # tokens of a KV block by device, where prefixes are cached by default; elsewhere a block is a sequence, or 32
 
 
 def _known_parameters(value: dict[str, Any]) -> dict[str, Any]:
@@ -39,11 +41,14 @@ Defaults = Annotated[dict[str, Any], AfterValidator(_known_parameters)]
 class Model(Section):
     """Which checkpoint, under which name."""
 
-    path: str = Field(min_length=1, description="A model directory, or demo:NAME (demo:smollm2, demo:random:1b).")
+    path: str = Field(
+        min_length=1, description="A model directory, org/name[@revision] of a hub, s3://bucket/prefix, or demo:NAME (demo:smollm2)."
+    )
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub's model: path org/name@revision.")
     name: str | None = Field(None, min_length=1, description="The name clients use; default: the last part of the path.")
     aliases: list[str] = Field([], description="More names it answers to.")
     any_name: bool = Field(False, description="Answer whatever model a client names.")
-    tokenizer: str | None = Field(None, min_length=1, description="Another directory to take the tokenizer from.")
+    tokenizer: str | None = Field(None, min_length=1, description="Another directory or hub id to take the tokenizer from.")
     chat_template: str | None = Field(None, description="A Jinja template, or the path of one.")
     skip_tokenizer_init: bool = Field(False, description="No tokenizer is read: prompts and replies are token ids.")
     allow_pickle: bool = Field(False, description="Read .bin files (weights_only). Prefer safetensors.")
@@ -53,17 +58,27 @@ class Model(Section):
     def _words(self) -> Model:
         if self.skip_tokenizer_init and (self.tokenizer or self.chat_template):
             raise ValueError("skip_tokenizer_init goes without tokenizer and chat_template; leave them out")
+        hub = HUB_ID.fullmatch(self.path)
+        if self.revision is not None and (hub is None or hub["revision"]):
+            raise ValueError("revision goes with a hub's org/name as path, without another revision in it; leave one of them out")
         return self
 
     @property
     def served_name(self) -> str:
         """The name clients use."""
-        return self.name or self.path.rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
+        hub = HUB_ID.fullmatch(self.path)
+        return self.name or (hub["id"] if hub else self.path).rstrip("/").replace(":", "/").rsplit("/", 1)[-1]
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """That name and the aliases."""
-        return tuple(dict.fromkeys((self.served_name, *self.aliases)))
+        """That name and the aliases; where none is given, a hub's model answers to its whole id too."""
+        hub = HUB_ID.fullmatch(self.path) if self.name is None else None
+        return tuple(dict.fromkeys((self.served_name, *self.aliases, *([hub["id"]] if hub else ()))))
+
+    @property
+    def source(self) -> str:
+        """Where the model is taken from, in one word: `path`, with the revision."""
+        return f"{self.path}@{self.revision}" if self.revision is not None else self.path
 
     @model_validator(mode="after")
     def _named(self) -> Model:
@@ -166,16 +181,12 @@ class GroupLimits(Section):
 class Compile(Section):
     """Graphs compiled ahead: where they are kept, what the compiler is told."""
 
-    cache: str | None = Field(
-        None, description="A folder or s3://bucket/prefix; default: NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron."
-    )
+    cache: str | None = Field(None, description="Folder or s3://bucket/prefix; else NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron.")
     required: bool = Field(False, description="Compile nothing at start: what is not in the cache is an error that names the difference.")
     artifact: str | None = Field(None, description="A folder written by `rayneuron compile --out`, instead of the cache.")
     optimization: int | None = Field(None, ge=1, le=3, description="neuronx-cc -O of every graph; default: 1 for prefill, 2 otherwise.")
     tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
-    mixed_accumulation: bool | None = Field(
-        None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts."
-    )
+    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k.")
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
     async_mode: bool = Field(
         False, description="The device computes a step while the host prepares the next and delivers the last. Not with pipeline_parallel."
@@ -213,9 +224,7 @@ class Deployment(Section):
     block_size: int | None = Field(
         None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
     )
-    enable_prefix_caching: bool | None = Field(
-        None, description="Compute equal beginnings of prompts once, and keep them; default: on the CPU, without capacity_factor."
-    )
+    enable_prefix_caching: bool | None = Field(None, description="Compute equal beginnings of prompts once; default: on the CPU.")
     fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
@@ -231,7 +240,7 @@ class Deployment(Section):
 
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""
-        return min(self.block_size or _BLOCKS.get(self.device, _CACHED_BLOCK if self.enable_prefix_caching else length), length)
+        return min(self.block_size or _BLOCKS.get(self.device, 32 if self.enable_prefix_caching else length), length)
 
     def caches_prefixes(self, length: int) -> bool:
         """Whether the KV of equal prefixes is computed once, with sequences of at most `length`."""
@@ -259,18 +268,13 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
-        if self.max_model_len is not None and self.buckets.token_generation and max(self.buckets.token_generation) > self.max_model_len:
-            raise ValueError(
-                f"buckets.token_generation goes to {max(self.buckets.token_generation)}, beyond max_model_len {self.max_model_len}"
-            )
+        most = max(self.buckets.token_generation or [0])
+        if self.max_model_len is not None and most > self.max_model_len:
+            raise ValueError(f"buckets.token_generation goes to {most}, beyond max_model_len {self.max_model_len}")
         if self.enable_prefix_caching and self.capacity_factor is not None:
-            raise ValueError(
-                "enable_prefix_caching does not go with capacity_factor: which tokens experts drop depends on what shares a step, "
-                "so a prefix has no KV of its own; leave one of them out"
-            )
+            raise ValueError("enable_prefix_caching goes without capacity_factor, by which KV depends on what shares a step; leave one out")
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
-            write = _BLOCKS.get(self.device, _CACHED_BLOCK)
-            raise ValueError(f"enable_prefix_caching needs blocks smaller than a sequence; write block_size: {write}")
+            raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
         if self.compile.async_mode and self.pipeline_parallel > 1:
             raise ValueError(
                 "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "
@@ -288,7 +292,7 @@ class HotSettings(Section):
 
 def parse(args: Mapping[str, Any] | Deployment, place: Locate = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
-    return args if isinstance(args, Deployment) else validate(Deployment, args, place)
+    return args if isinstance(args, Deployment) else validate(Deployment, *translated(args, place))
 
 
 def parse_hot(user_config: Mapping[str, Any] | None, place: Locate = lambda path, text: "") -> HotSettings:

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayneuron import config, serve_config
+from rayneuron import aliases, config, serve_config
 from rayneuron.errors import ConfigError, RayNeuronError
-from rayneuron.validation import KeyPath, validate
+from rayneuron.validation import KeyPath, dotted, override, validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
 DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
 ALL = "all"
+PROXIES = {  # what the files of deployments/ say to Serve's proxies too
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+}
 MOST_KEYS, MOST_LETTERS = 100_000, 1000  # values of a file; letters of what is said of one
 
 
@@ -22,11 +26,11 @@ MOST_KEYS, MOST_LETTERS = 100_000, 1000  # values of a file; letters of what is 
 class DeploymentFile:
     """The whole Serve config as plain data, and our applications in it: name -> checked deployment. `lines`: where each key stands."""
 
-    path: Path
+    path: Path | str
     content: Mapping[str, Any]
     deployments: Mapping[str, config.Deployment]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    assigned: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    assigned: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
         """What is wrong with an application, said with its name and the line of the key that it is about."""
@@ -44,25 +48,67 @@ class DeploymentFile:
         return {**self.content, "applications": entries}
 
 
-def read(path: Path, assignments: Mapping[str, Any] | None = None, application: str | None = None) -> DeploymentFile:
-    """Read and check a file, with dotted keys of one application's args set to other values first.
+def read(
+    path: Path,
+    assignments: Mapping[str, Any] | None = None,
+    application: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> DeploymentFile:
+    """Read and check a file, with dotted keys of one application's args, or of http_options, set to other values first.
 
-    `application` names it where the file has several, ALL means each of them. Raises ConfigError for a file or key that is wrong, with its
-    line.
+    `application` names it where the file has several, ALL means each of them. `options`: how a key was set, where not by --set. Raises
+    ConfigError for a file or key that is wrong, with its line.
     """
-    content, lines = _content(path)
-    assigned: dict[int, tuple[str, ...]] = {}
+    return _checked(path, *_content(path), _Assigned(assignments or {}, options or {}), application)
+
+
+def made(model: str, assignments: Mapping[str, Any], options: Mapping[str, str]) -> DeploymentFile:
+    """The file that serves one model at / of this machine alone, with these keys set. Raises ConfigError."""
+    name = assignments.get("model.name")
+    entry = {"name": config.Model.model_construct(path=model, name=name).served_name, "route_prefix": "/", "import_path": IMPORT_PATH}
+    content = {
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "controller_options": {"runtime_env": {"env_vars": dict(PROXIES)}},
+        "applications": [{**entry, "args": {"model": {"path": model}}}],
+    }
+    return _checked(model, content, {}, _Assigned(assignments, options), None)
+
+
+class _Assigned(dict[str, Any]):
+    """Dotted keys set to values, and the option that set each."""
+
+    def __init__(self, values: Mapping[str, Any], options: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self._options = options
+
+    def option(self, key: str) -> str:
+        return self._options.get(key, f"--set {key}")
+
+    def split(self) -> tuple[_Assigned, _Assigned]:
+        """Those of the whole file, and those of an application's args."""
+        whole = {key: value for key, value in self.items() if key.startswith("http_options.")}
+        return _Assigned(whole, self._options), _Assigned({k: v for k, v in self.items() if k not in whole}, self._options)
+
+
+def _checked(
+    path: Path | str, content: dict[str, Any], lines: dict[KeyPath, int], assignments: _Assigned, application: str | None
+) -> DeploymentFile:
+    whole, inside = assignments.split()
+    assigned: dict[int, Mapping[str, str]] = {}
     entries = content.get("applications")
     listed = entries if isinstance(entries, list) else []
     ours = [i for i, entry in enumerate(listed) if isinstance(entry, dict) and _is_ours(entry)]
-    if assignments and ours:
+    for i in ours:
+        _translate(path, listed[i], ("applications", i, "args"), lines)
+    content = _overridden(content, whole)
+    if inside and ours:
         for i in ours if application == ALL else [_only(listed, ours, application, path)]:
             if isinstance(listed[i].get("args"), dict | None):
-                listed[i]["args"] = _overridden(listed[i].get("args") or {}, assignments)
-                assigned[i] = tuple(assignments)
+                listed[i]["args"] = _overridden(listed[i].get("args") or {}, inside)
+                assigned[i] = {key: inside.option(key) for key in inside}
 
     def place(keys: KeyPath, text: str) -> str:
-        return _place(path, lines, assigned, keys, text)
+        return f"{whole.option(dotted(keys))}: " if dotted(keys) in whole else _place(path, lines, assigned, keys, text)
 
     validate(serve_config.File, content, place)
     if not ours:
@@ -71,28 +117,42 @@ def read(path: Path, assignments: Mapping[str, Any] | None = None, application: 
     return DeploymentFile(path, content, {listed[i].get("name", "default"): _parsed(file, i) for i in ours}, lines, assigned)
 
 
+def _translate(path: Path | str, entry: dict[str, Any], keys: KeyPath, lines: dict[KeyPath, int]) -> None:
+    """vLLM's names in the args of an application become ours, which then stand in their lines."""
+    if not isinstance(entry.get("args"), dict):
+        return
+    try:
+        entry["args"], spelled = aliases.translate(entry["args"])
+    except ConfigError as wrong:
+        said = f"application {entry.get('name', 'default')}: {wrong.message}"
+        raise ConfigError(_place(path, lines, {}, (*keys, wrong.param or ""), "") + said, param=wrong.param) from None
+    for ours, theirs in spelled.items():
+        lines[keys + tuple(ours.split("."))] = lines.get((*keys, theirs), 0)
+
+
 def parse_assignments(words: list[str]) -> dict[str, Any]:
-    """["model.path=/tiny", "max_num_seqs=4"] to {dotted key: value}, the value read as YAML."""
+    """["model.path=/tiny", "max_num_seqs=4"] to {dotted key: value}, the value read as YAML; vLLM's names become ours."""
     import yaml
 
-    out = {}
+    out: dict[str, Any] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not sign or not all(key.split(".")):
             raise ConfigError(f"--set {word!r} is not KEY=VALUE; write for example --set model.path=demo:random:tiny")
         try:
-            out[key] = yaml.safe_load(value)
+            read = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError):
             raise ConfigError(f"--set {word!r}: the value is not valid YAML; put it in quotes") from None
+        out |= aliases.meaning(key, read) if key in aliases.NAMES else {key: read}
     return out
 
 
-def _overridden(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
+def _overridden(args: Mapping[str, Any], assignments: _Assigned) -> dict[str, Any]:
     for key, value in assignments.items():
         try:
             args = override(args, {key: value})
         except ConfigError as wrong:
-            raise ConfigError(f"--set {key}: {wrong.message}") from None
+            raise ConfigError(f"{assignments.option(key)}: {wrong.message}") from None
     return dict(args)
 
 
@@ -113,18 +173,18 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
     return made
 
 
-def _place(path: Path, lines: Mapping[KeyPath, int], assigned: Mapping[int, tuple[str, ...]], keys: KeyPath, text: str) -> str:
+def _place(path: Path | str, lines: Mapping[KeyPath, int], assigned: Mapping[int, Mapping[str, str]], keys: KeyPath, text: str) -> str:
     """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
-    options = assigned.get(int(keys[1]), ()) if keys[2:3] == ("args",) else ()
+    options = assigned.get(int(keys[1]), {}) if keys[2:3] == ("args",) else {}
     below = [full for full in lines if len(full) > len(keys) and full[: len(keys)] == keys]
     inside = {".".join(map(str, full[start:])): full for start in (3, len(keys)) for full in below if isinstance(full[-1], str)}
     if inside or keys not in lines:
         known = {**inside, **{option: (*keys[:3], *option.split(".")) for option in options}}
         keys = next((known[word] for word in re.findall(r"\w+(?:\.\w+)*", text) if word in known), keys)
     named = ".".join(map(str, keys[3:]))
-    for option in options:
-        if named == option or named.startswith(f"{option}."):
-            return f"--set {option}: "
+    for key, option in options.items():
+        if named == key or named.startswith(f"{key}."):
+            return f"{option}: "
     while keys and keys not in lines:
         keys = keys[:-1]
     return f"{path}:{lines[keys]}: " if keys in lines else f"{path}: "
@@ -192,24 +252,9 @@ def _is_ours(entry: Mapping[str, Any]) -> bool:
     return entry.get("import_path") == IMPORT_PATH
 
 
-def _only(entries: list[dict[str, Any]], ours: list[int], name: str | None, path: Path) -> int:
+def _only(entries: list[dict[str, Any]], ours: list[int], name: str | None, path: Path | str) -> int:
     chosen = [i for i in ours if name is None or entries[i].get("name", "default") == name]
     if len(chosen) == 1:
         return chosen[0]
     names = ", ".join(str(entries[i].get("name", "default")) for i in ours)
     raise ConfigError(f"{path} holds the applications {names}; say which one with --application NAME, or {ALL}")
-
-
-def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
-    out = dict(args)
-    for dotted, value in assignments.items():
-        head, _, rest = dotted.partition(".")
-        if not rest:
-            out[head] = value
-            continue
-        inside = out.get(head)
-        if not isinstance(inside, Mapping | None):
-            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
-        out[head] = override(inside or {}, {rest: value})
-    return out

@@ -17,6 +17,7 @@ from rayneuron.loading import StageProgress, open_engine
 from rayneuron.outputs import RequestOutput, collect
 from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, Request, SamplingParams, Seeds, TokenDelta
+from rayneuron.validation import override
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}
 Params = SamplingParams | Mapping[str, Any]
@@ -26,39 +27,16 @@ Inbox = queue.SimpleQueue[TokenDelta]
 class LLM:
     """A model loaded in this process. Thread-safe; prompts of one call, and of concurrent calls, share batches.
 
-    `path`: a model directory, or demo:NAME. Further keywords are those of a deployment file: dtype, max_model_len, max_num_seqs,
-    tensor_parallel, device, threads, kv_cache_tokens, seed, ... Raises ConfigError or CheckpointError.
+    `path`: a model directory, org/name of a hub, or demo:NAME. Further keywords are the keys of a deployment file: dtype, max_model_len,
+    max_num_seqs, tensor_parallel, device, threads, buckets={...}, ..., or vLLM's names for them. Raises ConfigError or CheckpointError.
 
     >>> llm = LLM("demo:smollm2", dtype="fp32", max_model_len=512)
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text
     ' Paris.\\n'
     """
 
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        tensor_parallel: int = 1,
-        device: str = "cpu",
-        tokenizer: str | None = None,
-        skip_tokenizer_init: bool = False,
-        allow_pickle: bool = False,
-        progress: StageProgress | None = None,
-        **options: Any,
-    ) -> None:
-        model = {"path": str(path), "tokenizer": tokenizer, "skip_tokenizer_init": skip_tokenizer_init, "allow_pickle": allow_pickle}
-        self.config: Deployment = parse(
-            {
-                "model": model,
-                "dtype": dtype,
-                "max_model_len": max_model_len,
-                "tensor_parallel": tensor_parallel,
-                "device": device,
-                **options,
-            }
-        )
+    def __init__(self, path: str | PathLike[str] | None = None, *, progress: StageProgress | None = None, **options: Any) -> None:
+        self.config: Deployment = parse(options if path is None else override(options, {"model.path": str(path)}))
         opened = open_engine(self.config, progress)
         self.text = opened.text
         self.arch = opened.arch

@@ -85,6 +85,9 @@ def open_engine(
         log.info("a rank will hold %s", _estimate(model))
         if config.capacity_factor is not None:
             log.info("no prefix is cached: which tokens experts drop (capacity_factor) depends on what shares a step with them")
+        if model.arch.uncommon:
+            said = "%s models have %s: their layers run operation by operation where others are one call"
+            log.info(said, model.arch.model_type, model.arch.uncommon)
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside, ExitStack() as undo:
         reading = beside.submit(_text, config, model.path, seconds)  # while the weights are read
 

@@ -92,3 +92,23 @@ def visible_cores() -> str | None:
 def variable(name: str) -> str | None:
     """One variable that a deployment file names (`env:NAME`), None where it is not set."""
     return os.environ.get(name)
+
+
+def hub_model() -> str | None:
+    """The model to serve where a command names none, as the containers of hubs do: HF_MODEL_ID."""
+    return os.environ.get("HF_MODEL_ID") or None
+
+
+def hub_endpoint() -> str | None:
+    """The hub that models are fetched from: HF_ENDPOINT; default: https://huggingface.co."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def hub_token() -> str | None:
+    """What a hub is asked with: HF_TOKEN; default: what `hf auth login` has stored."""
+    return os.environ.get("HF_TOKEN") or None
+
+
+def hub_offline() -> bool:
+    """Whether only models that are on this machine may be used: HF_HUB_OFFLINE."""
+    return (os.environ.get("HF_HUB_OFFLINE") or "").upper() in ("1", "ON", "YES", "TRUE")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic.fields import FieldInfo
 
 from rayneuron.errors import ConfigError
 
@@ -71,6 +72,21 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """A hint at the known word that is most like `name`, else at all of them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def override(args: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `args` with dotted keys set: {"model.path": "/tiny", "device": "cpu"}. Raises ConfigError for a key in a plain value."""
+    out = dict(args)
+    for dotted, value in assignments.items():
+        head, _, rest = dotted.partition(".")
+        if not rest:
+            out[head] = value
+            continue
+        inside = out.get(head)
+        if not isinstance(inside, Mapping | None):
+            raise ConfigError(f"{head} is a plain value and holds no {rest}; set {head} itself", param=head)
+        out[head] = override(inside or {}, {rest: value})
+    return out
 
 
 def _check_sound(value: object) -> None:
@@ -138,11 +154,16 @@ def _hint(kind: type[BaseModel], path: KeyPath) -> str:
 
 def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a section and of those in it, dotted."""
+    return (name for name, _ in fields(kind, prefix))
+
+
+def fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """As `keys`, each with what is known of it."""
     for name, field in kind.model_fields.items():
         inner = _model(field.annotation)
-        yield prefix + name
+        yield prefix + name, field
         if inner is not None:
-            yield from keys(inner, f"{prefix}{name}.")
+            yield from fields(inner, f"{prefix}{name}.")
 
 
 def _section(kind: type[BaseModel], path: KeyPath) -> type[BaseModel]:

@@ -21,7 +21,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rayneuron import cli, settings
+from rayneuron import aliases, cli, settings
+from rayneuron.cli import flags
 from rayneuron.config import Deployment, HotSettings, parse, parse_hot
 from rayneuron.devices.neuron import releases
 from tests.test_structure import MAY_IMPORT
@@ -57,6 +58,17 @@ def _parts() -> Iterator[str]:
         yield f"### {prefix or 'Top level'}\n\n{kind.__doc__}\n"
         rows = [(f"`{prefix}.{n}`" if prefix else f"`{n}`", *_key(f)) for n, f in kind.model_fields.items() if _section(f) is None]
         yield _table(("key", "value", "default", "meaning"), rows)
+    yield "## Names of vLLM\n"
+    yield (
+        "Each may stand where our key may: on the command line (`--tensor-parallel-size 2`), under `args`, and as a keyword of `LLM`.\n"
+        "Both names of one thing are refused. Those of `http_options` are for the command line.\n"
+    )
+    yield _table(("vLLM", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name)) is not None])
+    refused: dict[str, list[str]] = {}
+    for name, why in aliases.REFUSED.items():
+        refused.setdefault(why.removeprefix("is refused: "), []).append(f"`{name}`")
+    yield "These are refused, save where their value says how it is here anyway:\n"
+    yield _table(("vLLM", "why"), [(", ".join(names), why) for why, names in refused.items()])
     yield "## Environment variables\n"
     yield _table(("variable", "meaning"), list(_variables()))
     taken = ", ".join(f"`{name}`" for name in releases.PREFERENCES)
@@ -68,7 +80,10 @@ def _parts() -> Iterator[str]:
     yield "`--help` and `-h` are everywhere; `rayneuron --version` prints the version.\n"
     for name, parser in _commands().items():
         yield f"### rayneuron {name}\n\n{_help(name)}\n"
-        rows = [(f"`{' '.join(_spelled(a))}`", a.help or "") for a in parser._actions if a.dest != "help"]
+        keys = [a for a in parser._actions if isinstance(a, flags.KeyFlag)]
+        rows = [(f"`{' '.join(_spelled(a))}`", a.help or "") for a in parser._actions if a.dest != "help" and a not in keys]
+        if keys:
+            rows.append(("`--KEY VALUE`", "every key above, or vLLM's name: `--limits-max-waiting 3`, `--tensor-parallel-size 2`"))
         if rows:
             yield _table(("argument", "meaning"), rows)
 
@@ -166,7 +181,9 @@ def test_every_key_variable_and_argument_says_what_it_means() -> None:
         "| `block_size` | whole number from 1 |  |",
         "| `RAYNEURON_LEDGER` |",
         "| `--instance TYPE` |",
-        "| `DEPLOYMENT.yaml` |",
+        "| `MODEL\\|FILE.yaml` |",
+        "| `tensor_parallel_size` | `tensor_parallel` |",
+        "| `enforce_eager`",
     ],
 )
 def test_the_reference_holds(said: str) -> None:

@@ -25,11 +25,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hashing": {"errors", "types"},
     "validation": {"errors"},
     "serve_config": {"validation"},
-    "config": {"errors", "types", "validation", "serve_config"},
+    "aliases": {"errors", "validation"},
+    "config": {"errors", "types", "validation", "serve_config", "aliases"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
-    "deployment_file": {"errors", "config", "validation", "serve_config"},
+    "deployment_file": {"errors", "config", "validation", "serve_config", "aliases"},
     "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
@@ -49,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
-    "llm": LEAVES | {"text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
@@ -83,7 +84,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
-    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py"),
+    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets", "commit")),
 )

@@ -110,8 +110,8 @@ def main() -> int:
     parser.add_argument("--lm-eval", required=True, help="lm_eval of its own environment")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another engine mode: tensor_parallel=2, ...")
     args = parser.parse_args()
-    from rayneuron.config import override
     from rayneuron.demo import ensure
+    from rayneuron.validation import override
 
     path = str(ensure("smollm2"))
     extra = {k: yaml.safe_load(v) for k, _, v in (item.partition("=") for item in args.set)}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rayneuron import __version__
 from rayneuron.cli import compile, config, demo_model, doctor, generate, plan, quantize, serve, shard, version
+from rayneuron.cli.flags import FlagParser
 from rayneuron.errors import RayNeuronError
 
 COMMANDS = (demo_model, config, plan, compile, serve, generate, shard, quantize, doctor, version)
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
+    parser = FlagParser(prog="rayneuron", description="Large language models on AWS Neuron behind Ray Serve.")
     parser.add_argument("--version", action="version", version=f"rayneuron {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:

@@ -1,27 +1,48 @@
-"""A deployment file as the argument of a command."""
+"""What is to be served, as the arguments of a command: a model or a deployment file, and flags for its keys."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
+from rayneuron.cli import flags
+
+log = logging.getLogger(__name__)
+
 
 def add(command: argparse.ArgumentParser) -> None:
     """The arguments of such a command."""
-    command.add_argument("deployment", type=Path, metavar="DEPLOYMENT.yaml", help="a Ray Serve config file with our keys under args")
+    command.usage = f"{command.prog} MODEL|FILE.yaml [--KEY VALUE ...]"
+    command.description = "A flag is a key of a deployment file: in it dots, dashes and underscores are the same. A switch needs no "
+    command.description += "value, and --no-KEY is --KEY false. A value is what YAML would say; more words of a list follow each other."
+    said = "a directory, org/name of a hub, s3://bucket/prefix or demo:smollm2; or a Ray Serve config file with our keys under args"
+    command.add_argument("what", nargs="?", metavar="MODEL|FILE.yaml", help=f"{said} ($HF_MODEL_ID)")
     command.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the args: model.path=/models/x"
     )
-    command.add_argument("--application", metavar="NAME", help="which application --set means, where the file has several; or all")
+    command.add_argument("--application", metavar="NAME", help="which application flags and --set mean, where the file has several; or all")
+    flags.add(command)
 
 
 def read(args: argparse.Namespace) -> Any:
-    """The deployment file of a command, with what --set says."""
-    from rayneuron import deployment_file
+    """The deployment file of a command, or the one that serves its model, with what --set and flags say."""
+    from rayneuron import deployment_file, settings
+    from rayneuron.errors import ConfigError
 
-    return deployment_file.read(args.deployment, deployment_file.parse_assignments(args.set), args.application)
+    what = args.what or settings.hub_model()
+    if what is None:
+        raise ConfigError("name a model or a deployment file: rayneuron serve demo:smollm2; or set HF_MODEL_ID")
+    options = getattr(args, "options", {})
+    assigned = {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})}
+    if not (what.endswith((".yaml", ".yml")) or Path(what).is_file()):
+        return deployment_file.made(what, assigned, options)
+    file = deployment_file.read(Path(what), assigned, args.application, options)
+    if options:
+        log.info("%s is overridden by %s", what, ", ".join(f"{option} ({key})" for key, option in options.items()))
+    return file
 
 
 def checked(args: argparse.Namespace) -> Any:

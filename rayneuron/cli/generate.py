@@ -6,11 +6,14 @@ import argparse
 import sys
 from typing import Any
 
+from rayneuron.cli import flags
+
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = commands.add_parser("generate", help="generate offline, without Ray")
-    command.add_argument("model", metavar="MODEL", help="a model directory, demo:smollm2 or demo:random:SIZE")
+    command = commands.add_parser("generate", help="generate offline, without Ray", conflict_handler="resolve")
+    flags.add(command, whole=False)
+    command.add_argument("model", metavar="MODEL", help="a model directory, org/name of a hub, s3://bucket/prefix or demo:smollm2")
     command.add_argument(
         "--prompt", action="append", required=True, metavar="TEXT", help="may be given several times; - reads standard input"
     )
@@ -25,10 +28,11 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run it."""
     from rayneuron import LLM, SamplingParams, deployment_file
+    from rayneuron.validation import override
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
-    with LLM(args.model, **deployment_file.override({}, deployment_file.parse_assignments(args.set))) as llm:
+    with LLM(args.model, **override({}, {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})})) as llm:
         asked = [_conversation(llm, prompt) for prompt in prompts] if args.chat else prompts
         if len(asked) > 1:
             for result in llm.generate(asked, params):

@@ -11,7 +11,9 @@ from rayneuron.cli import deployment
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = commands.add_parser("plan", help="print cores, memory and environment of every worker, without a cluster")
+    command = commands.add_parser(
+        "plan", help="print cores, memory and environment of every worker, without a cluster", conflict_handler="resolve"
+    )
     deployment.add(command)
     command.add_argument("--instance", metavar="TYPE", help="plan for this instance type: inf2.48xlarge")
     command.add_argument("--nodes", type=int, metavar="N", help="over so many instances (as many as the largest group spans)")

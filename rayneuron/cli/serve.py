@@ -1,4 +1,4 @@
-"""serve: a deployment file behind Ray Serve, until told to end."""
+"""serve: a model or a deployment file behind Ray Serve, until told to end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayneuron.cli import deployment
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = commands.add_parser("serve", help="check a deployment file and serve it with Ray Serve until SIGTERM or Ctrl-C")
+    command = commands.add_parser("serve", help="check a model or deployment file and serve it with Ray Serve until SIGTERM or Ctrl-C")
     deployment.add(command)
     command.add_argument("--profile", default="plain", help="plain: Ray Serve's defaults; fast: HAProxy and throughput settings (plain)")
     command.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="when told to end, streams have most of it (30)")

@@ -23,17 +23,26 @@ if TYPE_CHECKING:
 FAMILIES = {
     "bloom": "bloom",
     "dbrx": "dbrx",
+    "falcon": "falcon",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
     "gpt2": "gpt2",
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neox": "gpt_neox",
     "gptj": "gptj",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "mixtral",
+    "olmo2": "olmo2",
     "opt": "opt",
+    "phi3": "phi3",
     "qwen2": "llama",
+    "qwen2_moe": "qwen_moe",
     "qwen3": "llama",
     "qwen3_moe": "qwen_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 STRETCHING = ("linear", "dynamic", "yarn")  # kinds whose factor is on top of max_position_embeddings
 

@@ -43,7 +43,7 @@ class Cut:
     def __call__(self, name: str, t: Tensor) -> Tensor:
         """The rank's share of one tensor (a weight, bias or scale); a view where no padding is needed."""
         layer, _, kind = name.rpartition(".")
-        if kind == "scale" and (t.numel() == 1 or t.shape[-2] == 1 or layer in ("o", "down")):
+        if kind == "scale" and (t.numel() == 1 or t.shape[-2] == 1 or layer in ("o", "down", "shared_down")):
             return t  # one scale for all rows, or one an output channel that is not split
         units, dim = cut_of(name) or ("", 0)
         if units == "equal parts":
@@ -127,6 +127,8 @@ def constants(cut: Cut, top: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found["embed.first"] = torch.tensor([cut.rank * top["embed.w"].shape[0]], dtype=torch.int32)
     if arch.position == "rope":
         found["rope.freq"] = frequencies(arch.rope)
+    if arch.local_rope is not None:
+        found["rope.local"] = frequencies(arch.local_rope)
     if arch.sequence_shards > 1:
         found |= flash_decoding.constants(arch, cut.rank, cut.ranks)
     if arch.position == "alibi":

@@ -76,7 +76,7 @@ class Kernels:
         return {**weights, "top": pack(top, arena, dtype, self.int8), "layers": layers}
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """KV, in small pages (`packing.zeros`)."""
+        """KV (`packing.zeros`)."""
         return zeros(shape, dtype)
 
     def linear(self, w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:

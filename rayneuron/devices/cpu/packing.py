@@ -61,22 +61,22 @@ class Arena:
     def take(self, count_bytes: int) -> Tensor:
         """Uninitialised uint8 [count_bytes], aligned to 64 bytes."""
         if self._block is None or self._used + count_bytes > self._block.numel():
-            self._block, self._used = _mapped(max(count_bytes, _BLOCK_BYTES), huge=True), 0
+            self._block, self._used = _mapped(max(count_bytes, _BLOCK_BYTES)), 0
         part = self._block[self._used : self._used + count_bytes]
         self._used += -(-count_bytes // 64) * 64
         return part
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor in small pages: what is not touched costs no memory, and the first token does not wait for whole huge ones."""
+    """A zeroed tensor in huge pages; those nobody touches cost no memory."""
     return _mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-def _mapped(count_bytes: int, huge: bool = False) -> Tensor:
-    """Zeroed uint8 [count_bytes] that begins at a huge page."""
+def _mapped(count_bytes: int) -> Tensor:
+    """Zeroed uint8 [count_bytes] in huge pages."""
     # Private: shared anonymous memory, Python's default, is never in huge pages where the kernel's shmem_enabled is "never", as usual.
     memory = mmap.mmap(-1, count_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skip = -whole.data_ptr() % _HUGE_BYTES
     return whole[skip : skip + count_bytes]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayneuron.devices.cpu import panels
 from rayneuron.devices.cpu.packing import BF16, F32, MatrixFields, Packed, lanes
 from rayneuron.models import rotary, shard
 from rayneuron.models.arch import Arch
@@ -48,7 +49,7 @@ class ModelFields(ctypes.Structure):
         *((name, _P) for name in ("layer", "cos", "sin", "slopes")),
         *((name, _I) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "half", "pairs")),
         *((name, _I) for name in ("norm", "post_norm", "parallel", "gated", "act", "qk_norm", "kind", "rows", "limit", "blocks", "block")),
-        *((name, _I) for name in ("experts", "top_k", "renormalise")),
+        *((name, _I) for name in ("panels", "experts", "top_k", "renormalise")),
         *((name, _F) for name in ("eps", "clip", "scale")),
     ]
 
@@ -75,7 +76,7 @@ def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | No
         return "KV is split by position"
     if not kv.layers or kv.layers[0][0].dtype not in (torch.float32, torch.bfloat16):
         return "KV is stored small"
-    if any(k.stride() != v.stride() or k.data_ptr() + k[0, 0].nbytes != v.data_ptr() for k, v in kv.layers):
+    if any(k.stride()[:2] != v.stride()[:2] or k.data_ptr() + k[0, 0].nbytes != v.data_ptr() for k, v in kv.layers):
         return "keys and values do not lie in units"
     if arch.head_dim % 2 or arch.act not in ACTS:
         return f"head size {arch.head_dim}, activation {arch.act}"
@@ -132,6 +133,7 @@ class Stack:
             limit=space.limit,
             blocks=space.blocks,
             block=space.block,
+            panels=panels.lie(kv.layers[0]),
             eps=arch.eps,
             clip=arch.clip_qkv,
             scale=arch.scale,

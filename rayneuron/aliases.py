@@ -1,0 +1,185 @@
+"""vLLM's names: what each means here, or why it is refused and what to write instead; one table for command line, files and `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rayneuron.errors import ConfigError
+from rayneuron.validation import REFUSED as ANYWHERE
+from rayneuron.validation import KeyPath, Locate, dotted, override
+
+# Theirs -> our key, the value as it is.
+RENAMED = {
+    "tokenizer": "model.tokenizer", "revision": "model.revision", "chat_template": "model.chat_template",
+    "skip_tokenizer_init": "model.skip_tokenizer_init", "allow_pickle": "model.allow_pickle",
+    "tensor_parallel_size": "tensor_parallel", "pipeline_parallel_size": "pipeline_parallel", "nnodes": "nodes",
+    "data_parallel_size": "serving.num_replicas", "max_num_batched_tokens": "prefill_chunk_tokens",
+    "override_generation_config": "sampling_defaults", "async_scheduling": "compile.async_mode",
+    "enable_log_requests": "serving.log_prompts", "allowed_origins": "serving.allowed_origins",
+    "trust_request_chat_template": "serving.trust_request_chat_template",
+    "host": "http_options.host", "port": "http_options.port", "root_path": "http_options.root_path",
+    "ssl_keyfile": "http_options.ssl_keyfile", "ssl_certfile": "http_options.ssl_certfile", "ssl_ca_certs": "http_options.ssl_ca_certs",
+}  # fmt: skip
+
+# Theirs -> our key and their values -> ours.
+TRANSLATED: dict[str, tuple[str, Mapping[Any, Any]]] = {
+    "kv_cache_dtype": ("kv_dtype", {"auto": None, "fp8": "f8e4m3", "fp8_e4m3": "f8e4m3", "fp8_e5m2": "f8e5m2"}),
+    "scheduling_policy": ("limits.client_priority", {"fcfs": False, "priority": True}),
+}
+
+# Theirs -> values that only say how it is here anyway; another one is refused.
+GIVEN: dict[str, tuple[Any, ...]] = {
+    "enable_chunked_prefill": (True,), "disable_log_requests": (True,), "enable_prompt_tokens_details": (True,), "max_logprobs": (20,),
+    "enable_tokenizer_info_endpoint": (True,), "enable_request_id_headers": (True,), "disable_fastapi_docs": (True,),
+    "swap_space": (0,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",), "config_format": ("auto", "hf"),
+    "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate"), "task": ("auto", "generate"),
+    "generation_config": ("auto",),
+    "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
+    "chat_template_content_format": ("auto",), "trust_remote_code": (), "api_key": (),
+}  # fmt: skip
+
+# Why -> theirs. A switch that says false says how it is here anyway.
+_REFUSED: dict[str, tuple[str, ...]] = {
+    "every shape is compiled before the first request; leave it out, and name short lists under buckets for a quick start": (
+        "enforce_eager", "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_seq_len_to_capture",
+    ),
+    "the KV budget is a number of tokens; write kv_cache_tokens": (
+        "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
+    ),
+    "KV and weights stay in the device's memory, a preempted sequence is computed again; leave it out, or write kv_cache_tokens": (
+        "swap_space", "cpu_offload_gb", "offload_backend", "kv_offloading_size", "kv_offloading_backend", "preemption_mode",
+    ),
+    "a prefill is always cut into chunks; write prefill_chunk_tokens for their size": (
+        "enable_chunked_prefill", "max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold",
+        "num_scheduler_steps", "scheduler_delay_factor",
+    ),
+    "prefixes are known by their blake2b; leave it out": ("prefix_caching_hash_algo",),
+    "LoRA adapters are not served yet; merge the adapter into the weights": (
+        "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras",
+    ),
+    "there is no speculative decoding yet; leave it out": ("speculative_config", "speculative_model", "num_speculative_tokens"),
+    "tools, reasoning and structured output are not served yet; leave it out": (
+        "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none",
+        "reasoning_parser", "reasoning_parser_plugin", "enable_reasoning", "guided_decoding_backend", "structured_outputs_config",
+    ),
+    "only text goes in and out; leave it out": (
+        "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "allowed_local_media_path",
+        "media_io_kwargs", "language_model_only", "mm_encoder_tp_mode", "enable_mm_embeds", "interleave_mm_strings",
+    ),
+    "models here generate text; leave it out": ("runner", "task", "convert", "pooler_config", "override_pooler_config"),
+    "a model directory is read as config.json, safetensors and tokenizer.json; convert it to that": (
+        "load_format", "config_format", "tokenizer_mode", "model_impl", "model_loader_extra_config", "ignore_patterns",
+    ),
+    "write model.config, the whole config.json inline, or change that file": (
+        "hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "disable_sliding_window",
+    ),
+    "write model.tokenizer: org/name@revision": ("tokenizer_revision",),
+    "set HF_TOKEN in the environment of Ray, on every node": ("hf_token",),
+    "models are fetched into the cache of huggingface_hub; set HF_HOME": ("download_dir",),
+    "no code is fetched; leave it out": ("code_revision",),
+    "write sampling_defaults, which overrides the model's generation_config.json": ("generation_config", "logits_processors"),
+    "Ray places the processes; write nodes, tensor_parallel, pipeline_parallel and serving.num_replicas": (
+        "distributed_executor_backend", "worker_cls", "worker_extension_cls", "master_addr", "master_port", "node_rank", "headless",
+        "data_parallel_backend", "data_parallel_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+        "data_parallel_start_rank", "max_parallel_loading_workers", "api_server_count", "ray_workers_use_nsight",
+    ),
+    "experts are cut over the ranks of tensor_parallel; leave it out": (
+        "enable_expert_parallel", "enable_eplb", "eplb_config", "all2all_backend", "moe_backend",
+    ),
+    "a context is not cut over ranks; write shard_over_sequence for ranks that share KV heads": (
+        "decode_context_parallel_size", "prefill_context_parallel_size",
+    ),
+    "it belongs to CUDA; leave it out": (
+        "disable_custom_all_reduce", "attention_backend", "attention_config", "kernel_config", "enable_dbo", "calculate_kv_scales",
+        "disable_cascade_attn", "enable_flashinfer_autotune", "override_attention_dtype", "enable_sleep_mode",
+    ),
+    "prefill and decode on separate pools are not served yet; leave it out": ("kv_transfer_config", "kv_events_config"),
+    "write serving.trace: true, and OTEL_EXPORTER_OTLP_ENDPOINT in the environment": ("otlp_traces_endpoint", "collect_detailed_traces"),
+    "write compile.optimization, neuronx-cc's -O": ("optimization_level",),
+    "write buckets, compile and on_device_sampling, which hold what it says": ("override_neuron_config", "additional_config"),
+    "write serving.stream_events_per_s": ("stream_interval",),
+    "Ray Serve answers HTTP and writes the logs; leave it out": (
+        "uds", "middleware", "uvicorn_log_level", "disable_uvicorn_access_log", "allow_credentials", "allowed_methods", "allowed_headers",
+        "enable_ssl_refresh", "ssl_cert_reqs", "log_config_file", "max_log_len", "disable_log_requests", "disable_log_stats",
+        "enable_log_outputs", "disable_fastapi_docs", "enable_request_id_headers", "enable_tokenizer_info_endpoint",
+        "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_force_include_usage", "disable_frontend_multiprocessing",
+        "response_role", "chat_template_content_format", "return_tokens_as_token_ids", "max_logprobs", "logprobs_mode",
+    ),
+    "write --grace": ("shutdown_timeout",),
+}  # fmt: skip
+REFUSED = {**ANYWHERE, **{name: f"is refused: {why}" for why, names in _REFUSED.items() for name in names}}
+
+
+def _names(value: Any) -> dict[str, Any]:
+    first, *more = value if isinstance(value, list) and value else [value]
+    return {"model.name": first, **({"model.aliases": more} if more else {})}
+
+
+def _path(value: Any) -> dict[str, Any]:
+    return {"model" if isinstance(value, Mapping | None) else "model.path": value}
+
+
+_SPLIT: dict[str, Callable[[Any], dict[str, Any]]] = {"model": _path, "served_model_name": _names}
+NAMES = (*_SPLIT, *RENAMED, *TRANSLATED, *REFUSED)
+
+
+def means(name: str) -> str | None:
+    """Our key, or keys, for one of vLLM's names; None for one that is refused."""
+    if name in _SPLIT:
+        return " and ".join(_SPLIT[name](["a", "b"] if name == "served_model_name" else ""))
+    return RENAMED.get(name) or (TRANSLATED[name][0] if name in TRANSLATED else None)
+
+
+def meaning(name: str, value: Any) -> dict[str, Any]:
+    """What one of vLLM's names with this value says here: {our dotted key: value}. Raises ConfigError with the reason and what to write."""
+    if name in _SPLIT:
+        return _SPLIT[name](value)
+    if name in RENAMED:
+        return {RENAMED[name]: value}
+    if name in TRANSLATED:
+        key, values = TRANSLATED[name]
+        return {key: values.get(value, value) if isinstance(value, str) else value}
+    if any(value == given and isinstance(value, bool) == isinstance(given, bool) for given in GIVEN.get(name, (False,))):
+        return {}
+    raise ConfigError(f"{name} {REFUSED[name]}", param=name)
+
+
+def translate(args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`args` of a deployment with vLLM's names said as ours, and which name each of those keys had. Raises ConfigError."""
+    theirs = [name for name in NAMES if name in args and not (name == "model" and isinstance(args[name], Mapping | None))]
+    said: dict[str, Any] = {name: value for name, value in args.items() if name not in theirs}
+    spelled: dict[str, str] = {}
+    for name in theirs:
+        for key, value in meaning(name, args[name]).items():
+            if key.startswith("http_options."):
+                raise ConfigError(f"{name} belongs to the whole file; write {key}, beside applications", param=name)
+            if key in spelled or _holds(said, key):
+                raise ConfigError(f"{name} and {spelled.get(key, key)} say the same; leave one of them out", param=name)
+            said = override(said, {key: value})
+            spelled[key] = name
+    return said, spelled
+
+
+def translated(args: object, place: Locate) -> tuple[object, Locate]:
+    """`args` as `translate` has them, and `place` for their keys, which says the name that was written. Raises ConfigError."""
+    if not isinstance(args, Mapping):
+        return args, place
+    try:
+        said, spelled = translate(args)
+    except ConfigError as wrong:
+        raise ConfigError(place((wrong.param,) if wrong.param else (), wrong.message) + wrong.message, param=wrong.param) from None
+
+    def placed(keys: KeyPath, text: str) -> str:
+        theirs = spelled.get(dotted(keys))
+        return place((theirs,), text) + f"{theirs}: " if theirs else place(keys, text)
+
+    return said, placed
+
+
+def _holds(args: Any, dotted: str) -> bool:
+    for part in dotted.split("."):
+        if not isinstance(args, Mapping) or part not in args:
+            return False
+        args = args[part]
+    return True
