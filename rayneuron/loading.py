@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import settings
+from rayneuron import hashing, settings
 from rayneuron.config import Deployment
 from rayneuron.placement.layout import rank_threads
 
@@ -83,6 +83,8 @@ def open_engine(
     with _timed(seconds, "check"):
         model, fitted = check(config)
         log.info("a rank will hold %s", _estimate(model))
+        if config.capacity_factor is not None:
+            log.info("no prefix is cached: which tokens experts drop (capacity_factor) depends on what shares a step with them")
         if model.arch.uncommon:
             said = "%s models have %s: their layers run operation by operation where others are one call"
             log.info(said, model.arch.model_type, model.arch.uncommon)
@@ -101,7 +103,8 @@ def open_engine(
             probe(runner, model.arch.vocab)
         text = reading.result()
         host.prepare()
-        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config))
+        kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
+        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept)
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, model.arch, model.path, fitted.generation, seconds)

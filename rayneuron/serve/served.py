@@ -174,7 +174,7 @@ async def start(config: Deployment, opened: Opened, telemetry: Telemetry, tracer
     try:
         read = hot(config, opened)
         capacity = opened.engine.capacity
-        telemetry.kv_cache(capacity.rows, capacity.length, config.kv_dtype or config.dtype)
+        telemetry.kv_cache(capacity.blocks, capacity.block, config.kv_dtype or config.dtype, opened.engine.scheduler.caching)
         for part, seconds in opened.seconds.items():
             telemetry.series[metrics.STARTUP].set(seconds, part)
         flights = Flights(telemetry, event_loop, events_per_s(config))

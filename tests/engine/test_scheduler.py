@@ -77,7 +77,7 @@ def test_everything_finishes_and_the_ledger_returns_to_zero(data):
         steps += 1
         assert steps < 5000, "no progress"
     assert scheduler.plan() is None
-    assert scheduler.blocks.used_tokens == 0 and scheduler.blocks.free_rows == rows
+    assert scheduler.blocks.used == 0 and scheduler.blocks.free_rows == rows
 
 
 def test_decode_never_waits_for_two_chunks():
