@@ -143,7 +143,7 @@ def test_every_key_misspelled_is_named_with_the_right_one() -> None:
         ({"block_size": 100}, "write 128, the nearest power of two, or max_model_len for one block a sequence, got 100"),
         ({"block_size": 5}, "write 16, the nearest power of two"),
         ({"block_size": 96, "max_model_len": 97}, "write 128, the nearest power of two"),
-        ({"enable_prefix_caching": True, "capacity_factor": 1.5}, "goes without capacity_factor, by which KV depends on what shares a step"),
+        ({"enable_prefix_caching": True, "capacity_factor": 1.5}, "goes without capacity_factor, by which KV depends on"),
         ({"enable_prefix_caching": True, "block_size": 512, "max_model_len": 300}, "needs blocks smaller than a sequence"),
         ({"seed": 10**400}, "seed: is beyond any size"),
     ],
