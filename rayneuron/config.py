@@ -98,7 +98,10 @@ class Buckets(Section):
         "instead of x token_generation; auto: powers of two from 512.",
     )
     batch: list[int] | None = Field(None, description="Rows of a decode step (B).")
-    smallest: int = Field(128, ge=1, description="First power of two of the generated length buckets.")
+    smallest: int | None = Field(
+        None, ge=1, description="First of the generated length buckets; default: 128, and by twos; on Neuron 2048, and by fours."
+    )
+    scores: bool | None = Field(None, description="Graphs for prompt_logprobs; default: not on Neuron, where each is minutes of compiling.")
 
     @field_validator("context_encoding", "token_generation", "batch", "prefix")
     @classmethod
@@ -188,6 +191,8 @@ class Compile(Section):
     tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
     mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k.")
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
+    workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
     async_mode: bool = Field(
         False, description="The device computes a step while the host prepares the next and delivers the last. Not with pipeline_parallel."
     )
@@ -246,6 +251,11 @@ class Deployment(Section):
         """Whether the KV of equal prefixes is computed once, with sequences of at most `length`."""
         by_default = self.device in _BLOCKS and self.capacity_factor is None
         return (by_default if self.enable_prefix_caching is None else self.enable_prefix_caching) and self.kv_block(length) < length
+
+    @property
+    def few_graphs(self) -> bool:
+        """Whether a graph of the device costs so much that few are listed where nobody names them."""
+        return self.device not in _BLOCKS
 
     def model_options(self) -> dict[str, Any]:
         """What `models.check` is told besides degree and length."""

@@ -89,7 +89,7 @@ class Blocks:
         further = like is not None and known > len(found) * size
         if like is not None and further:
             found = like.blocks[: known // size]
-        shared, need = len(found), self.space.width(tokens) - len(found)
+        shared, need = len(found), -(-tokens // self.space.block) - len(found)
         if not self._rows or need > self._available() - sum(block in self.cached for block in found):
             return None
         row = heapq.heappop(self._rows)
@@ -108,7 +108,7 @@ class Blocks:
 
     def extend(self, hold: Hold, tokens: int) -> bool:
         """Make room for `tokens` positions; False, and nothing changed, where too few blocks can be had."""
-        have, need = len(hold.blocks), self.space.width(tokens)
+        have, need = len(hold.blocks), -(-tokens // self.space.block)
         if need - have > self._available():
             return False
         for at in range(have, need):

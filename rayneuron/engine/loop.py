@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from rayneuron.engine.commit import FAILED
+from rayneuron.engine.sequence import FAILED
 from rayneuron.errors import NotReady, RequestError
 from rayneuron.types import Request, Snapshot, TokenDelta
 

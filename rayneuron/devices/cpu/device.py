@@ -68,6 +68,9 @@ class Cpu:
         self._panels = self.kernels is not None and self.kv_dtype == self.dtype and panels.fit(kv, self.kv_dtype)
         self.kv = Kv(kv, [panels.views(units) if self._panels else (units[:, :, 0], units[:, :, 1]) for units in self._units])
 
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Nothing is compiled."""
+
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled, but oneDNN builds a kernel for each number of new tokens, and the allocator grows: meet them all now."""
         self._program = program
@@ -177,8 +180,8 @@ def write_kv(layer: plain.Layer, slots: Tensor, k: Tensor, v: Tensor) -> plain.L
     return layer
 
 
-def attend(q: Tensor, layer: plain.Layer, blocks: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, layer: plain.Layer, blocks: Tensor, length: int, bias: Tensor, scale: float, *more: Any) -> Tensor:
     """As `models.ops.attend`."""
     if panels.lie(layer):
         layer, blocks = panels.read(layer, blocks)
-    return plain.attend(q, layer, blocks, length, bias, scale)
+    return plain.attend(q, layer, blocks, length, bias, scale, *more)
