@@ -140,7 +140,7 @@ def test_every_key_misspelled_is_named_with_the_right_one() -> None:
         ({"model": {"path": "x", "aliases": [" "]}}, "must not be empty or blank"),
         ({"model": {"path": "x", "skip_tokenizer_init": True, "chat_template": "{{ 1 }}"}}, "goes without tokenizer and chat_template"),
         ({"device": None}, "device: must be text, got nothing"),
-        ({"block_size": 100}, "write 128, the nearest power of two, or max_model_len for one block a sequence, got 100"),
+        ({"block_size": 100}, "write 128, the nearest power of two, or max_model_len, got 100"),
         ({"block_size": 5}, "write 16, the nearest power of two"),
         ({"block_size": 96, "max_model_len": 97}, "write 128, the nearest power of two"),
         ({"enable_prefix_caching": True, "capacity_factor": 1.5}, "goes without capacity_factor, by which KV depends on"),
