@@ -93,9 +93,7 @@ class Buckets(Section):
     context_encoding: list[int] | None = Field(None, description="New tokens of a prefill step (T).")
     token_generation: list[int] | None = Field(None, description="Attended positions (L), also called sequence buckets.")
     prefix: list[int] | Literal["auto"] | None = Field(
-        None,
-        description="Tokens before a prefill's new ones: graphs are context_encoding x prefix as NxD Inference's prefix_buckets, "
-        "instead of x token_generation; auto: powers of two from 512.",
+        None, description="Tokens before a prefill's: graphs are context_encoding x these, as NxD's; auto: powers of two from 512."
     )
     batch: list[int] | None = Field(None, description="Rows of a decode step (B).")
     smallest: int | None = Field(
@@ -193,9 +191,7 @@ class Compile(Section):
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
     workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
-    async_mode: bool = Field(
-        False, description="The device computes a step while the host prepares the next and delivers the last. Not with pipeline_parallel."
-    )
+    async_mode: bool = Field(False, description="A step begins while the one before runs. Not with pipeline_parallel.")
 
 
 class OnDeviceSampling(Section):
@@ -226,9 +222,7 @@ class Deployment(Section):
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: all rows full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
-    block_size: int | None = Field(
-        None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
-    )
+    block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")
     enable_prefix_caching: bool | None = Field(None, description="Compute equal beginnings of prompts once; default: on the CPU.")
     fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
@@ -273,8 +267,7 @@ class Deployment(Section):
         longest = info.data.get("max_model_len")
         if value is None or (value >= 16 and value & (value - 1) == 0) or (longest is not None and value >= longest):
             return value
-        nearest_power = max(16, 2 ** round(math.log2(value)))
-        raise ValueError(f"write {nearest_power}, the nearest power of two, or max_model_len for one block a sequence, got {value}")
+        raise ValueError(f"write {max(16, 2 ** round(math.log2(value)))}, the nearest power of two, or max_model_len, got {value}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
@@ -286,10 +279,7 @@ class Deployment(Section):
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
             raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
         if self.compile.async_mode and self.pipeline_parallel > 1:
-            raise ValueError(
-                "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "
-                "leave it out: the stages of pipeline_parallel overlap by micro_batches"
-            )
+            raise ValueError("compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out")
         return self
 
 

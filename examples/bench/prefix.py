@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a prefix cache saves, and what it costs where it finds nothing: two engines of one model in this process, with and without it.
 
-First token of a long prompt that is new, of which nine tenths are known, and that is known whole, beside a decode step of one row; prefill
-and decode rates of prompts nobody has seen, in rounds that alternate; and the prompt tokens that 16 new requests with one beginning compute.
+First token of a long prompt that is new, of which nine tenths are known, and that is known whole, beside a decode step of one row;
+prefill and decode rates of prompts nobody has seen, in rounds that alternate; the tokens that 16 new prompts with one beginning cost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Measured:
 
     first_s: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     step_s: list[float] = field(default_factory=list)
-    rates: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {case: {"on": [], "off": []} for case in ("prefill", "decode")})
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {c: {"on": [], "off": []} for c in ("prefill", "decode")})
     computed: int = 0
 
 
@@ -111,7 +111,7 @@ def show(found: Measured) -> str:
     bars = [
         report.bar("first token, nine tenths known / new", report.median_ratio(some, new), 0.15, False),
         report.bar("first token, known whole, beyond a decode step, ms", statistics.median(beyond_ms), 2.0, False),
-        *(report.bar(f"{case}, nothing known, on / off", report.median_ratio(by["on"], by["off"]), 0.99) for case, by in found.rates.items()),
+        *(report.bar(f"{c}, nothing known, on / off", report.median_ratio(by["on"], by["off"]), 0.99) for c, by in found.rates.items()),
         report.bar(f"tokens {AT_ONCE} requests compute / least", found.computed / (SHARED + AT_ONCE * OWN), 1.1, False),
     ]
     return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars)}"

@@ -136,8 +136,8 @@ def test_prefixes_are_measured_by_hand_and_by_counting(tiny: Path) -> None:
     text = prefix.show(found)
     assert re.search(r"nine tenths known / new +\| 0.20 +\| <= 0.15 +\| MISSED", text), text
     assert re.search(r"beyond a decode step, ms +\| 2.00", text) and re.search(r"decode, nothing known, on / off +\| 0.90 .*MISSED", text)
-    for engine in engines.values():
-        engine.close()
+    for opened in engines.values():
+        opened.close()
 
 
 def test_prompts_are_exact_and_repeatable(smollm2: Path) -> None:

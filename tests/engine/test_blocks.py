@@ -253,14 +253,14 @@ class Both:
             assert run.stale or run.hold.shared == len(run.nodes)
 
 
-IDS = st.lists(st.integers(0, 1), min_size=1, max_size=LIMIT - 2)
+IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=LIMIT - 2)
 
 
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_the_store_is_a_trie(data: st.DataObject) -> None:
     actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "step", "end", "end"]
-    both = Both(blocks=data.draw(st.integers(LIMIT // SIZE, 24)), rows=data.draw(st.integers(1, 5)))
+    both = Both(blocks=data.draw(st.integers(LIMIT // SIZE, 16)), rows=data.draw(st.integers(1, 5)))
     model = both.model
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(actions))
@@ -287,3 +287,18 @@ def test_the_store_is_a_trie(data: st.DataObject) -> None:
         both.end()
     both.check()
     assert both.store.used == 0 and both.store.free + len(both.store.cached) == model.blocks and both.store.free_rows == model.rows
+
+
+def test_what_is_found_is_no_room() -> None:
+    """Five blocks are left, three of them found: they are taken out of what can be had, so that a newcomer that needs three more waits."""
+    store = Blocks(KvSpace(3, LIMIT, 8, SIZE), KvLog())
+    first = store.admit(6)
+    assert first is not None
+    store.settle(first, hashing.chain([1] * 6, SIZE, ROOT), ROOT)
+    other = store.admit(6)
+    store.release(first)
+    assert other is not None and (store.free, len(store.cached)) == (2, 3)
+    assert store.admit(12, hashing.chain([1] * 12, SIZE, ROOT)) is None and (store.free, len(store.cached)) == (2, 3)
+    hold = store.admit(10, hashing.chain([1] * 10, SIZE, ROOT))
+    assert hold is not None and hold.known == 6 and len(hold.blocks) == 5 and (store.free, len(store.cached)) == (0, 0)
+    store.check([other, hold])

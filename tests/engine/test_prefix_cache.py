@@ -93,9 +93,10 @@ def test_cold_requests_of_one_prefix_compute_it_once(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_equal_prompts_of_one_moment_are_computed_once(tiny: Path, ahead: bool) -> None:
-    """Also where a step could hold both: what one of them computes, the other waits for."""
-    watched, ids = Watched(tiny, ahead=ahead, chunk=64), words(2 * SIZE + 5)
+@pytest.mark.parametrize("length", [2 * SIZE + 5, SIZE + 5])
+def test_equal_prompts_of_one_moment_are_computed_once(tiny: Path, ahead: bool, length: int) -> None:
+    """Also where a step could hold both, as it could the shorter ones: what one of them computes, the other waits for."""
+    watched, ids = Watched(tiny, ahead=ahead, chunk=64), words(length)
     alone = Watched(tiny, cached=False).run(ask("a", ids, new=6))["a"]
     out = watched.run(ask("a", ids, new=6), ask("b", ids, new=6))
     assert [d.token_ids for d in out["a"]] == [d.token_ids for d in out["b"]] == [d.token_ids for d in alone]

@@ -52,7 +52,7 @@ def test_in_a_group_of_cpu_ranks(tiny: Path) -> None:
 
 
 def test_not_with_stages() -> None:
-    with pytest.raises(ConfigError, match="async_mode needs the sampled ids .*leave it out"):
+    with pytest.raises(ConfigError, match="async_mode goes without pipeline_parallel, .*leave it out"):
         parse({"model": {"path": "x"}, "pipeline_parallel": 2, **AHEAD})
 
 
