@@ -29,7 +29,7 @@ TIMED_OUT = "the request did not finish within its time limit"
 TORN = "the text could not be put together; the server log has the details under this request's id"
 
 
-class Leg:
+class ActiveRequest:
     """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
 
     __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
@@ -79,15 +79,15 @@ class Leg:
 
 
 class Flight:
-    """One call in flight, with a leg for each of its prompts.
+    """One call in flight, with an active request for each of its prompts.
 
     `started()` returns once the first step has come back, `take()` whatever there is, `finish()` everything at the end. Each raises the
     error that ended the flight. One task waits at a time. `pace_s` says how long to rest between two writes.
     """
 
-    def __init__(self, legs: Sequence[Leg], pace_s: Callable[[], float]) -> None:
-        self.legs = {leg.request.id: leg for leg in legs}
-        self.unfinished = sum(leg.request.params.n for leg in legs)  # choices
+    def __init__(self, actives: Sequence[ActiveRequest], pace_s: Callable[[], float]) -> None:
+        self.actives = {active.request.id: active for active in actives}
+        self.unfinished = sum(active.request.params.n for active in actives)  # choices
         self.error: RayNeuronError | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._pace_s = pace_s
@@ -149,15 +149,15 @@ class Flight:
             self.error = error
             self._wake()
 
-    def receive(self, leg: Leg, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> bool:
-        """Take one token delta of a leg; True where a stop string ended the choice here, so that the engine has to be told."""
-        if piece.index in leg.done or self.error is not None:
+    def receive(self, active: ActiveRequest, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> bool:
+        """Take one token delta of a request; True where a stop string ended the choice here, so that the engine has to be told."""
+        if piece.index in active.done or self.error is not None:
             return False  # ended a moment ago; the engine had not heard of it yet
         if piece.finish_reason in ("abort", "error") and self._lost(piece):
             return False
-        leg.measure(piece, now_s, telemetry)
-        leg.begun = self._begun = True
-        delta = leg.assembler.push(piece)
+        active.measure(piece, now_s, telemetry)
+        active.begun = self._begun = True
+        delta = active.assembler.push(piece)
         finished: FinishReason | None = piece.finish_reason
         if delta is not None:
             if delta.error is not None:
@@ -166,7 +166,7 @@ class Flight:
             finished = delta.finish_reason or finished
         if finished is not None:
             self.unfinished -= 1
-            leg.finish(piece, finished, now_s, telemetry)
+            active.finish(piece, finished, now_s, telemetry)
         if self._every_step or self.unfinished == 0:
             self._wake()
         return finished is not None and piece.finish_reason is None
@@ -179,7 +179,7 @@ class Flight:
             # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
             log.error("request %s failed: %s", piece.request_id, piece.error)
             self.fail(NotReady(STOPPED))
-        elif self.unfinished == 1 and not any(leg.answered for leg in self.legs.values()):
+        elif self.unfinished == 1 and not any(active.answered for active in self.actives.values()):
             self.fail((RequestError if piece.fault == "request" else RayNeuronError)(piece.error or "the choice failed"))
         return self.error is not None
 
@@ -236,40 +236,40 @@ class Flights:
             flight = self._by_request.get(piece.request_id)
             if flight is None:
                 continue  # its client has gone
-            leg, unfinished = flight.legs[piece.request_id], flight.unfinished
-            waited, stopped = not leg.begun, False
+            active, unfinished = flight.actives[piece.request_id], flight.unfinished
+            waited, stopped = not active.begun, False
             try:
-                stopped = flight.receive(leg, piece, now_s, self._telemetry)
+                stopped = flight.receive(active, piece, now_s, self._telemetry)
             except Exception:  # one call's text must not stop the delivery of the others'
                 log.exception("request %s: its text could not be put together", piece.request_id)
                 flight.fail(RayNeuronError(TORN))
             self.sequences -= unfinished - flight.unfinished
-            if waited and leg.begun:
-                prompt_tokens += len(leg.request.prompt_ids)
+            if waited and active.begun:
+                prompt_tokens += len(active.request.prompt_ids)
             if stopped:
                 self.engine.abort(piece.request_id, piece.index)
         self.waiting_tokens -= prompt_tokens
         self._telemetry.step(tokens, prompt_tokens)
 
-    def open(self, legs: Sequence[Leg]) -> Flight:
+    def open(self, actives: Sequence[ActiveRequest]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
         if self.closed is not None:
             raise self.closed
         if not self.engine.alive:
             raise NotReady(STOPPED)  # what it died of is in the log
-        flight = Flight(legs, self.pace_s)
+        flight = Flight(actives, self.pace_s)
         self._open.add(flight)
         self.sequences += flight.unfinished
-        self.waiting_tokens += sum([len(leg.request.prompt_ids) for leg in legs])
+        self.waiting_tokens += sum([len(active.request.prompt_ids) for active in actives])
         try:
-            for leg in legs:
-                self.engine.submit(leg.request)  # refuses an id in use, which is another flight's to keep
-                self._by_request[leg.request.id] = flight
-                self._telemetry.asked(leg.request)
+            for active in actives:
+                self.engine.submit(active.request)  # refuses an id in use, which is another flight's to keep
+                self._by_request[active.request.id] = flight
+                self._telemetry.asked(active.request)
         except BaseException:
             self.close(flight)
             raise
-        if (deadline_s := legs[0].request.deadline_s) is not None:  # of the whole call
+        if (deadline_s := actives[0].request.deadline_s) is not None:  # of the whole call
             left_s = max(0.0, deadline_s - time.monotonic())
             flight.deadline = self._event_loop.call_later(left_s, flight.fail, RequestTimeout(TIMED_OUT))
         return flight
@@ -282,14 +282,14 @@ class Flights:
         self.sequences -= flight.unfinished
         if flight.deadline is not None:
             flight.deadline.cancel()
-        for leg in flight.legs.values():
-            mine = self._by_request.get(leg.request.id) is flight
+        for active in flight.actives.values():
+            mine = self._by_request.get(active.request.id) is flight
             if mine:
-                del self._by_request[leg.request.id]
-            if not leg.begun:
-                self.waiting_tokens -= len(leg.request.prompt_ids)
-            if leg.drop(flight.error is not None, self._telemetry) and mine:
-                self.engine.abort(leg.request.id)
+                del self._by_request[active.request.id]
+            if not active.begun:
+                self.waiting_tokens -= len(active.request.prompt_ids)
+            if active.drop(flight.error is not None, self._telemetry) and mine:
+                self.engine.abort(active.request.id)
 
     def fail_all(self, error: RayNeuronError) -> None:
         """The engine is gone: end every flight with `error`, and refuse new ones with it."""

@@ -20,7 +20,7 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
-from rayneuron.serve.flight import STOPPED, Flight, Flights, Leg
+from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.hot import hot
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
@@ -91,14 +91,14 @@ class Served:
         """As the verb."""
         self._say_unknown(call.unknown)
         self.admit(admission.measure(call.requests))
-        legs = []
+        actives = []
         for request in call.requests:
             self.seeds.fix(request)  # here, so that whoever else goes on with it draws the same
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self.tracer.begin(request, headers) if self.tracer is not None else None
-            legs.append(Leg(request, Assembler(request, self.opened.text), ended))
-        flight = self.flights.open(legs)
+            actives.append(ActiveRequest(request, Assembler(request, self.opened.text), ended))
+        flight = self.flights.open(actives)
         try:
             yield flight
         finally:
@@ -122,7 +122,7 @@ class Served:
 
     def _say_ended(self, call: api.Call, flight: Flight, arrival_s: float) -> None:
         """One line of what a call was and took, and the prompts only where that is asked for."""
-        tokens = sum([count for leg in flight.legs.values() for count in leg.tokens.values()])
+        tokens = sum([count for active in flight.actives.values() for count in active.tokens.values()])
         prompt = sum([len(request.prompt_ids) for request in call.requests])
         state = type(flight.error).__name__ if flight.error else "complete" if flight.unfinished == 0 else "aborted"
         took_s = time.monotonic() - arrival_s

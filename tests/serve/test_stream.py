@@ -170,7 +170,7 @@ def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
 
 async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
     """`rest` lets steps pass without waking the writer, ends with the pause, and at once when the last choice has finished."""
-    from rayneuron.serve.flight import SHORTEST_PAUSE_S, Flight, Leg
+    from rayneuron.serve.flight import SHORTEST_PAUSE_S, ActiveRequest, Flight
     from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 
     class Joins:
@@ -184,18 +184,18 @@ async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
         def __call__(self, *args: Any) -> None:
             return None
 
-    def flight(pause_s: float) -> tuple[Flight, Leg]:
-        leg = Leg(Request(id="r", prompt_ids=[1], params=SamplingParams()), Joins())  # type: ignore[arg-type]
-        return Flight([leg], lambda: pause_s), leg
+    def flight(pause_s: float) -> tuple[Flight, ActiveRequest]:
+        active = ActiveRequest(Request(id="r", prompt_ids=[1], params=SamplingParams()), Joins())  # type: ignore[arg-type]
+        return Flight([active], lambda: pause_s), active
 
-    loop, (one, leg) = asyncio.get_running_loop(), flight(30.0)
+    loop, (one, active) = asyncio.get_running_loop(), flight(30.0)
     resting = asyncio.ensure_future(one.rest())
     await asyncio.sleep(0)
     for token in (1, 2):
-        one.receive(leg, TokenDelta("r", 0, [token]), loop.time(), Silent())
+        one.receive(active, TokenDelta("r", 0, [token]), loop.time(), Silent())
     await asyncio.sleep(0)
     assert not resting.done()
-    one.receive(leg, TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
+    one.receive(active, TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
     await asyncio.wait_for(resting, 25)  # the pause alone is 30
     assert [d.token_ids for d in await one.take()] == [[1, 2, 3]]
 
