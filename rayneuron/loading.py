@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rayneuron.group.children import Processes
     from rayneuron.group.group import Group
     from rayneuron.group.opening import Runnable
+    from rayneuron.models import Progress
     from rayneuron.models.arch import Arch
     from rayneuron.preflight import Fitted
     from rayneuron.text.text import Text
@@ -42,15 +43,16 @@ class Opened:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def check(config: Deployment) -> tuple[Runnable, Fitted]:
-    """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
-    from rayneuron import demo, devices, models, preflight
+def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnable, Fitted]:
+    """Find or fetch the model (`progress`: megabytes) and hold the deployment against it. Raises ConfigError, CheckpointError, NotReady."""
+    from rayneuron import devices, models, preflight, sources
     from rayneuron.group.opening import Runnable
     from rayneuron.models import presharded, words
     from rayneuron.models.config_json import read_config
 
     devices.check(config.device)
-    path = demo.resolve(config.model.path)
+    found = sources.resolve(config.model.source, progress, allow_pickle=config.model.allow_pickle)
+    path = found.path
     raw = read_config(path)
     fitted = preflight.fit(config, raw, path)
     preflight.check_defaults(config, fitted, path)
@@ -58,7 +60,7 @@ def check(config: Deployment) -> tuple[Runnable, Fitted]:
     if presharded.is_presharded(path):
         ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
         presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
-    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype), fitted
+    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source), fitted
 
 
 def open_engine(
@@ -81,7 +83,7 @@ def open_engine(
         from rayneuron.engine.probe import probe
 
     with _timed(seconds, "check"):
-        model, fitted = check(config)
+        model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
         log.info("a rank will hold %s", _estimate(model))
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside, ExitStack() as undo:
         reading = beside.submit(_text, config, model.path, seconds)  # while the weights are read
@@ -106,12 +108,15 @@ def open_engine(
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
     with _timed(seconds, "tokenizer"):
+        from rayneuron import sources
         from rayneuron.text.text import Text
         from rayneuron.text.wordless import Wordless
 
         if config.model.skip_tokenizer_init:
             return Wordless(path)
-        return Text(config.model.tokenizer or path, chat_template=config.model.chat_template)
+        elsewhere = config.model.tokenizer
+        folder = sources.resolve(elsewhere, weights=False).path if elsewhere is not None else path
+        return Text(folder, chat_template=config.model.chat_template)
 
 
 def _opened(
