@@ -24,6 +24,7 @@ def fetch(source: str, progress: Progress, *, weights: bool, allow_pickle: bool)
     Raises ConfigError, CheckpointError or NotReady.
     """
     place, _, state = source.removeprefix("s3://").partition("#")
+    place = place.rstrip("/")
     bucket, _, prefix = place.partition("/")
     prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
     if not bucket:
@@ -79,6 +80,9 @@ def _download(client: Any, bucket: str, prefix: str, files: dict[str, tuple[int,
 
     before = size(partial)
     watched(work, lambda: size(partial) - before, total, progress)
+    for file in partial.rglob("*"):
+        if file.is_file() and str(file.relative_to(partial)) not in files:
+            file.unlink()  # half a file, of a process that was killed
     os.replace(partial, target)
 
 
