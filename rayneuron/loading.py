@@ -85,6 +85,9 @@ def open_engine(
     with _timed(seconds, "check"):
         model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
         log.info("a rank will hold %s", _estimate(model))
+        if model.arch.uncommon:
+            said = "%s models have %s: their layers run operation by operation where others are one call"
+            log.info(said, model.arch.model_type, model.arch.uncommon)
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside, ExitStack() as undo:
         reading = beside.submit(_text, config, model.path, seconds)  # while the weights are read
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron import devices, keys, models, settings, sources
-from rayneuron.api import sampling
+from rayneuron.api import body
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
 from rayneuron.deployment_file import DeploymentFile
@@ -119,9 +119,9 @@ def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None)
     """Refuse sampling defaults with which no request could be answered. Raises ConfigError."""
     said = config.sampling_defaults
     try:
-        defaults = sampling.sampling_defaults(fitted.generation, said)
+        defaults = body.sampling_defaults(fitted.generation, said)
         context = Context(config.model.served_names, _NoWords(), fitted.capacity.length, fitted.arch.vocab, defaults)  # type: ignore[arg-type]
-        sampling.check_defaults(context)
+        body.check_defaults(context)
     except ConfigError as wrong:
         if said and (wrong.param in said or wrong.param is None):
             key = f"sampling_defaults.{wrong.param}" if wrong.param else "sampling_defaults"

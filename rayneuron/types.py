@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -242,6 +243,21 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     usage: Usage | None = None
     error: str | None = None
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Consecutive deltas of one choice as one. Finish and usage are the last one's."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return msgspec.structs.replace(
+        last,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[entry for part in scored for entry in part] if scored else None,
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 class Snapshot(msgspec.Struct, frozen=True):

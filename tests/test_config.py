@@ -8,14 +8,15 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from rayneuron import cli
-from rayneuron.config import Deployment, HotSettings, parse
+from rayneuron.config import DTYPE_ALIASES, Deployment, Dtype, HotSettings, parse
 from rayneuron.errors import ConfigError
+from rayneuron.models import words
 from rayneuron.validation import keys
 
 GOOD: dict[str, Any] = {"model": {"path": "demo:random:tiny"}, "dtype": "fp32", "max_model_len": 64}
@@ -233,3 +234,8 @@ def test_what_config_prints_can_be_served_and_says_the_same(tmp_path: Path) -> N
     assert first[0] == 0 and said(again)[1] == first[1], said(again)
     entry = yaml.safe_load(first[1])["applications"][0]
     assert parse(entry["args"]).limits.max_waiting == 3 and entry["deployments"][0]["name"] == "EngineServer"
+
+
+def test_the_words_for_dtypes_are_those_of_the_models() -> None:
+    assert get_args(Dtype) == ("auto", *words.COMPUTE) and set(DTYPE_ALIASES.values()) == set(words.COMPUTE) == set(words.WIDTHS)
+    assert all(DTYPE_ALIASES[theirs] == ours for ours, theirs in words.COMPUTE.items())

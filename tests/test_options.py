@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 
-from rayneuron import LLM
+from rayneuron import LLM, loading
+from rayneuron.config import parse
 from rayneuron.errors import ConfigError
 from rayneuron.models import presharded
 
@@ -43,6 +47,16 @@ def test_weights_cut_ahead_of_time_load_and_change_no_token(tiny, plain, tmp_pat
     assert generate(tmp_path / "two", dtype="fp32", tensor_parallel=2) == plain
     with pytest.raises(ConfigError, match="2"):
         generate(tmp_path / "two", dtype="fp32")
+
+
+def test_auto_means_one_dtype_to_shard_and_to_run(tiny, tmp_path):
+    """A checkpoint in fp16 is computed in bf16, so it is cut into bf16 too: the same word on both sides fits."""
+    half = Path(shutil.copytree(tiny, tmp_path / "half"))
+    said = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**said, "torch_dtype": "float16", "dtype": "float16"}))
+    assert presharded.shard(half, 1, tmp_path / "one").dtype == "bf16"
+    runnable, _ = loading.check(parse({"model": {"path": str(tmp_path / "one")}, "max_model_len": 64}))
+    assert runnable.dtype == "bf16"
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "f8e4m3"}, {"kv_dtype": "f8e4m3"}], ids=str)

@@ -24,13 +24,14 @@ import machine
 import options
 import report
 import verdicts
-from child import Child
+from child import Child, ChildFailed
 from rates import decode_rate, prefill_rate
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 VENVS = Path(os.environ.get("RAYNEURON_BENCH_VENVS", CHECKOUT.parent / "venvs"))
 PEERS = ("openvino", "vllm", "llamacpp")  # a bare --peers
+BEFORE = f"{verdicts.OURS}-before"
 WARM_UP_TOKENS = 4
 
 
@@ -48,8 +49,8 @@ class Peer:
         return Path(sys.executable) if self.venv is None else venvs / self.venv / "bin" / "python"
 
 
-def peers(threads: int) -> dict[str, Peer]:
-    """Everybody who can take part, by name."""
+def peers(threads: int, against: Path | None = None) -> dict[str, Peer]:
+    """Everybody who can take part, by name. against: another checkout of this project."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     vllm = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     return {
@@ -58,6 +59,7 @@ def peers(threads: int) -> dict[str, Peer]:
         "openvino": Peer("peer_openvino.py", "openvino"),
         "vllm": Peer("peer_vllm.py", "vllm", vllm, ("bf16", "fp32")),
         "llamacpp": Peer("peer_llamacpp.py", "llamacpp"),
+        **({BEFORE: Peer("peer_rayneuron.py", env={"PYTHONPATH": str(against)})} if against else {}),
     }
 
 
@@ -96,17 +98,27 @@ def start(name: str, peer: Peer, settings: dict[str, Any], threads: int, urgent:
 @dataclass(slots=True)
 class Measured:
     """Of every round: the rates by case and engine, what the machine could do at most, at its start and beside our own rate of a case, and
-    the cores others kept busy by case."""
+    the cores others kept busy by case. `lost`: who died on the way, and how; their rates are not kept."""
 
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     machine: dict[str, list[float]] = field(default_factory=dict)
     beside: dict[str, list[float]] = field(default_factory=dict)
     others: dict[str, list[float]] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: str, engine: str, rate: float, others: float) -> None:
         """One measurement."""
         self.rates.setdefault(case, {}).setdefault(engine, []).append(rate)
         self.others.setdefault(case, []).append(others)
+
+    def lose(self, engine: str, problem: ChildFailed) -> None:
+        """Leave a peer that died out: its rates too, since rounds it did not see would be compared with rounds it did."""
+        if engine.startswith(verdicts.OURS):
+            raise problem
+        print(f"{engine} is left out from here on: {problem}", file=sys.stderr, flush=True)
+        self.lost[engine] = str(problem).split(";")[0]
+        for rates in self.rates.values():
+            rates.pop(engine, None)
 
 
 def at_most(roofline: Child, case: Case) -> float:
@@ -117,9 +129,8 @@ def at_most(roofline: Child, case: Case) -> float:
     return rate
 
 
-def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rounds: int, vocab: int) -> Measured:
+def measure(measured: Measured, children: dict[str, Child], roofline: Child, wanted: list[Case], rounds: int, vocab: int) -> None:
     """`rounds` interleaved rounds after a short one that is not counted; the order of engines rotates, so that none is always first."""
-    measured = Measured()
     names = list(children)
     for turn in range(-1, rounds):
         for name, rate in roofline.ask({"new": 0}).items():
@@ -130,10 +141,16 @@ def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rou
             new = case.new if turn >= 0 else min(case.new, WARM_UP_TOKENS)
             for name in order:
                 child = children[name]
+                if name in measured.lost:
+                    continue
                 # A host changes its pace within seconds: what the machine can do is measured right before and right after us.
                 bounds = [at_most(roofline, case)] if name == verdicts.OURS else []
                 watch = machine.Watch([child.session])
-                steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": new})["steps"]
+                try:
+                    steps = child.ask({"prompts": prompts(case, f"{turn}-{case.name}", vocab), "new": new})["steps"]
+                except ChildFailed as problem:
+                    measured.lose(name, problem)
+                    continue
                 child.freeze()
                 others = watch.others()
                 if turn < 0:
@@ -142,7 +159,6 @@ def measure(children: dict[str, Child], roofline: Child, wanted: list[Case], rou
                 if bounds:
                     measured.beside.setdefault(case.name, []).append(statistics.fmean([*bounds, at_most(roofline, case)]))
         print(f"round {turn + 1} of {rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
-    return measured
 
 
 def show(measured: Measured, names: Sequence[str], loads: dict[str, float], model: verdicts.Model) -> str:
@@ -151,11 +167,17 @@ def show(measured: Measured, names: Sequence[str], loads: dict[str, float], mode
     for case, rates in measured.rates.items():
         best = verdicts.best_peer(rates) if names[0] == verdicts.OURS else None
         ahead = f"{report.median_ratio(rates[names[0]], rates[best]):.2f} ({best})" if best else "-"
-        rows.append([case, *(statistics.median(rates[n]) for n in names), ahead, statistics.fmean(measured.others[case])])
+        figures = [statistics.median(rates[n]) if n in rates else "died" for n in names]
+        rows.append([case, *figures, ahead, statistics.fmean(measured.others[case])])
     text = report.table(["tok/s", *names, "ours / best peer in bf16", "cores used by others"], rows)
     text += f"\n\n{verdicts.show_machine(measured.machine)}\n"
     if judged := verdicts.judge(measured.rates, measured.beside, model):
         text += f"\n{report.table(['bar', 'measured', 'asked', ''], judged)}\n"
+    for ours in (verdicts.OURS, verdicts.OURS_INT8):
+        before = ours.replace(verdicts.OURS, BEFORE)
+        compared = [[case, report.median_ratio(r[ours], r[before])] for case, r in measured.rates.items() if ours in r and before in r]
+        text += f"\n{report.table(['', f'{ours} / {before}'], compared)}\n" if compared else ""
+    text += "".join(f"\nLeft out: {problem}\n" for problem in measured.lost.values())
     return f"{text}\nLoaded and warm after: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in loads.items())}"
 
 
@@ -169,12 +191,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64, help="new tokens of the decode cases (default %(default)s)")
     parser.add_argument("--peers", nargs="?", const=",".join(PEERS), default="", help="more peers, comma-separated (bare: all of them)")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="folder of the peers' environments (default %(default)s)")
+    parser.add_argument("--against", type=Path, help="another checkout of this project, measured beside this one")
     parser.add_argument("--alone", action="store_true", help="without transformers")
     args = parser.parse_args(argv)
-    args.names = ["rayneuron", *([] if args.alone else ["transformers"]), *filter(None, args.peers.split(","))]
-    unknown = set(args.names) - set(peers(args.threads))
+    known = peers(args.threads, args.against)
+    others = [*([BEFORE] if args.against else []), *([] if args.alone else ["transformers"]), *filter(None, args.peers.split(","))]
+    args.names = [verdicts.OURS, *others]
+    unknown = set(args.names) - set(known)
     if unknown:
-        parser.error(f"unknown peer {', '.join(sorted(unknown))}; known: {', '.join(peers(args.threads))}")
+        parser.error(f"unknown peer {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if args.against and not (args.against / "rayneuron").is_dir():
+        parser.error(f"--against {args.against}: there is no rayneuron/ in it; name the folder of a checkout")
     return args
 
 
@@ -189,9 +216,9 @@ def present(names: Sequence[str], known: dict[str, Peer], venvs: Path = VENVS) -
     return kept
 
 
-def load(args: argparse.Namespace, path: Path, stack: ExitStack) -> tuple[dict[str, Child], dict[str, float]]:
+def load(args: argparse.Namespace, path: Path, stack: ExitStack, measured: Measured) -> tuple[dict[str, Child], dict[str, float]]:
     """Every engine in every dtype it has, loaded and frozen, with the seconds that took. Others than the first dtype are named by it."""
-    known = peers(args.threads)
+    known = peers(args.threads, args.against)
     settings = {"model": str(path), "threads": args.threads, "rows": max(args.batch, default=1)}
     settings["length"] = max([*args.prefill, args.prompt + args.new]) + 16
     children, loads = {}, {}
@@ -202,9 +229,13 @@ def load(args: argparse.Namespace, path: Path, stack: ExitStack) -> tuple[dict[s
             name = engine if dtype == "bf16" else f"{engine} {dtype}"
             child = start(name, known[engine], {**settings, "dtype": dtype}, args.threads, args.urgent, args.venvs)
             stack.callback(child.close)
-            loads[name] = child.ask({})["load_s"]
-            child.freeze()
             children[name] = child
+            try:
+                loads[name] = child.ask({})["load_s"]
+            except ChildFailed as problem:
+                measured.lose(name, problem)
+                continue
+            child.freeze()
             print(f"{name} is loaded", file=sys.stderr, flush=True)
     return children, loads
 
@@ -219,15 +250,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = sources.resolve(args.model).path
     config = hub.read_config(path)
     with ExitStack() as stack:
-        children, loads = load(args, path, stack)
+        measured = Measured()
+        children, loads = load(args, path, stack, measured)
         roofline = start("roofline", Peer("roofline.py"), {"threads": args.threads}, args.threads, args.urgent)
         stack.callback(roofline.close)
-        measured = measure(children, roofline, cases(args), args.rounds, config["vocab_size"])
+        measure(measured, children, roofline, cases(args), args.rounds, config["vocab_size"])
     facts = machine.facts()
     print(f"{report.show_facts(facts)}; model {args.model}, {args.threads} threads, medians of {args.rounds} rounds\n")
     print(show(measured, list(children), loads, verdicts.Model.read(config)))
     document = {"machine": facts, "model": args.model, "load_s": loads, "rates": measured.rates, "roofline": measured.machine}
-    document |= {"roofline_beside": measured.beside, "others": measured.others}
+    document |= {"roofline_beside": measured.beside, "others": measured.others, "lost": measured.lost}
     print(f"\n{report.save('engine', document, args.json)}", file=sys.stderr)
     return 0
 

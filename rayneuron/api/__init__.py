@@ -20,15 +20,16 @@ How the server uses it (no HTTP, no Ray, no torch in here; all of it runs on the
 * `call.requests`: one `types.Request` a prompt, ids `<request_id>-<place>`; set `arrival_s` and `deadline_s` on them, make one
   `text.Assembler(request, text)` each and submit them.
 * `call.unknown`: field names nobody here knows; accepted, log each name once a process.
-* `call.stream`: the client wants a stream. `call.choices`: choices over all prompts.
+* `call.head.stream`: the client wants a stream. `call.choices`: choices over all prompts.
 
 Unary: collect every `Delta` of every request in arrival order until `call.choices` of them had a `finish_reason`, then
 `errors.encode(call.reply(deltas))` is the body; `reply` raises the RayNeuronError of a delta that carries an error.
 
-Stream: pull the first Delta BEFORE the headers (an exception, or `errors.failed(delta)` not None, is a clean 4xx/5xx then).
-`stream = call.open()`; send `stream.first()`; for each Delta send `stream.chunk(delta)` (b"": nothing to send yet) until `stream.done`;
-send `stream.last()`. On an exception after the headers send `stream.error(exc)` (error event and `[DONE]`) and end. A Delta with
-`finish_reason` "error" makes `chunk` return just that and sets `done` and `failed` (`last()` is b"" then): abort the call's other requests.
+Stream: pull the first Delta BEFORE the headers (an exception, or a `delta.error`, is a clean 4xx/5xx then).
+`stream = openai.Events(call)`; send `stream.first()`; for each Delta send `stream.chunk(delta)` (b"": nothing to send yet) until
+`stream.done`; send `stream.last()`. On an exception after the headers send `stream.error(exc)` (error event and `[DONE]`) and end. A
+Delta with `finish_reason` "error" makes `chunk` return just that and sets `done` and `failed` (`last()` is b"" then): abort the call's
+other requests.
 `stream.content_type` is "text/event-stream".
 
 Others, all dicts: `openai.models_list(cards)`, `model_card(...)`, `find_model(name, cards)` (UnknownModel 404), `tokenize(body, context)`,

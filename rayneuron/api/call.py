@@ -71,27 +71,18 @@ class Context:
         return max(65_536, 2 * self.max_model_len)
 
 
-class ReplyStream(Protocol):
-    """An answer sent piece by piece; every verb returns ready bytes (b"": nothing to send)."""
-
-    content_type: str
-    done: bool
-    failed: bool
-
-    def first(self) -> bytes: ...
-
-    def chunk(self, delta: Delta) -> bytes: ...
-
-    def last(self) -> bytes: ...
-
-    def error(self, wrong: BaseException) -> bytes: ...
-
-
 class Answer(NamedTuple):
-    """How one endpoint of one dialect answers."""
+    """How one endpoint of one dialect answers.
+
+    `reply(call, deltas)`: the unary reply from every delta of the call in arrival order; raises what a failed delta says.
+    `wrap(call, choices)`: a whole chunk of a stream. `opening(call)`: choices of the chunks sent before any text.
+    `choice(call, progress, delta, prompt_logprobs)`: one choice of a chunk; `progress.begun` tells a choice's first chunk from later ones.
+    """
 
     reply: Callable[[Call, Iterable[Delta]], Json]
-    open: Callable[[Call], ReplyStream]
+    wrap: Callable[[Call, list[Json]], Json]
+    opening: Callable[[Call], list[Json]]
+    choice: Callable[..., Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +103,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply.
+    """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply, which has `choices` in all.
 
     `logprobs`, `prompt_logprobs`: alternatives to show a token, None for no probabilities. `echo`: the prompts as text, where the reply
     repeats them, with `echo_offsets`: where each of their tokens begins, where that is asked for. `unknown`: field names nobody here knows.
@@ -121,6 +112,8 @@ class Call:
     id: str
     created: int
     head: Head
+    n: int
+    choices: int
     requests: list[Request]
     text: Encoder
     answer: Answer
@@ -131,29 +124,6 @@ class Call:
     role: str = "assistant"
     unknown: tuple[str, ...] = ()
 
-    @property
-    def stream(self) -> bool:
-        """True where the client asked for a stream."""
-        return self.head.stream
-
-    @property
-    def n(self) -> int:
-        """Choices a prompt."""
-        return self.requests[0].params.n
-
-    @property
-    def choices(self) -> int:
-        """How many choices the reply has, over all prompts."""
-        return len(self.requests) * self.n
-
     def reply(self, deltas: Iterable[Delta]) -> Json:
-        """The unary reply from every delta of the call in arrival order; raises what a failed delta says."""
+        """As the answer's."""
         return self.answer.reply(self, deltas)
-
-    def open(self) -> ReplyStream:
-        """A fresh stream for this call."""
-        return self.answer.open(self)
-
-    def prompt(self, request_id: str) -> int:
-        """Which prompt an engine request id belongs to (ids end in `-<prompt>`)."""
-        return int(request_id.rpartition("-")[2])

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from rayneuron.errors import RayNeuronError
-from rayneuron.types import Delta
 
 Triple = tuple[int, dict[str, Any], dict[str, str]]
 
@@ -56,8 +55,3 @@ def error_body(wrong: BaseException) -> Triple:
     if wait_s is None and wrong.retry:
         wait_s = 1.0
     return error_reply(wrong.status, wrong.message, wrong.param, wait_s)
-
-
-def failed(delta: Delta) -> RayNeuronError | None:
-    """The exception of a delta that ends its whole call; None too where one choice failed and others go on."""
-    return None if delta.error is None else RayNeuronError(delta.error)

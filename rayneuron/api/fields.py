@@ -1,4 +1,4 @@
-"""Fields of a JSON body, taken one by one with their type checked, and those that every body has: model, streaming, ids, formats."""
+"""A JSON body, and its fields taken one by one with their type checked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rayneuron.api.call import Context, Head
-from rayneuron.errors import RequestError, UnknownModel
+from rayneuron.errors import RequestError
 
 MAX_VALUES, MAX_NAMES = 400_000, 1000  # a value has one of these, an object two; also those within texts are counted
 
-FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
 _UNCLEAN = re.compile(r"[^\x21-\x7e]+")
 
 _decoder = msgspec.json.Decoder()
@@ -106,31 +102,26 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean."""
-        value = self._body.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            wrong(self._prefix + name, "true or false", value)
-        return value
+        found: bool = self._of(bool, "true or false", name, default)
+        return found
 
     def string(self, name: str, default: Any = None, among: tuple[str, ...] = ()) -> Any:
         """A string, one of `among` if given."""
-        value = self._body.pop(name, None)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            wrong(self._prefix + name, "a string", value)
-        if among and value not in among:
+        value = self._of(str, "a string", name)
+        if value is not None and among and value not in among:
             wrong(self._prefix + name, "one of " + ", ".join(among), value)
-        return value
+        return default if value is None else value
 
     def table(self, name: str, default: Any = None) -> Any:
         """An object."""
+        return self._of(dict, "an object", name, default)
+
+    def _of(self, kind: type, said: str, name: str, default: Any = None) -> Any:
         value = self._body.pop(name, None)
         if value is None:
             return default
-        if not isinstance(value, dict):
-            wrong(self._prefix + name, "an object", value)
+        if not isinstance(value, kind):
+            wrong(self._prefix + name, said, value)
         return value
 
     def strings(self, name: str, most: int | None = None, longest: int | None = None) -> tuple[str, ...]:
@@ -190,68 +181,3 @@ def token_ids(name: str, value: object, vocab_size: int, most: int | None = None
 def clean_id(given: str | None) -> str | None:
     """A client's request id as it may be logged and echoed: at most 256 printable ASCII characters; None where nothing is left."""
     return (_UNCLEAN.sub("_", given[:1024].strip())[:256] or None) if given else None  # cut first: nobody waits for a megabyte
-
-
-def reply_id(prefix: str, head: Head, client_id: str | None, request_id: str) -> str:
-    """The `id` of a reply: the client's own where it gave one, else the server's."""
-    return f"{prefix}-{head.client_id or client_id or request_id}"
-
-
-def read_head(fields: Fields, context: Context) -> Head:
-    """The reply's side of a body. UnknownModel (404) for a model that is not served here."""
-    model = fields.string("model", context.models[0])
-    if model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
-        raise UnknownModel(f"The model `{model}` does not exist.", param="model")
-    stream, options = fields.flag("stream"), fields.table("stream_options")
-    if options is not None and not stream:
-        raise RequestError("stream_options is only allowed together with stream: true", param="stream_options")
-    read = Fields(options or {}, "stream_options.")
-    include = read.flag("include_usage")
-    salt = fields.string("cache_salt", "")
-    fields.string("session_id")
-    fields.refuse("kv_transfer_params")
-    fields.refuse("logits_processors")
-    priority = fields.integer("priority", 0, low=-(2**31), high=2**31 - 1)
-    if priority and not context.client_priority:
-        said = "priority is not for clients of this server to set; leave it out (the deployment allows it by limits.client_priority: true)"
-        raise RequestError(said, param="priority")
-    return Head(
-        model=model,
-        stream=stream,
-        include_usage=include,
-        continuous_usage=read.flag("continuous_usage_stats") and include,
-        stream_interval=fields.integer("stream_interval", 1, low=1),
-        return_token_ids=fields.flag("return_token_ids", context.text.wordless),
-        tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
-        priority=priority,
-        cache_salt=salt,
-        client_id=clean_id(fields.string("request_id")),
-    )
-
-
-def refuse_formats(fields: Fields) -> None:
-    """Check response_format and structured_outputs; all but plain text is refused by name until this server can constrain its output."""
-    wanted = fields.table("response_format")
-    if wanted is not None:
-        _response_format(wanted)
-    outputs = fields.table("structured_outputs")
-    if outputs is None:
-        return
-    named = [name for name in CONSTRAINTS if outputs.get(name) not in (None, False)]
-    if len(named) > 1:
-        raise RequestError(f"structured_outputs may name one constraint, got {', '.join(named)}", param="structured_outputs")
-    if named:
-        raise RequestError(f"structured_outputs.{named[0]} is not supported by this server yet; leave it out", param="structured_outputs")
-
-
-def _response_format(wanted: dict[str, object]) -> None:
-    kind = wanted.get("type")
-    if kind not in FORMATS:
-        wrong("response_format.type", "one of " + ", ".join(FORMATS), kind)
-    if kind == "json_schema":
-        body = wanted.get("json_schema")
-        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            raise RequestError("response_format.json_schema is required with type json_schema: {name, schema}", param="response_format")
-    if kind != "text":
-        said = f"response_format of type {kind} is not supported by this server yet; use {{type: text}}"
-        raise RequestError(said, param="response_format")

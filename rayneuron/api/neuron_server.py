@@ -9,7 +9,7 @@ from typing import Any
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.openai import chat, completions
-from rayneuron.api.stream import ChoiceState, ChunkFormat, Events
+from rayneuron.api.stream import ChoiceState
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, TokenLogprobs
 
@@ -60,9 +60,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return {"model": call.head.model, **{name: value for choice in choices for name, value in choice.items() if name != "index"}}
 
 
-def _open(call: Call) -> Events:
-    return Events(call, SHAPE)
-
-
-SHAPE = ChunkFormat(wrap=_wrap, opening=lambda call: [], choice=_chunk)
-ANSWER = Answer(reply=_reply, open=_open)
+ANSWER = Answer(reply=_reply, wrap=_wrap, opening=lambda call: [], choice=_chunk)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
 from rayneuron.api.call import Call, Json
-from rayneuron.api.choices import Offsets, Tally, usage
-from rayneuron.api.errors import error_body, failed
-from rayneuron.types import Delta, TokenLogprobs
+from rayneuron.api.errors import error_body
+from rayneuron.errors import RayNeuronError
+from rayneuron.types import Delta, TokenLogprobs, join
 
 DONE = b"data: [DONE]\n\n"
-_MARK = "\x00text\x00"  # stands where a chunk's text goes while its constant parts are cut out
-
 _encode = msgspec.json.Encoder().encode
-
+_MARK = "\x00text\x00"  # stands where a chunk's text goes while its constant parts are cut out
 
 def event(content: object) -> bytes:
     """One event."""
@@ -26,6 +23,16 @@ def event(content: object) -> bytes:
 def chunks(events: bytes) -> list[Json]:
     """The contents of whole events, without the end mark."""
     return [msgspec.json.decode(part.removeprefix(b"data: ")) for part in events.removesuffix(DONE).split(b"\n\n") if part]
+
+
+def prompts(call: Call) -> dict[str, int]:
+    """Which prompt of a call each engine request id belongs to."""
+    return {request.id: place for place, request in enumerate(call.requests)}
+
+
+def frame(call: Call, kind: str, choices: list[Json]) -> Json:
+    """What every reply and chunk of OpenAI's says first."""
+    return {"id": call.id, "object": kind, "created": call.created, "model": call.head.model, "choices": choices}
 
 
 class ChoiceState:
@@ -38,20 +45,40 @@ class ChoiceState:
         self.prompt = index // call.n
         self.tokens = 0
         self.begun = False
-        self.waiting: Delta | None = None
-        self.offsets = Offsets(call, self.prompt)
+        self.waiting: list[Delta] = []
+        self.offsets: Any = None  # choices.Offsets, where they are asked for
 
 
-class ChunkFormat(NamedTuple):
-    """How one endpoint writes a chunk.
+class Tally:
+    """Token counts of a call while its deltas arrive. A prompt counts once, however many choices it has."""
 
-    `wrap(call, choices)`: the whole chunk. `opening(call)`: choices of the chunks sent before any text.
-    `choice(call, progress, delta, prompt_logprobs)`: one choice of a chunk; `progress.begun` tells a choice's first chunk from later ones.
-    """
+    __slots__ = ("_cached", "_call", "completion_tokens")
 
-    wrap: Callable[[Call, list[Json]], Json]
-    opening: Callable[[Call], list[Json]]
-    choice: Callable[[Call, ChoiceState, Delta, list[TokenLogprobs | None] | None], Json]
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._cached: dict[str, int] = {}
+        self.completion_tokens = 0
+
+    def add(self, delta: Delta) -> None:
+        """Count one delta."""
+        self.completion_tokens += len(delta.token_ids)
+        if delta.usage is not None and delta.usage.cached_tokens:
+            self._cached[delta.request_id] = max(delta.usage.cached_tokens, self._cached.get(delta.request_id, 0))
+
+    def usage(self) -> dict[str, Any]:
+        """The usage object of the whole call."""
+        prompts = sum(len(request.prompt_ids) for request in self._call.requests)
+        return usage(prompts, self.completion_tokens, sum(self._cached.values()))
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 class Events:
@@ -59,11 +86,11 @@ class Events:
 
     content_type = "text/event-stream"
 
-    __slots__ = ("_call", "_choices", "_cuts", "_finished", "_held", "_prompt_logprobs", "_shape", "_tally", "done", "failed")
+    __slots__ = ("_call", "_choices", "_cuts", "_finished", "_held", "_prompt_logprobs", "_prompts", "_tally", "done", "failed")
 
-    def __init__(self, call: Call, shape: ChunkFormat) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
-        self._shape = shape
+        self._prompts = prompts(call)
         self._choices = [ChoiceState(call, index) for index in range(call.choices)]
         self._tally = Tally(call)
         self._cuts: dict[int, tuple[bytes, bytes]] = {}
@@ -75,16 +102,15 @@ class Events:
 
     def first(self) -> bytes:
         """Chunks that go before any text (the roles of a chat); b"" where there are none."""
-        return b"".join(self._event(choice) for choice in self._shape.opening(self._call))
+        return b"".join(self._event(choice) for choice in self._call.answer.opening(self._call))
 
     def chunk(self, delta: Delta) -> bytes:
         """The bytes of one delta; b"" while they wait for more tokens or for the prompt's probabilities."""
         if self.done:
             return b""
-        wrong = failed(delta)
-        if wrong is not None:
-            return self.error(wrong)
-        prompt = self._call.prompt(delta.request_id)
+        if delta.error is not None:
+            return self.error(RayNeuronError(delta.error))
+        prompt = self._prompts[delta.request_id]
         if self._call.echo and self._call.logprobs is not None:
             if delta.prompt_logprobs is not None:
                 self._prompt_logprobs[prompt] = delta.prompt_logprobs
@@ -102,7 +128,7 @@ class Events:
             return b""
         if not self._call.head.include_usage:
             return DONE
-        return event({**self._shape.wrap(self._call, []), "usage": self._tally.usage()}) + DONE
+        return event({**self._call.answer.wrap(self._call, []), "usage": self._tally.usage()}) + DONE
 
     def error(self, wrong: BaseException) -> bytes:
         """The error event and the end mark."""
@@ -116,13 +142,11 @@ class Events:
         if delta.finish_reason is not None:
             self._finished += 1
             self.done = self._finished == call.choices
-        elif call.head.stream_interval > 1 and progress.begun:
-            progress.waiting = _joined(progress.waiting, delta)
-            if len(progress.waiting.token_ids) < call.head.stream_interval:
+        if call.head.stream_interval > 1 and progress.begun:
+            progress.waiting.append(delta)
+            if delta.finish_reason is None and sum([len(each.token_ids) for each in progress.waiting]) < call.head.stream_interval:
                 return b""
-            delta, progress.waiting = progress.waiting, None
-        if progress.waiting is not None:
-            delta, progress.waiting = _joined(progress.waiting, delta), None
+            delta, progress.waiting = join(progress.waiting), []
         plain = call.logprobs is None and delta.finish_reason is None and not call.head.return_token_ids and not call.head.continuous_usage
         if plain and (progress.begun or not call.echo):
             progress.begun = True
@@ -130,12 +154,12 @@ class Events:
                 return b""
             head, tail = self._cuts.get(progress.index) or self._cut(progress)
             return head + _encode(delta.text) + tail
-        choice = self._shape.choice(call, progress, delta, None if progress.begun else self._prompt_logprobs.get(prompt))
+        choice = self._call.answer.choice(call, progress, delta, None if progress.begun else self._prompt_logprobs.get(prompt))
         progress.begun = True
         return self._event(choice)
 
     def _event(self, choice: Json) -> bytes:
-        chunk = self._shape.wrap(self._call, [choice])
+        chunk = self._call.answer.wrap(self._call, [choice])
         if self._call.head.continuous_usage:
             progress = self._choices[choice["index"]]
             chunk["usage"] = usage(len(self._call.requests[progress.prompt].prompt_ids), progress.tokens)
@@ -143,17 +167,7 @@ class Events:
 
     def _cut(self, progress: ChoiceState) -> tuple[bytes, bytes]:
         """Head and tail of a chunk that holds nothing but text, cut out of one written the long way."""
-        choice = self._shape.choice(self._call, progress, Delta(request_id="", index=0, text=_MARK, token_ids=[]), None)
-        head, _, tail = event(self._shape.wrap(self._call, [choice])).rpartition(_encode(_MARK))
+        choice = self._call.answer.choice(self._call, progress, Delta(request_id="", index=0, text=_MARK, token_ids=[]), None)
+        head, _, tail = event(self._call.answer.wrap(self._call, [choice])).rpartition(_encode(_MARK))
         self._cuts[progress.index] = head, tail
         return head, tail
-
-
-def _joined(first: Delta | None, second: Delta) -> Delta:
-    """Two deltas of one choice as one."""
-    if first is None:
-        return second
-    logprobs = first.logprobs if second.logprobs is None else (first.logprobs or []) + second.logprobs
-    return msgspec.structs.replace(
-        second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids, logprobs=logprobs, prompt_logprobs=None
-    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from rayneuron.api.fields import Fields
-from rayneuron.errors import RequestError
-
 Rows = tuple[tuple[str, tuple[Any, ...], str], ...]  # what to do instead, values that change nothing, names
+Unserved = dict[str, tuple[str, tuple[Any, ...]]]  # by name
 
 NONE: Final[tuple[Any, ...]] = (False, "", [], {})  # they ask for nothing, whatever the field
 LEAVE = "leave it out"
@@ -15,7 +13,7 @@ FREE = "it cannot constrain its output yet; leave it out and check the text"
 BEAMS = "it does not search beams; leave it out"
 
 # Of OpenAI, vLLM, SGLang, llama.cpp, TGI, LMI, transformers, Mistral, Ollama.
-UNSERVED: Final[Rows] = (
+_ANYWHERE: Final[Rows] = (
     (FREE, (), "guided_json json_schema format"),  # {} is a schema
     (FREE, NONE, "guided_regex guided_choice guided_grammar guided_json_object guided_decoding regex ebnf grammar structural_tag"),
     (FREE, NONE, "output_formatter repetition_detection"),
@@ -54,27 +52,14 @@ UNSERVED: Final[Rows] = (
     ("send echo to /v1/completions", NONE, "return_full_text"),
     ("send the ids as prompt to /v1/completions", NONE, "input_ids"),
 )
-COMPLETIONS: Final[Rows] = (
+_COMPLETIONS: Final[Rows] = (
     ("it belongs to /v1/chat/completions", NONE, "messages tools documents chat_template chat_template_kwargs continue_final_message"),
     ("it belongs to /v1/chat/completions", ("none", "auto"), "tool_choice"),
     ("send max_tokens; this one belongs to /v1/chat/completions", (), "max_completion_tokens"),
     ("send logprobs; this one belongs to /v1/chat/completions", (0,), "top_logprobs"),
     ("its models go on with a text, they do not fill one in; leave it out", NONE, "suffix"),
 )
-CHAT: Final[Rows] = (("it belongs to /v1/completions", NONE, "prompt echo suffix prompt_embeds"),)
-
-
-def refuse_unserved(fields: Fields, endpoint: Rows) -> None:
-    """400 by name for a field known somewhere that would change the answer; values that change nothing are taken off.
-
-    `endpoint`: COMPLETIONS or CHAT, what the other one alone takes.
-    """
-    best: Rows = (("send n", (1, fields.peek("n")), "best_of"),)
-    for instead, harmless, names in (*UNSERVED, *endpoint, *best):
-        for name in names.split():
-            if name in fields and not _among(fields.take(name), harmless):
-                raise RequestError(f"{name} is not supported by this server: {instead}", param=name)
-
-
-def _among(value: object, harmless: tuple[Any, ...]) -> bool:
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
+_CHAT: Final[Rows] = (("it belongs to /v1/completions", NONE, "prompt echo suffix prompt_embeds"),)
+# What each of the two endpoints refuses.
+COMPLETIONS: Final[Unserved] = {name: row[:2] for row in (*_ANYWHERE, *_COMPLETIONS) for name in row[2].split()}
+CHAT: Final[Unserved] = {name: row[:2] for row in (*_ANYWHERE, *_CHAT) for name in row[2].split()}

@@ -1,6 +1,7 @@
 """Collectives between processes over torch.distributed's gloo: the form for ranks on different hosts, and the plain one everywhere.
 
-Gloo has no reduce_scatter for every dtype and no sum in float16 on all versions, so both are made here of what it has.
+Gloo's own sums cut a buffer into parts and add each from another rank on, so a row's last bits would depend on its batch: here everybody
+gathers, then adds in rank order.
 """
 
 from __future__ import annotations
@@ -27,18 +28,16 @@ class Gloo:
         self.ranks = group.size()
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, on every rank; a new tensor."""
-        total = x.to(torch.float32, copy=True) if x.dtype in NARROW else x.clone()
-        total = total.contiguous()
-        self._done(lambda: self._group.allreduce([total]))
+        """Sum over ranks in rank order, on every rank; a new tensor."""
+        first, *others = self._everybodys(x)
+        total = first.float() if x.dtype in NARROW else first
+        for part in others:
+            total += part
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenate along `dim` in rank order."""
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        self._done(lambda: self._group.allgather([parts], [x]))
-        return torch.cat(parts, dim)
+        return torch.cat(self._everybodys(x), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum over ranks, keep this rank's equal share of `dim`."""
@@ -65,6 +64,13 @@ class Gloo:
         self._done(lambda: self._group.broadcast([whole], options))
         if whole is not x:
             x.copy_(whole)
+
+    def _everybodys(self, x: Tensor) -> list[Tensor]:
+        """The `x` of every rank, new tensors."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        self._done(lambda: self._group.allgather([parts], [x]))
+        return parts
 
     def _done(self, begin: Callable[[], dist.Work]) -> None:
         """Do one operation to its end. Raises WorkerLost where a connection broke or the timeout passed."""

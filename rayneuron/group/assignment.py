@@ -10,7 +10,7 @@ from rayneuron import wire
 from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity
 from rayneuron.group.messages import Begin, Place, Placed
-from rayneuron.placement.environment import Endpoints, Host, environment
+from rayneuron.placement.environment import Endpoints, environment, host_of
 from rayneuron.placement.instances import Instance
 from rayneuron.placement.layout import Layout, Worker, counted
 
@@ -121,7 +121,6 @@ def _environment(
     run = placed[leader.index].cores
     roots = tuple(placed[made.stage(stage)[0].index].ports[0] for stage in range(made.pipeline_parallel))
     ports = Endpoints(tuple(node_ips), roots, placed[0].ports[1])
-    said = config.compile
-    host = Host(platform.release(), None, said.cache, said.async_mode, common.float8, common.capacity.length, said.flags)
+    host = host_of(config, common.capacity.length, common.float8, platform.release())
     mine = run[worker.offset : worker.offset + len(worker.ranks)]
     return environment(made, worker, instance, mine, ports, host, config.model.served_name)

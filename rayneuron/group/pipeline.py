@@ -17,7 +17,7 @@ from rayneuron.devices.base import Batch, Pending, Program, Shape, StepOutput, W
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.runner import choose
-from rayneuron.engine.scheduler import Plan
+from rayneuron.engine.sequence import Plan
 from rayneuron.engine.step import finish, places, step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
@@ -64,7 +64,7 @@ def stage_step(
     hidden = batch.hidden
     if hidden is None and not stage.first:  # meeting the shapes at start: nobody has sent anything yet
         hidden = torch.zeros(shape.rows, shape.tokens, arch.hidden, dtype=stage.dtype)
-    if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm:
+    if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm and arch.norms != "after":
         hidden = sequence_parallel(arch, ops, comm, weights, kv, batch, shape, hidden)
     else:
         hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape), hidden)

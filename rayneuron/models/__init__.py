@@ -23,17 +23,27 @@ if TYPE_CHECKING:
 FAMILIES = {
     "bloom": "bloom",
     "dbrx": "dbrx",
+    "falcon": "falcon",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
     "gpt2": "gpt2",
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neox": "gpt_neox",
     "gptj": "gptj",
+    "gpt_oss": "gpt_oss",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "mixtral",
+    "olmo2": "olmo2",
     "opt": "opt",
+    "phi3": "phi3",
     "qwen2": "llama",
+    "qwen2_moe": "qwen_moe",
     "qwen3": "llama",
     "qwen3_moe": "qwen_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 STRETCHING = ("linear", "dynamic", "yarn")  # kinds whose factor is on top of max_position_embeddings
 
@@ -130,8 +140,9 @@ def check(
         )
     arch = replace(arch, gqa=group_query_attention, capacity_factor=capacity_factor)
     if shard_over_sequence:
-        if arch.position == "alibi" or tp == 1:
-            why = "alibi positions" if arch.position == "alibi" else "tensor parallel degree 1"
+        scores = "attention sinks" if arch.sinks else "soft-capped scores" if arch.softcap_scores else ""
+        if arch.position == "alibi" or scores or tp == 1:
+            why = "alibi positions" if arch.position == "alibi" else scores or "tensor parallel degree 1"
             raise ConfigError(f"shard_over_sequence does not go with {why}; leave it out")
         arch = replace(arch, sequence_shards=shard.sequence_shards(arch.heads, arch.kv_heads, tp))
     shard.head_plan(arch.heads, arch.kv_heads, tp, arch.gqa, arch.sequence_shards)

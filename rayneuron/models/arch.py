@@ -49,14 +49,23 @@ class Arch:
     norm: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     post_norm: bool = False  # OPT-350m: normalise after the residual
+    norms: Literal["before", "around", "after"] = "before"  # of what attention and feed-forward read; of what they add too; of that alone
+    norm_offset: bool = False  # Gemma: a norm's weight counts from 1
     position: Literal["rope", "learned", "alibi"] = "rope"
     position_offset: int = 0  # OPT starts at 2
     rope: Rope = field(default_factory=Rope)
+    local_rope: Rope | None = None  # of layers with a window, where it is another
     parallel: bool = False  # attention and feed-forward read the same residual
+    one_norm: bool = False  # and the same norm of it (of Falcon, where both forms exist)
     windows: tuple[int, ...] = ()  # a sliding window a layer, 0: full attention; (): every layer is full
     qk_norm: bool = False
+    whole_qk_norm: bool = False  # queries and keys are normalised over all heads together (OLMo 2)
     clip_qkv: float = 0.0
     softcap_logits: float = 0.0
+    softcap_scores: float = 0.0
+    sinks: bool = False  # every query head has a score beside those of the positions, which takes its share and gives nothing
+    logits_scale: float = 1.0  # logits are divided by it
+    embed_scale: float = 1.0  # embeddings are multiplied with it, in the dtype of the residual
     attention_scale: float = 0.0  # 0: D ** -0.5
     embed: int = 0  # width of the embedding where it is not `hidden` (OPT-350m)
     norm_weights: bool = True  # False: norms without weight and bias
@@ -66,6 +75,9 @@ class Arch:
     renormalise: bool = True
     dense_layers: tuple[int, ...] = ()  # layers of a mixture that are not one
     dense_ffn: int = 0
+    swiglu_limit: float = 0.0  # what gate and up are clamped to, before up counts from 1 (GPT-OSS)
+    expert_bias: bool = False  # experts and their router have biases
+    shared_ffn: int = 0  # of the expert every token has beside its own (Qwen2-MoE)
     capacity_factor: float | None = None  # None: no token is ever dropped
     tied: bool = False
     biased: tuple[str, ...] = ()  # which of q k v o gate up down have a bias, where a family leaves it open
@@ -76,6 +88,16 @@ class Arch:
     def scale(self) -> float:
         """What query-key products are multiplied with."""
         return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def uncommon(self) -> str:
+        """What of a layer no device's fused form knows, "" where it is all common: such layers run operation by operation."""
+        known = {
+            "norms of what is added": self.norms != "before", "norms over all heads": self.whole_qk_norm,
+            "soft-capped scores": self.softcap_scores > 0, "attention sinks": self.sinks, "two kinds of rope": self.local_rope is not None,
+            "a shared expert": self.shared_ffn > 0,
+        }  # fmt: skip
+        return ", ".join(name for name, has in known.items() if has)
 
     def window(self, layer: int) -> int:
         """The sliding window of one layer, 0 where attention is full."""

@@ -16,14 +16,17 @@ from rayneuron.models.arch import Arch
 from rayneuron.models.kv import Places
 
 if TYPE_CHECKING:
+    from rayneuron.models.collectives import Collectives
     from rayneuron.models.ops import Layer, Ops
+    from rayneuron.models.shard import HeadPlan
 
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What every layer of one step shares: where its tokens are, biases by window, cos/sin or None.
+    """What every layer of one step shares: where its tokens are, biases by window, cos/sin or None, and this architecture's norm.
 
-    `split`: how to attend where KV is split over ranks by position (flash decoding), None where it is not.
+    `split`: how to attend where KV is split over ranks by position (flash decoding), None where it is not. `local`: cos and sin of layers
+    with a window, where they are others. `whole_norm`: the norm of queries or keys over the heads of all ranks.
     """
 
     places: Places
@@ -32,7 +35,10 @@ class StepTables:
     sin: Tensor | None
     q_heads: int
     kv_heads: int
+    norm: Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
     split: Callable[..., tuple[Tensor, Layer]] | None = None
+    local: tuple[Tensor, Tensor] | None = None
+    whole_norm: Callable[[Mapping[str, Tensor], str, Tensor], Tensor] | None = None
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -65,16 +71,37 @@ def attention(
 ) -> tuple[Tensor, Layer]:  # fmt: skip
     """This rank's summand of the layer [B,T,E], and the layer's KV with k and v of the new tokens."""
     q, k, v = project(arch, ops, w, x, step)
-    if arch.qk_norm:
-        q, k = ops.norm(w, "q_norm", q, arch.norm, arch.eps), ops.norm(w, "k_norm", k, arch.norm, arch.eps)
-    if step.cos is not None:
-        q, k = ops.rotate(q, step.cos, step.sin, arch.rope.pairs), ops.rotate(k, step.cos, step.sin, arch.rope.pairs)
+    if step.whole_norm is not None:
+        q, k = step.whole_norm(w, "q_norms", q), step.whole_norm(w, "k_norms", k)
+    elif arch.qk_norm:
+        q, k = step.norm(w, "q_norm", q), step.norm(w, "k_norm", k)
+    cos, sin = step.local if step.local is not None and window else (step.cos, step.sin)
+    if cos is not None:
+        q, k = ops.rotate(q, cos, sin, arch.rope.pairs), ops.rotate(k, cos, sin, arch.rope.pairs)
     if step.split is not None:
         mixed, kv = step.split(kv, (q, k, v), step, window)
     else:
         kv = ops.write_kv(kv, step.places.slots, k, v)
-        mixed = ops.attend(q, kv, step.places.blocks, step.places.length, step.biases[window], arch.scale)
+        more = (arch.softcap_scores, sinks(arch, w)) if arch.softcap_scores or arch.sinks else ()
+        mixed = ops.attend(q, kv, step.places.blocks, step.places.length, step.biases[window], arch.scale, *more)
     return ops.linear(w, "o", mixed), kv
+
+
+def whole_norm(
+    arch: Arch, comm: Collectives, plan: HeadPlan, w: Mapping[str, Tensor], name: str, x: Tensor
+) -> Tensor:  # fmt: skip
+    """RMS norm of x [B,T,H,D] over the heads of all ranks, each counted once however many ranks hold it."""
+    heads = plan.q if name == "q_norms" else plan.kv
+    one_of_each = [heads.index(i) for i in range(max(heads) + 1)]
+    squares = comm.gather(x.float().square().sum(-1))[..., one_of_each]
+    scale = (squares.sum(-1) / (len(one_of_each) * arch.head_dim) + arch.eps).rsqrt()
+    weight = w[f"{name}.w"].float().view(x.shape[-2:])
+    return (x.float() * scale[..., None, None] * weight).to(x.dtype)
+
+
+def sinks(arch: Arch, w: Mapping[str, Tensor]) -> Tensor | None:
+    """The sinks of this rank's query heads [H], which are stored once a channel so that they are cut as queries are."""
+    return w["sinks.w"].view(-1, arch.head_dim)[:, 0] if arch.sinks else None
 
 
 def project(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, step: StepTables) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,8 +15,8 @@ from rayneuron.models.defaults import FIELDS, SECTIONS, SPELLINGS, Maybe
 log = logging.getLogger(__name__)
 
 
-
 LARGEST = 2**31 - 1
+ZERO = (("sliding_window", "qwen2_moe"),)  # as transformers saves it where it is off
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WORDS = {int: "an integer", float: "a number with a point", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
 
@@ -56,7 +56,7 @@ def _filled(out: dict[str, Any], fields: Mapping[str, Any], kind: str, prefix: s
             raise CheckpointError(f"config.json of a {kind} model lacks {name!r}")
         if name not in out:
             out[name] = default.default if maybe else default
-        elif out[name] is not None or not maybe:
+        elif out[name] is not None or not maybe or not default.null:
             of_type(out[name], default if needed else default.kind if maybe else type(default), prefix + name, kind)
     return out
 
@@ -67,7 +67,7 @@ def of_type(value: Any, kind: type | tuple[type, ...], name: str, model_type: st
     if type(value) not in kinds:
         wanted = " or ".join(WORDS[k] for k in kinds)
         raise CheckpointError(f"config.json sets {name}: {_short(value)}, but {name} of a {model_type} model is {wanted}")
-    if type(value) is int and not (0 if name == "max_window_layers" else 1) <= value <= LARGEST:
+    if type(value) is int and not ((name, model_type) not in ZERO and name != "max_window_layers") <= value <= LARGEST:
         raise CheckpointError(f"config.json sets {name}: {_short(value)}, which no {model_type} model can have")
     if type(value) is float and not 0 <= value < inf:
         raise CheckpointError(f"config.json sets {name}: {value!r}, which no {model_type} model can have")

@@ -6,6 +6,7 @@ B rows, T new tokens, L attended, E hidden, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rayneuron.models import flash_decoding, rotary, shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.attention import StepTables, attention, bias
+from rayneuron.models.attention import StepTables, attention, bias, whole_norm
 from rayneuron.models.feedforward import feed_forward
 from rayneuron.models.kv import Kv, KvShape, Places
 
@@ -36,7 +37,7 @@ def forward(
     x = embed(arch, ops, comm, top, tokens, places.positions) if hidden is None else hidden
     x = layers(arch, ops, comm, weights, kv, x, places)
     if arch.final_norm and not arch.post_norm and "head.w" in top:  # the last stage
-        x = ops.norm(top, "norm", x, arch.norm, arch.eps)
+        x = norm(arch, ops, top, "norm", x)
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
 
 
@@ -66,7 +67,17 @@ def prepare(
         split = partial(flash_decoding.attend, arch, ops, comm, top, shape)
     else:
         biases = {w: bias(positions, length, w, top.get("slopes"), dtype) for w in windows}
-    return StepTables(places, biases, cos, sin, plan.q_heads, plan.kv_heads, split)
+    other = arch.local_rope and replace(arch, rope=arch.local_rope)
+    local = rotary.tables(other, top["rope.local"], positions, dtype) if other else None
+    whole = partial(whole_norm, arch, comm, plan) if arch.whole_qk_norm else None
+    return StepTables(places, biases, cos, sin, plan.q_heads, plan.kv_heads, partial(norm, arch, ops), split, local, whole)
+
+
+def norm(arch: Arch, ops: Ops, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """The norm `name` of this architecture. A weight that counts from 1 is brought there in float32, where small dtypes lose nothing."""
+    if arch.norm_offset:
+        w = {f"{name}.w": w[f"{name}.w"].float() + 1}
+    return ops.norm(w, name, x, arch.norm, arch.eps)
 
 
 def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
@@ -78,6 +89,8 @@ def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], to
         local = tokens - top["embed.first"]
         mine = (local >= 0) & (local < table.shape[0])
         x = comm.reduce(F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[..., None])
+    if arch.embed_scale != 1:
+        x = x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
     if "embed_norm.w" in top:
         x = ops.norm(top, "embed_norm", x, arch.norm, arch.eps)
     if "project_in.w" in top:
@@ -95,20 +108,26 @@ def layer(
     Biases of the row-split products (`o.bias`, `down.bias`) are added once, after the sum.
     """
 
-    def norm(name: str, x: Tensor) -> Tensor:
-        return ops.norm(w, name, x, arch.norm, arch.eps)
+    def normed(name: str, x: Tensor) -> Tensor:
+        return norm(arch, ops, w, name, x)
 
-    h = x if arch.post_norm else norm("ln1", x)
+    def joined(x: Tensor, name: str, summand: Tensor) -> Tensor:
+        if arch.norms == "before":
+            return _add(x + comm.reduce(summand), w, f"{name}.bias")
+        return x + normed(f"{name}_norm", _add(comm.reduce(summand), w, f"{name}.bias"))
+
+    before = not arch.post_norm and arch.norms != "after"
+    h = normed("ln1", x) if before else x
     a, kv = attention(arch, ops, w, kv, h, step, window)
     if arch.parallel:
-        h = norm("ln2", x) if "ln2.w" in w else h  # GPT-J has one norm for both
+        h = normed("ln2", x) if "ln2.w" in w else h  # GPT-J has one norm for both
         return _add(_add(x + comm.reduce(a + feed_forward(arch, ops, w, h)), w, "o.bias"), w, "down.bias"), kv
-    x = _add(x + comm.reduce(a), w, "o.bias")
+    x = joined(x, "o", a)
     if arch.post_norm:
-        x = norm("ln1", x)
-    h = x if arch.post_norm else norm("ln2", x)
-    x = _add(x + comm.reduce(feed_forward(arch, ops, w, h)), w, "down.bias")
-    return (norm("ln2", x) if arch.post_norm else x), kv
+        x = normed("ln1", x)
+    h = normed("ln2", x) if before else x
+    x = joined(x, "down", feed_forward(arch, ops, w, h))
+    return (normed("ln2", x) if arch.post_norm else x), kv
 
 
 def _add(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:
@@ -126,4 +145,6 @@ def greedy(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], 
 def logits(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:
     """hidden [...,E] -> float32 [...,V]. The padding that sharding added to the vocabulary is cut off, so it can never be chosen."""
     x = comm.gather(ops.linear(weights["top"], "head", hidden))[..., : arch.vocab].float()
+    if arch.logits_scale != 1:
+        x = x / arch.logits_scale
     return arch.softcap_logits * torch.tanh(x / arch.softcap_logits) if arch.softcap_logits else x

@@ -8,10 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """A key that may be null, which means "none", or "as the others say"; and what it is where it is absent."""
+    """A key that may be null, which means "none", or "as the others say"; and what it is where it is absent. `null`: whether it may."""
 
     kind: type | tuple[type, ...]
     default: Any = None
+    null: bool = True
 
 
 _NUMBER = (int, float)
@@ -21,8 +22,15 @@ _LLAMA = {
     "num_key_value_heads": Maybe(int), "head_dim": Maybe(int), "hidden_act": "silu", "max_position_embeddings": int,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
+_PLAIN = {name: default for name, default in _LLAMA.items() if name != "head_dim"}
+_GEMMA = {name: default for name, default in _LLAMA.items() if name != "hidden_act"} | {
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": Maybe(int, 4096), "layer_types": Maybe(list),
+    "use_bidirectional_attention": Maybe(bool),
+}  # fmt: skip
+_FACTOR = Maybe((int, float), 1.0, null=False)
 _MISTRAL = _LLAMA | {"num_key_value_heads": 8, "sliding_window": Maybe(int, 4096)}
-_QWEN = {name: default for name, default in _LLAMA.items() if name != "head_dim"} | {
+_QWEN = _PLAIN | {
     "num_key_value_heads": Maybe(int, 32), "use_sliding_window": False, "sliding_window": Maybe(int, 4096),
 }  # fmt: skip
 _QWEN2 = _QWEN | {"max_window_layers": 28, "layer_types": Maybe(list)}
@@ -41,6 +49,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "d_model": int, "n_heads": int, "n_layers": int, "max_seq_len": int, "vocab_size": int, "attn_config": dict, "ffn_config": dict,
         "tie_word_embeddings": False,
     },
+    "falcon": {
+        "vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "num_ln_in_parallel_attn": Maybe(int),
+        "layer_norm_epsilon": Maybe(float, 1e-5), "num_kv_heads": Maybe(int), "alibi": Maybe(bool, False),
+        "new_decoder_architecture": Maybe(bool, False), "multi_query": Maybe(bool, True), "parallel_attn": Maybe(bool, True),
+        "bias": Maybe(bool, False), "max_position_embeddings": 2048, "ffn_hidden_size": Maybe(int), "activation": Maybe(str, "gelu"),
+        "tie_word_embeddings": True,
+    },
+    "gemma2": _GEMMA | {"final_logit_softcapping": Maybe(float, 30.0), "attn_logit_softcapping": Maybe(float, 50.0)},
+    "gemma3_text": _GEMMA | {"final_logit_softcapping": Maybe(float), "use_bidirectional_attention": Maybe(bool, False)},
     "gpt2": _GPT2 | {"scale_attn_by_inverse_layer_idx": False},
     "gpt_bigcode": _GPT2 | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
     "gpt_neox": {
@@ -49,19 +66,41 @@ FIELDS: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True, "attention_bias": True,
     },
     "gptj": _GPT | {"rotary_dim": 64, "tie_word_embeddings": False},
+    "gpt_oss": {name: default for name, default in _LLAMA.items() if name != "hidden_act"} | {
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "sliding_window": Maybe(int, 128), "layer_types": Maybe(list), "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True,
+    },
+    "granite": _PLAIN | {
+        "attention_bias": False, "mlp_bias": False, "embedding_multiplier": _FACTOR, "logits_scaling": _FACTOR,
+        "residual_multiplier": _FACTOR, "attention_multiplier": _FACTOR,
+    },
     "llama": _LLAMA | {"attention_bias": False, "mlp_bias": False},
     "mistral": _MISTRAL,
     "mixtral": _MISTRAL | {"rms_norm_eps": 1e-5, "sliding_window": Maybe(int), "num_experts_per_tok": 2, "num_local_experts": 8},
+    "olmo2": _PLAIN | {"rms_norm_eps": 1e-5, "attention_bias": False},
     "opt": {
         "vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "ffn_dim": int, "max_position_embeddings": int,
         "do_layer_norm_before": True, "_remove_final_layer_norm": False, "word_embed_proj_dim": Maybe(int), "num_attention_heads": int,
         "activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
     },
+    "phi3": _PLAIN | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": Maybe(int)},
     "qwen2": _QWEN2,
+    "qwen2_moe": _QWEN2 | {
+        "num_key_value_heads": Maybe(int, 16), "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False,
+        "mlp_only_layers": Maybe(list), "qkv_bias": True,
+    },
     "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
     "qwen3_moe": _QWEN | {
         "num_key_value_heads": 4, "attention_bias": False, "decoder_sparse_step": 1, "moe_intermediate_size": 768,
         "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False, "mlp_only_layers": Maybe(list),
+    },
+    "stablelm": {name: default for name, default in _PLAIN.items() if name != "rms_norm_eps"} | {
+        "num_key_value_heads": 32, "layer_norm_eps": 1e-5, "use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False,
+    },
+    "starcoder2": {name: default for name, default in _PLAIN.items() if name != "rms_norm_eps"} | {
+        "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "use_bias": True, "sliding_window": Maybe(int),
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 SECTIONS: dict[str, dict[str, Any]] = {  # of a dbrx config.json
@@ -79,11 +118,13 @@ SPELLINGS = {
     "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
     "dbrx": {"num_attention_heads": "n_heads", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
              "max_position_embeddings": "max_seq_len"},
+    "falcon": {"n_embed": "hidden_size"},
     "gpt2": _GPT_NAMES,
     "gpt_bigcode": _GPT_NAMES,
+    "gpt_oss": {"num_experts": "num_local_experts"},
     "gptj": _GPT_NAMES,
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }  # fmt: skip
-ROPE_THETA = {"mixtral": 1e6}  # of the others:
+ROPE_THETA: dict[str, Any] = {"mixtral": 1e6, "gpt_oss": 150000.0, "gemma3_text": {"global": 1e6, "local": 1e4}}  # of the others:
 ANY_ROPE_THETA = 1e4

@@ -42,14 +42,19 @@ def feed_forward(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Te
     """This rank's summand of the layer [B,T,E]; the caller sums over ranks and adds `down.bias` once."""
     if "router.w" in w:
         return mixture(arch, ops, w, x)
+    return dense(arch, ops, w, x)
+
+
+def dense(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, of: str = "") -> Tensor:
+    """A feed-forward that every token takes; `of`: what its products' names begin with."""
     act = ACTIVATIONS[arch.act]
     if not arch.gated:
         return ops.linear(w, "down", act(ops.linear(w, "up", x)))
     if "gate_up.w" in w:
         gate, up = ops.linear(w, "gate_up", x).chunk(2, -1)
     else:
-        gate, up = ops.linear(w, "gate", x), ops.linear(w, "up", x)
-    return ops.linear(w, "down", act(gate) * up)
+        gate, up = ops.linear(w, of + "gate", x), ops.linear(w, of + "up", x)
+    return ops.linear(w, of + "down", act(gate) * up)
 
 
 def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -61,7 +66,10 @@ def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     if arch.capacity_factor is not None and x.shape[1] > 1:
         share = share * within_capacity(which, arch.experts, arch.capacity_factor)
     share = share.to(x.dtype)
-    out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act])
+    limit = (arch.swiglu_limit,) if arch.swiglu_limit else ()
+    out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act], *limit)
+    if arch.shared_ffn:
+        return out.view(x.shape) + ops.linear(w, "shared_router", x).sigmoid() * dense(arch, ops, w, x, "shared_")
     return out.view(x.shape)
 
 

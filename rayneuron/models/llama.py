@@ -37,7 +37,7 @@ def head_dim(c: dict[str, Any]) -> int:
 
 def biased(c: dict[str, Any]) -> tuple[str, ...]:
     """Which products have a bias: Qwen2's q, k, v always; of other types that have these keys, `attention_bias` and `mlp_bias` say."""
-    if c["model_type"] == "qwen2":
+    if c["model_type"] == "qwen2" or c.get("qkv_bias", False) and c["model_type"] == "qwen2_moe":
         return ("q", "k", "v")
     known = FIELDS[c["model_type"]]
     attention, mlp = (name in known and c[name] for name in ("attention_bias", "mlp_bias"))
@@ -56,7 +56,7 @@ def windows(c: dict[str, Any]) -> tuple[int, ...]:
     possible = {"full_attention": 0, "sliding_attention": size} if size else {"full_attention": 0}
     if len(kinds) != layers or any(not isinstance(kind, str) or kind not in possible for kind in kinds):
         raise CheckpointError(
-            f"config.json sets layer_types: {kinds!r:.60}; with use_sliding_window: {c['use_sliding_window']} and sliding_window: "
+            f"config.json sets layer_types: {kinds!r:.60}; with use_sliding_window: {c.get('use_sliding_window')} and sliding_window: "
             f"{c['sliding_window']} it needs {' or '.join(possible)} for each of num_hidden_layers: {layers}"
         )
     return tuple(possible[kind] for kind in kinds) if size else ()

@@ -28,8 +28,9 @@ class Ops:
     """Every product, norm, rotation, KV access and selection goes through one of these.
 
     linear(w, name, x); norm(w, name, x, kind, eps); rotate(x, cos, sin, pairs); write_kv(layer, slots, k, v) -> the layer's KV afterwards,
-    which may be the same, written in place; attend(q, layer, blocks, length, bias, scale) -> [B,T,H*D]; top_k(x, k) -> values, int64
-    indices (last dim); experts(w, x, which, share, act) -> the weighted sum of the chosen experts of every token.
+    which may be the same, written in place; attend(q, layer, blocks, length, bias, scale, softcap=0, sinks=None) -> [B,T,H*D];
+    top_k(x, k) -> values, int64 indices (last dim); experts(w, x, which, share, act, limit=0) -> the weighted sum of the chosen experts
+    of every token.
     Three fused forms a device may have, with the arguments and results of `decoder.layers`, `decoder.greedy` and `engine.sampling.sample`;
     None is returned for what they do not cover, which the verbs above then do.
     """
@@ -49,7 +50,8 @@ class Ops:
 def norm(w: Mapping[str, Tensor], name: str, x: Tensor, kind: str, eps: float) -> Tensor:
     """RMS or layer norm over the last dim; a missing weight or bias is one or zero."""
     if kind == "rms":
-        return F.rms_norm(x, x.shape[-1:], w[name + ".w"], eps)
+        weight = w[name + ".w"]
+        return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
     return F.layer_norm(x, x.shape[-1:], w.get(name + ".w"), w.get(name + ".b"), eps)
 
 
@@ -85,11 +87,27 @@ def read_kv(store: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> T
     return part if store.dtype.itemsize > 1 else part.view(store.dtype).to(dtype)
 
 
-def attend(q: Tensor, layer: Layer, blocks: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
-    """Attention of q [B,T,H,D] over the first `length` positions -> [B,T,H*D]. bias [B,1|H,T,L] is added to the scaled scores."""
+def attend(
+    q: Tensor, layer: Layer, blocks: Tensor, length: int, bias: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of q [B,T,H,D] over the first `length` positions -> [B,T,H*D]. bias [B,1|H,T,L] is added to the scaled scores.
+
+    `softcap` bounds the scores by a tanh before that; `sinks` [H] are scores of a position that is nowhere.
+    """
     k, v = (read_kv(store, blocks, length, q.dtype) for store in layer)
     b, t, heads, size = q.shape
     group = heads // k.shape[1]
+    if softcap or sinks is not None:
+        q = q.transpose(1, 2).unflatten(1, (-1, group))  # B K G T D
+        scores = torch.einsum("bkgtd,bkld->bkgtl", q, k).float() * scale
+        if softcap:
+            scores = (scores / softcap).tanh() * softcap
+        scores = scores + (bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (-1, group))).float()
+        if sinks is not None:
+            beside = sinks.float().view(1, -1, group, 1, 1).expand(b, -1, -1, t, -1)
+            scores = torch.cat((scores, beside), -1)
+        share = scores.softmax(-1)[..., : k.shape[2]].to(q.dtype)
+        return torch.einsum("bkgtl,bkld->bkgtd", share, v).flatten(1, 2).transpose(1, 2).reshape(b, t, heads * size)
     if group > 1 and t == 1:  # the queries of a group are rows of one product: nothing is repeated
         q = q.view(b, k.shape[1], group, size)
         bias = bias if bias.shape[1] == 1 else bias.view(b, k.shape[1], group, -1)

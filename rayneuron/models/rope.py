@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+PARTIAL = ("gpt_neox", "phi3", "stablelm")  # model types that may rotate a part of a head
 BLOCKS = ("rope_scaling", "rope_parameters")
 
 
@@ -33,9 +34,10 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         _agree(config, blocks)
     if found["rope_type"] not in KINDS:
         raise CheckpointError(f"rope type {found['rope_type']!r} is unknown; known: {', '.join(KINDS)}")
-    neox = config.get("model_type") == "gpt_neox"  # which has names of its own, and is not asked by the usual ones
+    kind = str(config.get("model_type"))
+    neox, part = kind == "gpt_neox", 0.25 if kind == "stablelm" else 1.0  # NeoX has names of its own, and is not asked by the usual ones
     for key, own, default in (("rope_theta", "rotary_emb_base", _any_theta(config)), ("partial_rotary_factor", "rotary_pct", 0.25)):
-        found.setdefault(key, config.get(own, default) if neox else config.get(key, default if key == "rope_theta" else 1.0))
+        found.setdefault(key, config.get(own, default) if neox else config.get(key, default if key == "rope_theta" else part))
         if neox and config.get(key) not in (None, found[key]):
             raise CheckpointError(f"config.json sets {key}: {config[key]!r:.60}, which a gpt_neox model calls {own}")
     if config.get("original_max_position_embeddings") is not None and found["rope_type"] in ("yarn", "llama3", "longrope"):
@@ -73,11 +75,14 @@ def read(config: Mapping[str, Any], head_dim: int, max_positions: int, *, max_mo
     found = settings(config)
     kind, part = found["rope_type"], _number(found, "partial_rotary_factor")
     dim = int(head_dim * part)
-    if part > 1 or (part < 1 and config.get("model_type") != "gpt_neox"):
+    if part > 1 or (part < 1 and config.get("model_type") not in PARTIAL):
         raise CheckpointError(f"partial_rotary_factor {part} of config.json is not supported for {config.get('model_type')} models")
     base = {"kind": kind, "dim": dim, "theta": _number(found, "rope_theta")}
     if dim < 2 or base["theta"] <= 1:
-        raise CheckpointError(f"config.json asks for rope over {dim} channels of head_dim {head_dim}, with rope_theta {base['theta']}")
+        raise CheckpointError(
+            f"config.json asks for rope over {dim} channels of head_dim {head_dim} (hidden_size through num_attention_heads where it has "
+            f"none), with rope_theta {base['theta']}"
+        )
     if kind == "default":
         return Rope(**base)
     return Rope(**base, **_SETTINGS[kind](found, dim, max_positions, max_model_len or max_positions))

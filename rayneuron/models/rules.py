@@ -19,7 +19,9 @@ Convert = Callable[["Tensor"], Any]
 Rules = dict[str, "str | tuple[str, Convert]"]
 Unit = Literal["query heads", "KV heads", "equal parts"]
 
-PRODUCTS = frozenset({"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w"})  # what is quantised where a model is
+PRODUCTS = frozenset(  # what is quantised where a model is
+    {"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w", "shared_gate.w", "shared_up.w", "shared_down.w"}
+)
 
 
 def same(t: Tensor) -> Tensor:
@@ -44,6 +46,21 @@ def stacked(a: Arch) -> Convert:
     return lambda t: tuple(t.split(sizes, 0))
 
 
+def grouped(a: Arch) -> Convert:
+    """Fused rows as the queries of a KV head, its key, its value, one KV head after the other (Falcon, BLOOM's where all have one)."""
+
+    def split(t: Tensor) -> tuple[Tensor, ...]:
+        heads = t.unflatten(0, (a.kv_heads, a.heads // a.kv_heads + 2, -1))
+        return tuple(heads[:, part].flatten(0, 2) for part in (slice(None, -2), slice(-2, -1), slice(-1, None)))
+
+    return split
+
+
+def halves(t: Tensor) -> tuple[Tensor, ...]:
+    """Fused rows as all of gate, all of up (Phi-3) to two."""
+    return t.chunk(2)
+
+
 def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
     """The whole shape of a canonical tensor (of one expert). `ffn`: the inner size of the layer it belongs to."""
     q, kv, h, e = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden, a.embed or a.hidden
@@ -51,7 +68,9 @@ def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
         "q.w": (q, h), "k.w": (kv, h), "v.w": (kv, h), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (h, q), "gate.w": (ffn, h),
         "up.w": (ffn, h), "down.w": (h, ffn), "gate.b": (ffn,), "up.b": (ffn,), "router.w": (a.experts, h), "q_norm.w": (a.head_dim,),
         "k_norm.w": (a.head_dim,), "embed.w": (a.vocab, e), "head.w": (a.vocab, e), "head.b": (a.vocab,), "project_in.w": (h, e),
-        "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h),
+        "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h), "q_norms.w": (q,), "k_norms.w": (kv,),
+        "sinks.w": (q,), "shared_gate.w": (a.shared_ffn, h), "shared_up.w": (a.shared_ffn, h), "shared_down.w": (h, a.shared_ffn),
+        "shared_router.w": (1, h), "router.b": (a.experts,),
     }  # fmt: skip
     return shapes.get(name, (h,))  # norms, and biases of what returns to the residual
 
@@ -61,16 +80,18 @@ def cut_of(name: str) -> tuple[Unit, int] | None:
 
     None: every rank holds all of it. Dimensions of feed-forward weights count from the end, as experts may be stacked before them.
     """
-    layer, _, kind = name.rpartition(".")
-    if layer == "q" or (layer == "o" and kind == "w"):
-        return "query heads", 0 if layer == "q" else 1
-    if layer in ("k", "v"):
+    layer, _, kind = name.removeprefix("shared_").rpartition(".")
+    if layer in ("q", "q_norms", "sinks") or (layer == "o" and kind == "w"):
+        return "query heads", 1 if layer == "o" else 0
+    if layer in ("k", "v", "k_norms"):
         return "KV heads", 0
-    if layer in ("embed", "head") or (layer in ("gate", "up") and kind == "b"):
+    if layer in ("embed", "head"):
         return "equal parts", 0
+    if layer in ("gate", "up") and kind == "b":
+        return "equal parts", -1
     if layer in ("gate", "up"):
         return "equal parts", -2
-    return ("equal parts", -1) if name == "down.w" else None
+    return ("equal parts", -1) if (layer, kind) == ("down", "w") else None
 
 
 def entering(name: str) -> bool:

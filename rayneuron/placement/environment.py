@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayneuron.config import Deployment
 from rayneuron.devices.neuron import releases
 from rayneuron.devices.neuron.releases import VISIBLE
 from rayneuron.errors import ConfigError
@@ -62,6 +63,12 @@ class Host:
     flags: str = ""
 
 
+def host_of(config: Deployment, length: int, float8: bool, kernel: str) -> Host:
+    """The Host of a deployment's own words."""
+    said = config.compile
+    return Host(kernel, None, said.cache, said.async_mode, float8, length, said.flags)
+
+
 def environment(
     layout: Layout, worker: Worker, instance: Instance, cores: Sequence[int], endpoints: Endpoints, host: Host, deployment: str
 ) -> dict[str, str]:
@@ -90,8 +97,8 @@ def environment(
 
 def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[str, str]:
     out = {}
-    if layout.tensor_parallel > 1 or (layout.style != "own" and layout.pipeline_parallel > 1):
-        out["NEURON_RT_ROOT_COMM_ID"] = root(layout, worker.stage, endpoints)
+    if layout.tensor_parallel > 1:
+        out["NEURON_RT_ROOT_COMM_ID"] = join(endpoints.nodes[layout.stage(worker.stage)[0].node], endpoints.roots[worker.stage])
     if layout.nodes > 1 or layout.pipeline_parallel > 1:
         out["NEURON_RANK_ID"] = str(layout.place(worker))
     if layout.nodes_per_stage > 1:
@@ -100,13 +107,6 @@ def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[st
         out["NEURON_PP_STAGES"] = str(layout.pipeline_parallel)
         out["CPU_COMM_ID"] = join(endpoints.nodes[0], endpoints.host)
     return out
-
-
-def root(layout: Layout, stage: int, endpoints: Endpoints) -> str:
-    """ip:port where a stage's device collectives meet: its own rank 0. transformers-neuronx has one meeting place for all stages."""
-    if layout.style == "transformers-neuronx":
-        stage = 0
-    return join(endpoints.nodes[layout.stage(stage)[0].node], endpoints.roots[stage])
 
 
 def _network(layout: Layout, instance: Instance, host: Host) -> dict[str, str]:

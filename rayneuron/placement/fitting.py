@@ -12,7 +12,7 @@ from rayneuron.config import Deployment
 from rayneuron.engine.buckets import SMALLEST_CONTEXT, SMALLEST_PREFIXED, Capacity, capacity, prefixes, smaller
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
-from rayneuron.placement.layout import Layout, Style, partition
+from rayneuron.placement.layout import Layout, partition
 from rayneuron.placement.memory import Memory, memory
 
 log = logging.getLogger(__name__)
@@ -74,15 +74,15 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
     )
 
 
-def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int, style: Style = "own") -> list[Memory]:
+def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int) -> list[Memory]:
     """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
-    parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel, style)
+    parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel)
     return [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
 
 
 def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> list[Memory]:
     """`stage_memory`, refused with what would fit where a core has less. Raises ConfigError."""
-    held = stage_memory(want, c, made.tensor_parallel, made.pipeline_parallel, made.style)
+    held = stage_memory(want, c, made.tensor_parallel, made.pipeline_parallel)
     worst = max(held, key=lambda m: m.total)
     if worst.total <= instance.core_memory_bytes:
         return held
@@ -132,7 +132,7 @@ def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> s
     def fits(c: Capacity, tensor_parallel: int = made.tensor_parallel, **settings: Any) -> bool:
         changed = replace(want, config=want.config.model_copy(update=settings))
         try:
-            held = stage_memory(changed, c, tensor_parallel, made.pipeline_parallel, made.style)
+            held = stage_memory(changed, c, tensor_parallel, made.pipeline_parallel)
         except ConfigError:
             return False
         return max(m.total for m in held) <= instance.core_memory_bytes

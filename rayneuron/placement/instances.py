@@ -57,11 +57,6 @@ class Instance:
         """Device memory of one logical core."""
         return self.device_memory_bytes * self.lnc // self.cores_per_device
 
-    def device_cores(self, device: int) -> range:
-        """Logical cores of one device."""
-        each = self.cores_per_device // self.lnc
-        return range(device * each, (device + 1) * each)
-
     def neighbours(self, device: int) -> tuple[int, ...]:
         """Devices linked to `device`, ascending."""
         if self.links == "ring":
@@ -71,14 +66,6 @@ class Instance:
             beside = {row * _TORUS_SIDE + (column + step) % _TORUS_SIDE for step in (-1, 1)}
             return tuple(sorted(beside | {(device + step * _TORUS_SIDE) % self.devices for step in (-1, 1)}))
         return ()
-
-    @property
-    def ring(self) -> tuple[int, ...]:
-        """Device order in which each is linked to the next and the last to the first: ascending on a ring, rows to and fro on a torus."""
-        if self.links != "torus":
-            return tuple(range(self.devices))
-        rows = [range(r * _TORUS_SIDE, (r + 1) * _TORUS_SIDE) for r in range(self.devices // _TORUS_SIDE)]
-        return tuple(d for i, row in enumerate(rows) for d in (row if i % 2 == 0 else reversed(row)))
 
     def check_degree(self, tensor_parallel: int) -> str | None:
         """Refuse a TP degree this instance's collectives do not know; returns a note where the documents disagree. Raises ConfigError."""
@@ -148,7 +135,7 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType(
 )
 
 
-def instance(name: str, lnc: int | None = None) -> Instance:
+def instance(name: str) -> Instance:
     """The instance type of that name, "trn2.48xlarge" or "trn2.48xlarge:lnc1"; "cores:4" is a CPU box that declares four cores.
 
     Raises ConfigError listing the names.
@@ -162,16 +149,16 @@ def instance(name: str, lnc: int | None = None) -> Instance:
     if suffix:
         if not (suffix.startswith("lnc") and suffix[3:].isdigit()):
             raise ConfigError(f"{suffix!r} after {name}: write {name}:lnc1 or {name}:lnc2", param="instance")
-        lnc = int(suffix[3:])
-    return found if lnc is None else found.logical(lnc)
+        return found.logical(int(suffix[3:]))
+    return found
 
 
-def declared(cores: int, vcpus: int, host_memory_bytes: int = 0) -> Instance:
+def declared(cores: int, vcpus: int) -> Instance:
     """A node that merely counts cores (a CPU box with Ray resource `neuron_cores`): any TP degree up to `cores`. Raises ConfigError."""
     if cores < 1:
         raise ConfigError(f"a node with {cores} declared cores can run nothing; declare at least 1", param="instance")
     every = tuple(range(1, cores + 1))
-    return Instance(f"{cores} declared cores", "declared", cores, 1, 16 * GIB, vcpus, host_memory_bytes, every, tp_across_nodes=True)
+    return Instance(f"{cores} declared cores", "declared", cores, 1, 16 * GIB, vcpus, 0, every, tp_across_nodes=True)
 
 
 def machine(ranks: int, vcpus: int, memory_bytes: int) -> Instance:

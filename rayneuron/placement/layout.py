@@ -16,8 +16,6 @@ from rayneuron.errors import ConfigError
 from rayneuron.models.shard import stage_layers
 from rayneuron.placement.instances import Instance, instance
 
-# Whose rules a group must obey: ours, or those of a library whose artifacts or launch scripts are to be kept.
-Style = Literal["own", "nxd", "transformers-neuronx"]
 CORES = "neuron_cores"
 
 
@@ -46,7 +44,6 @@ class Layout:
     tensor_parallel: int
     pipeline_parallel: int
     nodes: int
-    style: Style
     workers: tuple[Worker, ...]
     bundles: tuple[Mapping[str, float], ...]
     strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]
@@ -88,7 +85,6 @@ def layout(
     ranks_per_process: int = 1,
     instance: Instance | None = None,
     cpus_per_worker: float = 1.0,
-    style: Style = "own",
 ) -> Layout:
     """Lay out one replica. `instance`: the type of every node, None where cores are not counted (a plain CPU box).
 
@@ -98,7 +94,6 @@ def layout(
     stages_per_node, nodes_per_stage = _spread(tensor_parallel, pipeline_parallel, nodes)
     local = tensor_parallel // nodes_per_stage
     notes = _check_instance(instance, tensor_parallel, local, stages_per_node, nodes_per_stage) if instance else []
-    _check_style(style, instance, tensor_parallel, pipeline_parallel, nodes, nodes_per_stage)
     together = min(local, ranks_per_process)
     if local % together:
         raise ConfigError(f"{local} ranks a node cannot be shared equally by processes of {together}; write tensor_parallel: {together}")
@@ -107,7 +102,6 @@ def layout(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         nodes=nodes,
-        style=style,
         workers=workers,
         bundles=tuple(_bundle([w for w in workers if w.node == node], cpus_per_worker, instance) for node in range(nodes)),
         strategy="STRICT_SPREAD" if nodes > 1 else "STRICT_PACK",
@@ -115,23 +109,14 @@ def layout(
     )
 
 
-def partition(layers: int, stages: int, style: Style = "own") -> tuple[range, ...]:
-    """The layers of each stage, contiguous. Ours differ by at most one; transformers-neuronx: ceil(layers / stages), the last the rest.
-
-    Raises ConfigError where a stage would have none.
-    """
-    if style == "transformers-neuronx":
-        each = -(-layers // stages)
-        parts = tuple(range(min(i * each, layers), min((i + 1) * each, layers)) for i in range(stages))
-    else:
-        parts = tuple(stage_layers(layers, stage, stages) for stage in range(stages))
-    if not all(parts):
-        most = max(n for n in range(1, stages) if len(range(0, layers, -(-layers // n))) == n)
+def partition(layers: int, stages: int) -> tuple[range, ...]:
+    """The layers of each stage. Raises ConfigError where a stage would have none."""
+    if stages > layers:
         raise ConfigError(
-            f"pipeline_parallel {stages} leaves a stage without any of the {layers} layers; write pipeline_parallel: {most}",
+            f"pipeline_parallel {stages} leaves a stage without any of the {layers} layers; write pipeline_parallel: {layers}",
             param="pipeline_parallel",
         )
-    return parts
+    return tuple(stage_layers(layers, stage, stages) for stage in range(stages))
 
 
 def _spread(tensor_parallel: int, pipeline_parallel: int, nodes: int) -> tuple[int, int]:
@@ -181,32 +166,6 @@ def _check_wide(instance: Instance, tensor_parallel: int, local: int, nodes_per_
             f"tensor_parallel {tensor_parallel} over {nodes_per_stage} nodes takes {local} of the {instance.cores} cores of each "
             f"{instance.name}; over nodes the runtime wants whole ones: write tensor_parallel: {instance.cores * nodes_per_stage}",
             param="tensor_parallel",
-        )
-
-
-def _check_style(
-    style: Style, instance: Instance | None, tensor_parallel: int, pipeline_parallel: int, nodes: int, nodes_per_stage: int
-) -> None:
-    if style == "own":
-        return
-    if style == "nxd":
-        if pipeline_parallel > 1:
-            raise ConfigError("NxD has no pipeline schedule for inference; write pipeline_parallel: 1", param="pipeline_parallel")
-        return
-    if pipeline_parallel > 1 and nodes_per_stage > 1:
-        raise ConfigError(
-            f"transformers-neuronx does not allow pipeline_parallel {pipeline_parallel} together with TP over {nodes_per_stage} nodes: "
-            "its stages hand activations over on the device, between single nodes; write pipeline_parallel: 1 or leave this mode",
-            param="pipeline_parallel",
-        )
-    if pipeline_parallel > 1 and pipeline_parallel != nodes:
-        raise ConfigError(
-            f"transformers-neuronx places one pipeline stage a node; write nodes: {pipeline_parallel}, or leave the compatible mode",
-            param="nodes",
-        )
-    if nodes > 1 and instance is not None and instance.family not in ("trn1", "declared"):
-        raise ConfigError(
-            f"transformers-neuronx runs over several nodes on Trn1 and Trn1n only, not {instance.name}; write nodes: 1", param="nodes"
         )
 
 

@@ -20,7 +20,6 @@ from types import TracebackType
 
 from rayneuron.errors import Busy, ConfigError
 from rayneuron.placement import records
-from rayneuron.placement.cores import visible
 from rayneuron.placement.instances import Instance
 from rayneuron.placement.records import Holder
 from rayneuron.policies import packing
@@ -39,20 +38,9 @@ class Grant:
         self._record = record
 
     @property
-    def visible(self) -> str:
-        """NEURON_RT_VISIBLE_CORES for a process that takes the whole run."""
-        return visible(self.cores)
-
-    @property
     def held(self) -> bool:
         """False after `release`, and in a forked child."""
         return self._lock.descriptor >= 0
-
-    def share(self, offset: int, count: int) -> tuple[int, ...]:
-        """The cores of one of several processes that divide the run between them."""
-        if not 0 <= offset <= len(self.cores) - count or count < 1:
-            raise ValueError(f"cores {offset}..{offset + count - 1} of a run of {len(self.cores)}")
-        return self.cores[offset : offset + count]
 
     def release(self) -> None:
         """Give the cores back. Call it only when nothing can touch them any more; a Neuron process simply ends instead."""

@@ -12,16 +12,16 @@ from rayneuron.engine.buckets import inventory
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models.config_json import read_json
 from rayneuron.placement import instances
-from rayneuron.placement.environment import Endpoints, Host, environment
+from rayneuron.placement.environment import Endpoints, Host, environment, host_of
 from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, host_memory, stage_memory
 from rayneuron.placement.instances import Instance
-from rayneuron.placement.layout import Layout, Style, Worker, layout
+from rayneuron.placement.layout import Layout, Worker, layout
 from rayneuron.placement.memory import Memory, float8
 from rayneuron.policies import packing
 
 FIRST_PORT = 20000  # stand-ins: at run time each listener binds a free port itself and publishes it
 MOST_NODES = 64  # how far a refusal looks for a number of nodes that would do
-_HOST = Host("6.1")  # an Amazon Linux 2023 kernel
+KERNEL = "6.1"  # of Amazon Linux 2023
 
 Spots = Mapping[tuple[int, int], tuple[int, int]]  # (stage, node of the group) -> (node of the plan, first core)
 
@@ -89,20 +89,19 @@ class _Nodes:
 
 
 def plan(
-    wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = None, *, style: Style = "own", host: Host = _HOST,
-    left: frozenset[int] | None = None,
-) -> PlacementPlan:  # fmt: skip
+    wanted: Mapping[str, Wanted], instance: Instance, nodes: int | None = None, *, left: frozenset[int] | None = None
+) -> PlacementPlan:
     """Place every replica on `nodes` instances (None: as many as the largest group spans), of each on the cores that are `left` to us.
 
     Raises ConfigError or CheckpointError naming the application, what it wants, what there is, and what would fit.
     """
-    laid = {name: _lay(name, want, instance, style) for name, want in wanted.items()}
+    laid = {name: _lay(name, want, instance) for name, want in wanted.items()}
     count = nodes or max((one.layout.nodes for one in laid.values()), default=1)
     left = frozenset(range(instance.cores)) if left is None else left
     state, short = _place_all(wanted, laid, instance, count, left)
     if short is not None:
         raise ConfigError(_refusal(short, state, wanted, laid, instance, nodes or count, left), param="nodes")
-    hosts = {name: _host(host, want) for name, want in wanted.items()}
+    hosts = {n: host_of(w.config, capacity_of(w.config, w.raw).length, float8(w.config, w.raw), KERNEL) for n, w in wanted.items()}
     groups = tuple(
         _group(name, replica, laid[name], spots, instance, i, hosts[name], name if wanted[name].replicas == 1 else f"{name}#{replica}")
         for i, (name, replica, spots) in enumerate(state.placed)
@@ -129,16 +128,8 @@ def _quantized(group: PlannedGroup, want: Wanted) -> PlannedGroup:
         return group
     want = replace(want, config=want.config.model_copy(update={"quantization": "int8"}))
     made = group.layout
-    held = stage_memory(want, capacity_of(want.config, want.raw), made.tensor_parallel, made.pipeline_parallel, made.style)
+    held = stage_memory(want, capacity_of(want.config, want.raw), made.tensor_parallel, made.pipeline_parallel)
     return replace(group, places=tuple(replace(place, memory=held[place.worker.stage]) for place in group.places))
-
-
-def _host(host: Host, want: Wanted) -> Host:
-    said = want.config.compile
-    return replace(
-        host, cache_url=said.cache or host.cache_url, float8=float8(want.config, want.raw),
-        length=capacity_of(want.config, want.raw).length, flags=said.flags,
-    )  # fmt: skip
 
 
 def target(wanted: Mapping[str, Wanted], named: str | None, vcpus: int, memory_bytes: int) -> Instance:
@@ -166,7 +157,7 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
         raise CheckpointError(f"{problem}; write the model's config.json inline as model.config to plan without the checkpoint") from None
 
 
-def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:
+def _lay(name: str, want: Wanted, instance: Instance) -> _Laid:
     config = want.config
     try:
         made = layout(
@@ -176,7 +167,6 @@ def _lay(name: str, want: Wanted, instance: Instance, style: Style) -> _Laid:
             ranks_per_process=want.ranks_per_process,
             instance=instance if instance.name != instances.MACHINE else None,
             cpus_per_worker=config.serving.num_cpus or 1.0,
-            style=style,
         )
         c = capacity_of(config, want.raw)
         return _Laid(made, check_memory(want, made, c, instance), len(inventory(c)))

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +36,8 @@ DRAIN_CHECK_S = 0.5
 CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
 PEERS_S = 2.0  # for the other replicas to give their part of a scrape
-LEAVE_S = 1.0  # for streams to take their error event, after a worker was lost
-LAST_BYTES_S = 0.5  # and for Serve's proxy to fetch it
+START_S = 1.0  # for a start that fails to say why by itself
+LAST_BYTES_S = 0.5  # for Serve's proxy to fetch what streams said last
 SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
 
 
@@ -88,11 +87,10 @@ class ServedEngine(Replica):
         log.error("this replica ends: %s", reason)
         served = self._served
         if served is not None:
-            self.state = "leaving"
-            served.flights.fail_all(NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
-        until = time.monotonic() + LEAVE_S
-        while (served is None or len(served.flights)) and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+            self.leave()
+            await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
+        else:
+            await asyncio.sleep(START_S)
         await asyncio.sleep(LAST_BYTES_S)
         os._exit(1)
 

@@ -12,53 +12,85 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
-from rayneuron.policies.admission import Occupancy
-from rayneuron.serve.leg import Leg, join
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta
+from rayneuron.serve.trace import OnEnd
+from rayneuron.text.text import Assembler
+from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, join
 
 log = logging.getLogger(__name__)
 
 SHORTEST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.06  # what a reader does not notice
-LOOK_PERIOD_S = 0.05
-LAST_WORDS_S = 1.0  # for streams to take their error event
 STOPPED = "the engine has stopped; this replica is being replaced"
 TIMED_OUT = "the request did not finish within its time limit"
+TORN = "the text could not be put together; the server log has the details under this request's id"
 
 
-class EngineHandle(Protocol):
-    """What serving needs of the engine's thread (engine.loop.EngineLoop)."""
+class ActiveRequest:
+    """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
 
-    @property
-    def alive(self) -> bool: ...
+    __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
-    def submit(self, request: Request) -> None: ...
+    def __init__(self, request: Request, assembler: Assembler, ended: OnEnd | None = None) -> None:
+        self.request = request
+        self.assembler = assembler
+        self.ended = ended
+        self.begun = False
+        self.answered = False  # a choice of it came to a good end
+        self.done: set[int] = set()
+        self.last_s: dict[int, float] = {}
+        self.tokens: dict[int, int] = {}
 
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def measure(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> None:
+        """Count one token delta."""
+        before = self.last_s.get(piece.index)
+        if before is not None:
+            telemetry.inter_token.observe(now_s - before)
+        elif not self.last_s:
+            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s)
+        self.last_s[piece.index] = now_s
+        self.tokens[piece.index] = self.tokens.get(piece.index, 0) + len(piece.token_ids)
 
-    def snapshot(self) -> Snapshot: ...
+    def finish(self, piece: TokenDelta, reason: FinishReason, now_s: float, telemetry: Telemetry) -> None:
+        """Count the end of a choice; one that a stop string ended has no stamps of the engine yet."""
+        tokens = self.tokens[piece.index]
+        self.answered |= reason != "error"
+        stamps = piece.stamps or Stamps(arrived=self.request.arrival_s, finished=now_s)
+        self.done.add(piece.index)
+        telemetry.finished(reason, tokens, stamps, now_s)
+        if len(self.done) == self.request.params.n:
+            telemetry.complete(max(self.tokens.values()))
+        if self.ended is not None:
+            self.ended(piece.index, reason, tokens, stamps)
 
-    def close(self) -> None: ...
+    def drop(self, failed: bool, telemetry: Telemetry) -> bool:
+        """Count the choices that will not end; False where there are none."""
+        left = [index for index in range(self.request.params.n) if index not in self.done]
+        if left:
+            telemetry.dropped(len(left), failed)
+        if self.ended is not None:
+            stamps = Stamps(arrived=self.request.arrival_s, finished=time.monotonic())
+            for index in left:
+                self.ended(index, "error" if failed else "abort", self.tokens.get(index, 0), stamps)
+        return bool(left)
 
 
 class Flight:
-    """One call in flight, with a leg for each of its prompts.
+    """One call in flight, with an active request for each of its prompts.
 
     `started()` returns once the first step has come back, `take()` whatever there is, `finish()` everything at the end. Each raises the
-    error that ended the flight. One task waits at a time.
+    error that ended the flight. One task waits at a time. `pace_s` says how long to rest between two writes.
     """
 
-    def __init__(self, legs: Sequence[Leg], pace_s: Callable[[], float] = lambda: 0.0) -> None:
-        self.legs = {leg.request.id: leg for leg in legs}
-        self.unfinished = sum(leg.request.params.n for leg in legs)  # choices
+    def __init__(self, actives: Sequence[ActiveRequest], pace_s: Callable[[], float]) -> None:
+        self.actives = {active.request.id: active for active in actives}
+        self.unfinished = sum(active.request.params.n for active in actives)  # choices
         self.error: RayNeuronError | None = None
         self.deadline: asyncio.TimerHandle | None = None
-        self.pace_s = pace_s  # how long to rest between two writes
+        self._pace_s = pace_s
         self._pending: dict[tuple[str, int], list[Delta]] = {}
         self._begun = False
         self._every_step = True
@@ -78,9 +110,8 @@ class Flight:
 
     def ready(self) -> list[Delta]:
         """What has not been taken yet, joined by choice; does not wait."""
-        joined = [join(deltas) for deltas in self._pending.values()]
-        self._pending.clear()
-        return joined
+        pending, self._pending = self._pending, {}
+        return [join(deltas) for deltas in pending.values()]
 
     async def take(self) -> list[Delta]:
         """Wait until there is something, then all of it; an empty list when every choice has been delivered to its end."""
@@ -90,8 +121,9 @@ class Flight:
             raise self.error
         return self.ready()
 
-    async def rest(self, pause_s: float) -> None:
+    async def rest(self) -> None:
         """Let deltas gather for a while; over at once when the flight has ended, or where the pause is too short to be worth a timer."""
+        pause_s = self._pace_s()
         if pause_s < SHORTEST_PAUSE_S or self.ended:
             return
         self._every_step = False
@@ -117,39 +149,37 @@ class Flight:
             self.error = error
             self._wake()
 
-    def receive(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> bool:
-        """Take one token delta; True where a stop string ended the choice here, so that the engine has to be told."""
-        leg = self.legs[piece.request_id]
-        if piece.index in leg.done or self.error is not None:
+    def receive(self, active: ActiveRequest, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> bool:
+        """Take one token delta of a request; True where a stop string ended the choice here, so that the engine has to be told."""
+        if piece.index in active.done or self.error is not None:
             return False  # ended a moment ago; the engine had not heard of it yet
-        if piece.finish_reason == "error" and self._lost(piece):
+        if piece.finish_reason in ("abort", "error") and self._lost(piece):
             return False
-        if piece.finish_reason == "abort":  # nobody here asked for it: the engine saw the deadline pass
-            self.fail(RequestTimeout(TIMED_OUT))
-            return False
-        leg.measure(piece, now_s, telemetry)
-        leg.begun = self._begun = True
-        delta = leg.assembler.push(piece)
-        if delta is not None and delta.error is not None:
-            delta.stop_reason, delta.error = delta.error, None  # the choice's own end, not the call's
+        active.measure(piece, now_s, telemetry)
+        active.begun = self._begun = True
+        delta = active.assembler.push(piece)
         finished: FinishReason | None = piece.finish_reason
         if delta is not None:
+            if delta.error is not None:
+                delta.stop_reason, delta.error = delta.error, None  # the choice's own end, not the call's
             self._pending.setdefault((piece.request_id, piece.index), []).append(delta)
             finished = delta.finish_reason or finished
         if finished is not None:
             self.unfinished -= 1
-            leg.finish(piece, finished, now_s, telemetry)
+            active.finish(piece, finished, now_s, telemetry)
         if self._every_step or self.unfinished == 0:
             self._wake()
         return finished is not None and piece.finish_reason is None
 
     def _lost(self, piece: TokenDelta) -> bool:
-        """Whether an error is the end of the whole flight: the engine is gone, or this choice was the last hope of an answer."""
-        if piece.fault == "engine":
+        """Whether such an end is that of the whole flight: nobody here asked for it, and no answer can come any more."""
+        if piece.finish_reason == "abort":  # the engine saw the deadline pass
+            self.fail(RequestTimeout(TIMED_OUT))
+        elif piece.fault == "engine":
             # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
             log.error("request %s failed: %s", piece.request_id, piece.error)
             self.fail(NotReady(STOPPED))
-        elif self.unfinished == 1 and not any(leg.answered for leg in self.legs.values()):
+        elif self.unfinished == 1 and not any(active.answered for active in self.actives.values()):
             self.fail((RequestError if piece.fault == "request" else RayNeuronError)(piece.error or "the choice failed"))
         return self.error is not None
 
@@ -166,11 +196,13 @@ class Flight:
 
 
 class Flights:
-    """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop.
+    """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop; `engine` is set before a call comes.
 
     `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides
-    on these (`load`), because unlike the engine's snapshot they are never a step late.
+    on these, because unlike the engine's snapshot they are never a step late.
     """
+
+    engine: EngineLoop
 
     def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop, events_per_s: float = math.inf) -> None:
         self.events_per_s = events_per_s
@@ -181,27 +213,16 @@ class Flights:
         self._event_loop = event_loop
         self._by_request: dict[str, Flight] = {}
         self._open: set[Flight] = set()
-        self._engine: EngineHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def load(self, capacity: Capacity) -> Occupancy:
-        """What admission decides on."""
-        return Occupancy(capacity.rows, capacity.length, self.sequences, self.waiting_tokens)
-
-    @property
     def pace_s(self) -> float:
         """How long a stream lets deltas gather between two writes, so that all of them together stay below `events_per_s`.
 
-        Serve's own proxy spends most of a millisecond of CPU on every event: with many streams on a small machine that is time the
-        engine has not got. Few streams never wait.
+        Serve's own proxy spends most of a millisecond of CPU on every event, which the engine has not got. Few streams never wait.
         """
         return min(len(self._open) / self.events_per_s, LONGEST_PAUSE_S)
-
-    def attach(self, engine: EngineHandle) -> None:
-        """Name the engine; once, before the first call."""
-        self._engine = engine
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """What a step produced. Called on the engine thread, which it costs one wake-up of the event loop."""
@@ -209,52 +230,48 @@ class Flights:
 
     def dispatch(self, deltas: list[TokenDelta]) -> None:
         """Sort one step's deltas into their flights."""
-        now_s, tokens, prompt_tokens = time.monotonic(), 0, 0
+        now_s, tokens, prompt_tokens = time.monotonic(), 0, 0  # the latter of prompts whose prefill these deltas tell of
         for piece in deltas:
             tokens += len(piece.token_ids)
             flight = self._by_request.get(piece.request_id)
             if flight is None:
                 continue  # its client has gone
-            prompt_tokens += self._receive(flight, piece, now_s)
+            active, unfinished = flight.actives[piece.request_id], flight.unfinished
+            waited, stopped = not active.begun, False
+            try:
+                stopped = flight.receive(active, piece, now_s, self._telemetry)
+            except Exception:  # one call's text must not stop the delivery of the others'
+                log.exception("request %s: its text could not be put together", piece.request_id)
+                flight.fail(RayNeuronError(TORN))
+            self.sequences -= unfinished - flight.unfinished
+            if waited and active.begun:
+                prompt_tokens += len(active.request.prompt_ids)
+            if stopped:
+                self.engine.abort(piece.request_id, piece.index)
+        self.waiting_tokens -= prompt_tokens
         self._telemetry.step(tokens, prompt_tokens)
 
-    def _receive(self, flight: Flight, piece: TokenDelta, now_s: float) -> int:
-        """Prompt tokens whose prefill this delta tells of."""
-        leg, unfinished = flight.legs[piece.request_id], flight.unfinished
-        waited, stopped = not leg.begun, False
-        try:
-            stopped = flight.receive(piece, now_s, self._telemetry)
-        except Exception:  # one call's text must not stop the delivery of the others'
-            log.exception("request %s: its text could not be put together", piece.request_id)
-            flight.fail(RayNeuronError("the text could not be put together; the server log has the details under this request's id"))
-        self.sequences -= unfinished - flight.unfinished
-        if waited and leg.begun:
-            self.waiting_tokens -= len(leg.request.prompt_ids)
-        if stopped:
-            self._abort(piece.request_id, piece.index)
-        return len(leg.request.prompt_ids) if waited and leg.begun else 0
-
-    def open(self, legs: Sequence[Leg]) -> Flight:
+    def open(self, actives: Sequence[ActiveRequest]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
         if self.closed is not None:
             raise self.closed
-        if self._engine is None:
-            raise NotReady("the engine is still loading")
-        if not self._engine.alive:
+        if not self.engine.alive:
             raise NotReady(STOPPED)  # what it died of is in the log
-        flight = Flight(legs, lambda: self.pace_s)
+        flight = Flight(actives, self.pace_s)
         self._open.add(flight)
         self.sequences += flight.unfinished
-        self.waiting_tokens += sum(len(leg.request.prompt_ids) for leg in legs)
+        self.waiting_tokens += sum([len(active.request.prompt_ids) for active in actives])
         try:
-            for leg in legs:
-                self._engine.submit(leg.request)  # refuses an id in use, which is another flight's to keep
-                self._by_request[leg.request.id] = flight
-                self._telemetry.asked(leg.request)
+            for active in actives:
+                self.engine.submit(active.request)  # refuses an id in use, which is another flight's to keep
+                self._by_request[active.request.id] = flight
+                self._telemetry.asked(active.request)
         except BaseException:
             self.close(flight)
             raise
-        self._watch_deadline(flight)
+        if (deadline_s := actives[0].request.deadline_s) is not None:  # of the whole call
+            left_s = max(0.0, deadline_s - time.monotonic())
+            flight.deadline = self._event_loop.call_later(left_s, flight.fail, RequestTimeout(TIMED_OUT))
         return flight
 
     def close(self, flight: Flight) -> None:
@@ -265,35 +282,17 @@ class Flights:
         self.sequences -= flight.unfinished
         if flight.deadline is not None:
             flight.deadline.cancel()
-        for leg in flight.legs.values():
-            mine = self._by_request.get(leg.request.id) is flight
+        for active in flight.actives.values():
+            mine = self._by_request.get(active.request.id) is flight
             if mine:
-                del self._by_request[leg.request.id]
-            if not leg.begun:
-                self.waiting_tokens -= len(leg.request.prompt_ids)
-            if leg.drop(flight.error is not None, self._telemetry) and mine:
-                self._abort(leg.request.id, None)
+                del self._by_request[active.request.id]
+            if not active.begun:
+                self.waiting_tokens -= len(active.request.prompt_ids)
+            if active.drop(flight.error is not None, self._telemetry) and mine:
+                self.engine.abort(active.request.id)
 
     def fail_all(self, error: RayNeuronError) -> None:
         """The engine is gone: end every flight with `error`, and refuse new ones with it."""
         self.closed = error
         for flight in tuple(self._open):
             flight.fail(error)
-
-    async def end(self, within_s: float, error: RayNeuronError) -> None:
-        """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""
-        for patience_s in (within_s, LAST_WORDS_S):
-            until = time.monotonic() + patience_s
-            while self._open and time.monotonic() < until:
-                await asyncio.sleep(LOOK_PERIOD_S)
-            self.fail_all(error)
-
-    def _abort(self, request_id: str, index: int | None) -> None:
-        if self._engine is not None and self._engine.alive:
-            self._engine.abort(request_id, index)
-
-    def _watch_deadline(self, flight: Flight) -> None:
-        deadlines = [leg.request.deadline_s for leg in flight.legs.values() if leg.request.deadline_s is not None]
-        if deadlines:
-            error = RequestTimeout(TIMED_OUT)
-            flight.deadline = self._event_loop.call_later(max(0.0, min(deadlines) - time.monotonic()), flight.fail, error)

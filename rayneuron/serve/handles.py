@@ -1,38 +1,36 @@
-"""What other Ray applications call through a handle, in terms of the six verbs."""
+"""What other Ray applications call through a handle, in terms of the verbs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
 from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.serve.flight import Flight
-from rayneuron.serve.verbs import Json, Read, Verbs
+from rayneuron.serve.verbs import Json, Server
 from rayneuron.types import Delta, SamplingParams
 
 
 class Handles:
-    """The methods of a deployment that speaks the verbs. All raise RayNeuronError subclasses."""
+    """The methods of a deployment that is a Server. All raise RayNeuronError subclasses."""
 
-    async def chat(self: Verbs, body: Json) -> Json | AsyncIterator[Json]:
+    async def chat(self: Server, body: Json) -> Json | AsyncIterator[Json]:
         """A chat completion by handle; the body and the reply are OpenAI's.
 
         With `"stream": True` in the body OpenAI's chunks, through `handle.chat.options(stream=True).remote(body)`.
         """
         return await _answer(self, openai.parse_chat, body)
 
-    async def completions(self: Verbs, body: Json) -> Json | AsyncIterator[Json]:
+    async def completions(self: Server, body: Json) -> Json | AsyncIterator[Json]:
         """A text completion by handle; the body, the reply and the chunks are OpenAI's, as with `chat`."""
         return await _answer(self, openai.parse_completions, body)
 
-    async def generate(self: Verbs, prompt: str | list[int] | Json, params: SamplingParams | Json | None = None) -> AsyncIterator[Json]:
+    async def generate(self: Server, prompt: str | list[int] | Json, params: SamplingParams | Json | None = None) -> AsyncIterator[Json]:
         """Stream one prompt by handle: `handle.generate.options(stream=True).remote("Hello", {"max_tokens": 8})`.
 
         `prompt` is text, token ids, or a whole body with `prompt` or `messages`. Yields {index, text, token_ids, finish_reason,
@@ -40,56 +38,57 @@ class Handles:
         """
         body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         body |= msgspec.json.decode(msgspec.json.encode(params)) if isinstance(params, SamplingParams) else (params or {})
-        self.admit()
-        call = await self.parse(reader(openai.parse_chat if "messages" in body else openai.parse_completions), body)
-        with self.flight(call, time.monotonic(), self.limits.request_timeout_s) as flight:
+        call, flying = await _fly(self, openai.parse_chat if "messages" in body else openai.parse_completions, body)
+        prompts = openai.prompts(call)
+        with flying as flight:
             while deltas := await flight.take():
                 for delta in deltas:
-                    yield _plain(call, delta)
-                await flight.rest(flight.pace_s())
+                    yield _plain(prompts[delta.request_id] * call.n + delta.index, delta)
+                await flight.rest()
 
-    async def tokenize(self: Verbs, body: Json) -> Json:
+    async def tokenize(self: Server, body: Json) -> Json:
         """{prompt} or {messages} to {tokens, count, max_model_len}."""
-        return await self.parse(openai.tokenize, body)
+        return await self.now.read(openai.tokenize, body)
 
-    async def detokenize(self: Verbs, body: Json) -> Json:
+    async def detokenize(self: Server, body: Json) -> Json:
         """{tokens} to {prompt}."""
-        return await self.parse(openai.detokenize, body)
+        return await self.now.read(openai.detokenize, body)
 
-    async def models(self: Verbs) -> Json:
+    async def models(self: Server) -> Json:
         """The list of models, as /v1/models gives it."""
-        return openai.models_list(self.cards())
+        return openai.models_list(self.now.cards())
 
-    async def stats(self: Verbs) -> Json:
+    async def stats(self: Server) -> Json:
         """The engine's load and the calls in flight."""
         return stats_of(self)
 
 
-def reader(parse: Callable[..., api.Call], client_id: str | None = None) -> Read[api.Call]:
-    """What turns one body into a call of its own id, now."""
-    return partial(parse, request_id=uuid4().hex, created=int(time.time()), client_id=client_id)
-
-
-def stats_of(server: Verbs) -> Json:
+def stats_of(server: Server) -> Json:
     """The load, as `stats` and /load say it."""
     load = server.load()
     refused = {} if load.refused is None else {"refused_user_config": load.refused}
     return {**msgspec.to_builtins(load.snapshot), "open_calls": load.calls, "open_sequences": load.sequences, **refused}
 
 
-async def _answer(server: Verbs, parse: Callable[..., api.Call], body: Json) -> Json | AsyncIterator[Json]:
-    server.admit()
-    call = await server.parse(reader(parse), body)
-    flying = server.flight(call, time.monotonic(), server.limits.request_timeout_s)
-    if call.stream:
+async def _fly(server: Server, parse: Callable[..., api.Call], body: Json) -> tuple[api.Call, AbstractContextManager[Flight]]:
+    """A body as a call that is let in, and its flight, not begun."""
+    server.now.admit()
+    call, arrival_s = await server.now.parse(parse, body), time.monotonic()
+    return call, server.now.flight(call, arrival_s, server.now.limits.request_timeout_s)
+
+
+async def _answer(server: Server, parse: Callable[..., api.Call], body: Json) -> Json | AsyncIterator[Json]:
+    now = server.now
+    call, flying = await _fly(server, parse, body)
+    if call.head.stream:
         return _chunks(call, flying)
     with flying as flight:
-        return await server.text_thread.write(call, await flight.finish(), lambda reply: reply)
+        return await now.write(call, await flight.finish(), lambda reply: reply)
 
 
 async def _chunks(call: api.Call, flying: AbstractContextManager[Flight]) -> AsyncIterator[Json]:
     """The chunks of a stream as objects; an error is raised instead of sent."""
-    stream = call.open()
+    stream = openai.Events(call)
     with flying as flight:
         await flight.started()
         out = stream.first()
@@ -99,15 +98,14 @@ async def _chunks(call: api.Call, flying: AbstractContextManager[Flight]) -> Asy
             if stream.done or not (deltas := await flight.take()):
                 break
             out = b"".join([stream.chunk(delta) for delta in deltas])
-            await flight.rest(flight.pace_s())
+            await flight.rest()
     for chunk in openai.chunks(stream.last()):
         yield chunk
 
 
-def _plain(call: api.Call, delta: Delta) -> Json:
+def _plain(index: int, delta: Delta) -> Json:
     """One delta as `generate` yields it."""
-    prompt = call.prompt(delta.request_id)
-    out: dict[str, Any] = {"index": prompt * call.n + delta.index, "text": delta.text, "token_ids": delta.token_ids}
+    out: dict[str, Any] = {"index": index, "text": delta.text, "token_ids": delta.token_ids}
     out |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
     if delta.logprobs is not None:
         out["logprobs"] = msgspec.to_builtins(delta.logprobs)

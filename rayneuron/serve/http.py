@@ -1,20 +1,29 @@
-"""One HTTP exchange over ASGI: read the body within a limit, answer once, notice that the client has gone."""
+"""One HTTP exchange over ASGI: read the body within a limit, answer once, whole or as events, and notice that the client has gone."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
 from starlette.types import Message, Receive, Scope, Send
 
-from rayneuron.api import errors
-from rayneuron.api.fields import clean_id
-from rayneuron.errors import BodyTooLarge, RequestError, RequestTimeout, UnsupportedMedia
+from rayneuron import keys, metrics
+from rayneuron.api import call as api
+from rayneuron.api import errors, openai
+from rayneuron.errors import BodyTooLarge, RayNeuronError, RequestError, RequestTimeout, UnsupportedMedia
+from rayneuron.serve.flight import Flight
+from rayneuron.serve.verbs import Server
+
+log = logging.getLogger(__name__)
 
 JSON = "application/json"
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/"})  # answered without the API key: they reveal and cost nothing
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class ClientGone(Exception):
@@ -29,7 +38,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.params: Mapping[str, str] = scope.get("path_params") or {}
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.client_id = clean_id(self.header("x-request-id"))
+        self.client_id = openai.clean_id(self.header("x-request-id"))
         self.request_id = self.client_id or uuid4().hex
         self.status = 0
         self.gone = False
@@ -147,6 +156,101 @@ class Exchange:
         if math.isnan(limit_s):
             raise RequestError(f"x-request-timeout-seconds must be a number of seconds, got {named!r}", param="x-request-timeout-seconds")
         return None if limit_s <= 0 or math.isinf(limit_s) else max(limit_s / 2, limit_s - 0.1)
+
+
+Endpoint = Callable[[Server, Exchange], Awaitable[None]]
+
+
+class RouteApp:
+    """One route as an ASGI application: runs its endpoint and turns whatever it raises into the one reply there is."""
+
+    def __init__(self, server: Server, path: str, endpoint: Endpoint, echo_request_id: bool) -> None:
+        self._server = server
+        self._path = path
+        self._endpoint = endpoint
+        self._echo = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, exchange = self._server, Exchange(scope, receive, send, self._echo)
+        try:
+            _check_key(server, exchange, self._path)
+            await self._endpoint(server, exchange)
+        except ClientGone:
+            _left(server, exchange)
+        except asyncio.CancelledError:
+            _left(server, exchange)
+            if not exchange.gone:
+                raise  # Ray Serve cancels the task itself when the client goes
+        except Exception as wrong:
+            await self._refuse(exchange, wrong)
+        finally:
+            exchange.unwatch()
+            server.telemetry.replied(exchange.method, self._path, exchange.status or 499)
+
+    async def _refuse(self, exchange: Exchange, wrong: Exception) -> None:
+        if not isinstance(wrong, RayNeuronError):
+            log.exception("%s %s failed [%s]", exchange.method, exchange.path, exchange.request_id)
+        if exchange.status == 0:
+            await exchange.refuse(errors.error_body(wrong))
+
+
+def _left(server: Server, exchange: Exchange) -> None:
+    log.info("%s %s: the client has gone [%s]", exchange.method, exchange.path, exchange.request_id)
+    server.telemetry.series[metrics.DISCONNECTS].add()
+
+
+def _check_key(server: Server, exchange: Exchange, path: str) -> None:
+    if not server.config.serving.api_keys or path in OPEN_PATHS:
+        return
+    scheme, _, given = (exchange.header("authorization") or "").partition(" ")
+    given = given.strip() if scheme.lower() == "bearer" else ""
+    if not keys.accepts(server.keys, given.encode("latin-1")):
+        raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
+
+
+class _WrongKey(RayNeuronError):
+    status = 401
+
+
+async def generate(parse: Callable[..., api.Call], server: Server, exchange: Exchange) -> None:
+    """Any endpoint that generates: admit, read, parse, run, answer whole or piece by piece."""
+    arrival_s = time.monotonic()
+    server.now.admit()
+    limits = server.now.limits
+    limit_s = exchange.time_limit_s(limits.request_timeout_s)
+    body = await exchange.json_body(limits.max_body_bytes, limits.body_timeout_s)
+    task = asyncio.current_task()
+    assert task is not None
+    exchange.watch(task)
+    call, now = await server.now.parse(parse, body, exchange.client_id), server.now
+    with now.flight(call, arrival_s, limit_s, exchange.headers) as flight:
+        if call.head.stream:
+            await _stream(call, flight, exchange)
+        else:
+            await exchange.reply(200, await now.write(call, await flight.finish(), errors.encode))
+
+
+async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
+    """Headers once the first step has come back; then whatever is there at every write."""
+    await flight.started()
+    stream = openai.Events(call)
+    await exchange.begin(200, stream.content_type, STREAM_HEADERS)
+    try:
+        out = stream.first() + b"".join([stream.chunk(delta) for delta in flight.ready()])
+        while not stream.done:
+            if out:
+                await exchange.write(out)
+            await flight.rest()
+            deltas = await flight.take()
+            if not deltas:
+                break
+            out = b"".join([stream.chunk(delta) for delta in deltas])
+        out += b"" if stream.failed else stream.last()
+    except Exception as wrong:
+        if not isinstance(wrong, RayNeuronError):
+            log.exception("stream %s failed [%s]", call.id, exchange.request_id)
+        out = stream.error(wrong)
+    await exchange.write(out, more=False)
 
 
 def _too_large(limit_bytes: int) -> BodyTooLarge:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -13,19 +12,15 @@ import msgspec
 
 from rayneuron import config as deployment
 from rayneuron import keys, loading, metrics
-from rayneuron.api import call as api
-from rayneuron.config import Deployment, Limits
-from rayneuron.errors import NotReady, RayNeuronError
-from rayneuron.policies import admission
-from rayneuron.serve.flight import Flight
+from rayneuron.config import Deployment
+from rayneuron.errors import RayNeuronError
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, start
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.serve.text_thread import TextThread
 from rayneuron.serve.trace import Tracer
-from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
+from rayneuron.serve.verbs import Json, Shut, Verbs
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +34,7 @@ class Replica(Handles):
     """
 
     state: Literal["starting", "serving", "leaving"] = "starting"
+    now: Verbs  # what answers calls in this state
     _served: Served | None = None  # from the end of the start to the end of everything
 
     def __init__(self, config: Mapping[str, Any] | Deployment, opener: Opener = loading.open_engine, engine_label: str = "0") -> None:
@@ -46,7 +42,7 @@ class Replica(Handles):
         self.name = self.config.model.served_name
         self.keys = keys.read(self.config.serving.api_keys or ())
         self.telemetry = Telemetry(self.name, engine_label, self.load)
-        self.text_thread = TextThread()
+        self.now = self._shut = Shut("the engine is still loading", self.config.limits)
         self._opener = opener
         self._tracer = Tracer(self.name) if self.config.serving.trace else None
 
@@ -55,69 +51,35 @@ class Replica(Handles):
         startup = Startup(self.name, self._publish)
         config = self.config.model_copy(update={"threads": thread_share(self.config)})
         opened = await opened_aside(partial(self._opener, config, startup.report))
-        self._served = await start(self.config, opened, self.telemetry, self.text_thread, self._tracer, lambda: self.limits)
+        self._served = await start(self.config, opened, self.telemetry, self._tracer, lambda: self.now.limits)
         if self.state == "starting":
-            self.state = "serving"
+            self.state, self.now = "serving", self._served
         startup.done(opened.seconds)
 
-    async def drain(self, within_s: float | None = None) -> None:
-        """Refuse new calls with 503 from now on; running ones finish, those that have not after `within_s` with an error."""
+    def leave(self) -> None:
+        """Refuse new calls with 503 from now on."""
         self.state = "leaving"
+        self.now = self._shut = Shut("the server is shutting down", self.now.limits)
+
+    async def drain(self, within_s: float | None = None) -> None:
+        """Leave; running calls finish, those that have not after `within_s` with an error."""
+        self.leave()
         if within_s is not None and self._served is not None:
-            await self._served.flights.end(within_s, self._not_ready())
+            await self._served.end(within_s, self._shut.refusal)
 
     async def close(self) -> None:
-        """Refuse new calls, end what is left and give the engine back."""
-        self.state = "leaving"
+        """Leave, end what is left and give the engine back."""
+        self.leave()
         served, self._served = self._served, None
         if served is not None:
             await served.close()
-            self.text_thread.close()
 
     @property
     def served(self) -> Served:
         """What is behind the verbs, also while it drains. Raises NotReady before and after."""
         if self._served is None:
-            raise self._not_ready()
+            raise self._shut.refusal
         return self._served
-
-    def _taking(self) -> Served:
-        if self.state != "serving":
-            raise self._not_ready()
-        return self.served
-
-    def _not_ready(self) -> NotReady:
-        why = "the server is shutting down" if self.state == "leaving" else "the engine is still loading"
-        return NotReady(why, retry_after_s=self.limits.retry_after_s)
-
-    @property
-    def limits(self) -> Limits:
-        """What calls are held to now."""
-        return self.config.limits if self._served is None else self._served.limits
-
-    def admit(self, call: admission.Demand = admission.LEAST) -> None:
-        """Raise NotReady, or what the admission policy says to `call`."""
-        self._taking().admit(call)
-
-    async def parse(self, read: Read[Result], body: bytes | Json) -> Result:
-        """What `read` makes of a body's fields."""
-        return await self._taking().parse(read, body)
-
-    @contextlib.contextmanager
-    def flight(
-        self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = NO_HEADERS
-    ) -> Iterator[Flight]:
-        """A call on its way through the engine."""
-        with self._taking().flight(call, arrival_s, time_limit_s, headers) as flight:
-            yield flight
-
-    def cards(self, *names: str) -> list[Json]:
-        """The names served here."""
-        return self._taking().cards(*names)
-
-    def health(self) -> None:
-        """Raise where no call can be answered."""
-        self._taking().health()
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
@@ -146,6 +108,8 @@ class Replica(Handles):
             self._served = replace(served, refused=refused)
         else:
             self._served = replace(served, context=changed.context, limits=changed.limits, refused=None)
+        if self.state == "serving":
+            self.now = self._served
         self.telemetry.series[metrics.USER_CONFIG_REFUSED].set(float(self._served.refused is not None))
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from uuid import uuid4
 
 from rayneuron import metrics
 from rayneuron.api import call as api
@@ -18,27 +20,30 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
-from rayneuron.serve.flight import STOPPED, Flight, Flights
+from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.hot import hot
-from rayneuron.serve.journal import Journal
-from rayneuron.serve.leg import Leg
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.serve.text_thread import TextThread
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
-from rayneuron.types import Seeds
+from rayneuron.types import Delta, Seeds
 
 log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S = 0.25
+LOOK_PERIOD_S = 0.02
+LAST_WORDS_S = 1.0  # for streams to take their error event
+LONG_BYTES = 16 * 1024  # beyond this a body is tokenised off the event loop; below, the hop costs more than the work
+UNKNOWN_FIELDS = 100  # names of unknown request fields that are logged
 
 
-class Idle:
-    """When the engine was last seen without work."""
+class Past:
+    """What is remembered between calls: when the engine was last seen without work, and which unknown fields were said."""
 
-    last_s = 0.0
+    def __init__(self) -> None:
+        self.idle_s = 0.0
+        self.fields: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -51,51 +56,79 @@ class Served:
     engine: EngineLoop
     flights: Flights
     telemetry: Telemetry
-    text_thread: TextThread
-    journal: Journal
     tracer: Tracer | None
+    aside: ThreadPoolExecutor  # for text that is too long for the event loop
     context: api.Context
     limits: Limits
     watch: asyncio.Task[None]
     seeds: Seeds
     refused: str | None = None
-    idle: Idle = field(default_factory=Idle)
+    past: Past = field(default_factory=Past)
 
-    def admit(self, call: admission.Demand) -> None:
+    def admit(self, call: admission.Demand = admission.LEAST) -> None:
         """As the verb."""
+        capacity, flights = self.opened.engine.capacity, self.flights
+        load = admission.Occupancy(capacity.rows, capacity.length, flights.sequences, flights.waiting_tokens)
         try:
-            admission.decide(self.flights.load(self.opened.engine.capacity), call, self.limits)
+            admission.decide(load, call, self.limits)
         except Busy:
             self.telemetry.refused("capacity")
             raise
 
-    async def parse(self, read: Read[Result], body: bytes | Json) -> Result:
+    async def parse(self, parse: Callable[..., api.Call], body: bytes | Json, client_id: str | None = None) -> api.Call:
+        """As the verb."""
+        return await self.read(partial(parse, request_id=uuid4().hex, created=int(time.time()), client_id=client_id), body)
+
+    async def read(self, read: Read[Result], body: bytes | Json) -> Result:
         """As the verb."""
         size_bytes = len(body) * (16 if b'"bad_words"' in body else 1) if isinstance(body, bytes) else 0  # each word is tokenised twice
-        return await self.text_thread.run(
-            size_bytes, lambda: read(openai.decode(body) if isinstance(body, bytes) else body, self.context)
-        )
+        return await self._work(size_bytes, lambda: read(openai.decode(body) if isinstance(body, bytes) else body, self.context))
 
     @contextlib.contextmanager
     def flight(
         self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = NO_HEADERS
     ) -> Iterator[Flight]:
         """As the verb."""
-        self.journal.unknown(call.unknown)
+        self._say_unknown(call.unknown)
         self.admit(admission.measure(call.requests))
-        legs = []
+        actives = []
         for request in call.requests:
             self.seeds.fix(request)  # here, so that whoever else goes on with it draws the same
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self.tracer.begin(request, headers) if self.tracer is not None else None
-            legs.append(Leg(request, Assembler(request, self.opened.text), ended))
-        flight = self.flights.open(legs)
+            actives.append(ActiveRequest(request, Assembler(request, self.opened.text), ended))
+        flight = self.flights.open(actives)
         try:
             yield flight
         finally:
             self.flights.close(flight)
-            self.journal.ended(call, flight, arrival_s)
+            self._say_ended(call, flight, arrival_s)
+
+    async def write(self, call: api.Call, deltas: list[Delta], write: Callable[[Json], Result]) -> Result:
+        """As the verb."""
+        return await self._work(100 * admission.measure(call.requests).scores, lambda: write(call.reply(deltas)))
+
+    async def _work(self, size_bytes: int, work: Callable[[], Result]) -> Result:
+        """Done here if it is small, else on the thread, which begins with the first of it."""
+        return work() if size_bytes <= LONG_BYTES else await asyncio.get_running_loop().run_in_executor(self.aside, work)
+
+    def _say_unknown(self, names: Iterable[str]) -> None:
+        """Each name once a process, and no more names than an honest client has: a log is not the client's to fill."""
+        said = self.past.fields
+        for name in {name[:64] for name in names} - said if len(said) < UNKNOWN_FIELDS else ():
+            said.add(name)
+            log.warning("request field %r is not known here and was ignored (said once)", name)
+
+    def _say_ended(self, call: api.Call, flight: Flight, arrival_s: float) -> None:
+        """One line of what a call was and took, and the prompts only where that is asked for."""
+        tokens = sum([count for active in flight.actives.values() for count in active.tokens.values()])
+        prompt = sum([len(request.prompt_ids) for request in call.requests])
+        state = type(flight.error).__name__ if flight.error else "complete" if flight.unfinished == 0 else "aborted"
+        took_s = time.monotonic() - arrival_s
+        log.info("%s %s: %d prompt tokens, %d generated, %d choices, %.3f s", call.id, state, prompt, tokens, call.choices, took_s)
+        for request in call.requests if self.config.serving.log_prompts else ():
+            log.info("%s prompt: %r", request.id, call.text.decode(request.prompt_ids, skip_special_tokens=False))
 
     def cards(self, *names: str) -> list[Json]:
         """As the verb."""
@@ -109,26 +142,33 @@ class Served:
             raise RayNeuronError(f"the engine has stopped: {self.engine.error or 'its thread ended'}")
         snapshot = self.engine.snapshot()
         if self.engine.pending():
-            still_s = time.monotonic() - max(snapshot.last_step_s, snapshot.step_started_s, self.idle.last_s)
+            still_s = time.monotonic() - max(snapshot.last_step_s, snapshot.step_started_s, self.past.idle_s)
             if still_s > self.config.serving.stall_timeout_s:
                 raise RayNeuronError(f"the engine has work but has not finished a step for {still_s:.0f} s")
         else:
-            self.idle.last_s = time.monotonic()
+            self.past.idle_s = time.monotonic()
 
     def load(self) -> Load:
-        """As the verb."""
+        """The engine's snapshot and the calls in flight."""
         return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused)
+
+    async def end(self, within_s: float, error: RayNeuronError) -> None:
+        """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""
+        for patience_s in (within_s, LAST_WORDS_S):
+            until = time.monotonic() + patience_s
+            while len(self.flights) and time.monotonic() < until:
+                await asyncio.sleep(LOOK_PERIOD_S)
+            self.flights.fail_all(error)
 
     async def close(self) -> None:
         """End what is left and give the engine back."""
         self.flights.fail_all(NotReady("the server is shutting down"))
         self.watch.cancel()
         await asyncio.to_thread(self.engine.close)
+        self.aside.shutdown(wait=False, cancel_futures=True)
 
 
-async def start(
-    config: Deployment, opened: Opened, telemetry: Telemetry, text_thread: TextThread, tracer: Tracer | None, limits: Callable[[], Limits]
-) -> Served:
+async def start(config: Deployment, opened: Opened, telemetry: Telemetry, tracer: Tracer | None, limits: Callable[[], Limits]) -> Served:
     """Everything around a warm engine; `limits` are those of the moment. Where a part of it fails, the engine is given back."""
     event_loop = asyncio.get_running_loop()
     try:
@@ -138,14 +178,13 @@ async def start(
         for part, seconds in opened.seconds.items():
             telemetry.series[metrics.STARTUP].set(seconds, part)
         flights = Flights(telemetry, event_loop, events_per_s(config))
-        engine = EngineLoop(opened.engine, flights.deliver, on_step=telemetry.timed)  # the last that may fail
+        engine = flights.engine = EngineLoop(opened.engine, flights.deliver, on_step=telemetry.timed)  # the last that may fail
     except BaseException:
         await asyncio.to_thread(opened.engine.close)
         raise
-    flights.attach(engine)
     watch = event_loop.create_task(_watch(engine, flights, limits))
-    journal = Journal(config.serving.log_prompts)
-    parts = (config, opened, int(time.time()), engine, flights, telemetry, text_thread, journal, tracer)
+    aside = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
+    parts = (config, opened, int(time.time()), engine, flights, telemetry, tracer, aside)
     return Served(*parts, read.context, read.limits, watch, Seeds(config.seed))
 
 

@@ -110,7 +110,7 @@ class Telemetry:
 
     def step(self, tokens: int, prompt_tokens: int) -> None:
         """One engine step delivered `tokens` tokens; it completed prompts of `prompt_tokens`."""
-        self._tokens.add(tokens)
+        self._tokens.values[()] += tokens
         self._iteration.observe(tokens + prompt_tokens)
 
     def timed(self, info: StepInfo) -> None:

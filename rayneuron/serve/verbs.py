@@ -1,19 +1,20 @@
-"""What answers calls, as HTTP and handles see it: six verbs. One model's replica speaks them."""
+"""What answers calls, as HTTP and handles see it: seven verbs, and the server they belong to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rayneuron.api import call as api
 from rayneuron.api.call import Json as Json
 from rayneuron.config import Deployment, Limits
+from rayneuron.errors import NotReady
 from rayneuron.policies import admission
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.serve.text_thread import TextThread
+from rayneuron.types import Delta
 
 Result = TypeVar("Result")
 Read = Callable[[Json, api.Context], Result]
@@ -21,12 +22,7 @@ NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 
 
 class Verbs(Protocol):
-    """Each verb raises NotReady where no call can be taken, `load` only where there is nothing to say yet."""
-
-    config: Deployment
-    keys: tuple[bytes, ...]
-    telemetry: Telemetry
-    text_thread: TextThread
+    """What a call needs. `limits`: what it is held to."""
 
     @property
     def limits(self) -> Limits: ...
@@ -34,19 +30,52 @@ class Verbs(Protocol):
     def admit(self, call: admission.Demand = admission.LEAST) -> None:
         """Raise what the admission policy says to `call`; by default the least there is, before any work is spent. O(1)."""
 
-    async def parse(self, read: Read[Result], body: bytes | Json) -> Result:
-        """What `read` makes of a body's fields. Long bodies are read on another thread, so that running streams do not stutter."""
+    async def parse(self, parse: Callable[..., api.Call], body: bytes | Json, client_id: str | None = None) -> api.Call:
+        """A body as a call of its own id, now. Long bodies are read on another thread, so that running streams do not stutter."""
+
+    async def read(self, read: Read[Result], body: bytes | Json) -> Result:
+        """What `read` makes of a body that asks for no tokens; as `parse`."""
 
     def flight(
         self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = NO_HEADERS
     ) -> AbstractContextManager[Flight]:
         """A call on its way through the engine; on leaving, whatever is unfinished is aborted. `headers` may hold a trace to continue."""
 
+    async def write(self, call: api.Call, deltas: list[Delta], write: Callable[[Json], Result]) -> Result:
+        """The whole reply, as `write` makes it; one with many probabilities is put together on another thread."""
+
     def cards(self, *names: str) -> list[Json]:
         """The names served here, as /v1/models lists them; `names`: more, where any name is answered."""
 
     def health(self) -> None:
         """Raise where the engine is dead, or has had work for `stall_timeout_s` without finishing a step. Takes no lock."""
+
+
+class Shut:
+    """The verbs where no call can be taken: each raises NotReady, and says why."""
+
+    def __init__(self, why: str, limits: Limits) -> None:
+        self.limits = limits
+        self._why = why
+
+    @property
+    def refusal(self) -> NotReady:
+        """What is raised."""
+        return NotReady(self._why, retry_after_s=self.limits.retry_after_s)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self.refusal
+
+    admit = parse = read = flight = write = cards = health = _refuse
+
+
+class Server(Protocol):
+    """What speaks the verbs: `now`, whatever answers at this moment. `load` raises NotReady where there is nothing to say yet."""
+
+    config: Deployment
+    keys: tuple[bytes, ...]
+    telemetry: Telemetry
+    now: Verbs
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""

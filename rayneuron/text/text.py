@@ -37,7 +37,7 @@ class Text:
         self._spell, self._strip = speller(backend.decoder)
         self._spelled: dict[int, bytes] = {}
         self._bound = bound_of(backend)
-        eos = self.tokenizer.id_of("eos_token")
+        eos, self._bos = self.tokenizer.id_of("eos_token"), self.tokenizer.id_of("bos_token")
         self.eos_ids: frozenset[int] = eos_ids(self.path) | (frozenset() if eos is None else {eos})
         rows = vocab_size(read_json(self.path / "config.json"))
         self.vocab_size: int = rows or max(backend.get_vocab().values(), default=-1) + 1
@@ -59,7 +59,7 @@ class Text:
                     raise _too_long(limit)
                 return list(encoding.ids)
         ids: list[int] = self._encode(text, add_special_tokens).ids
-        bos = self.tokenizer.id_of("bos_token")
+        bos = self._bos
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self.tokenizer.names["bos_token"]):
             del ids[0]
         return ids
@@ -99,7 +99,8 @@ class Text:
         """
         template = self._template_for(chat_template, bool(tools))
         if limit is not None and self._bound is not None and side is None:
-            if self._bound.exceeded("".join(m["content"] for m in messages if isinstance(m.get("content"), str)), limit):
+            said = "".join([m["content"] for m in messages if isinstance(m.get("content"), str)])
+            if len(said) > ROOM * limit and self._bound.exceeded(said, limit):
                 raise _too_long(limit)
         for name, given in (("tools", tools), ("documents", documents)):
             if given and name not in template.reads:
@@ -222,7 +223,7 @@ class Assembler:
         self._text = text
         if text.wordless and request.params.stop:
             raise RequestError("stop needs a tokenizer (model.skip_tokenizer_init); send stop_token_ids", param="stop")
-        self._stops = StopStrings(request.params.stop)
+        self._stops = StopStrings(request.params.stop) if request.params.stop else None
         self._choices: dict[int, _Choice] = {}
 
     def push(self, delta: TokenDelta) -> Delta | None:
@@ -247,7 +248,7 @@ class Assembler:
     def _begin(self) -> _Choice:
         params = self.request.params
         words = self._text.detokenizer(self.request.prompt_ids, params.skip_special_tokens)
-        return _Choice(words, Stops(self._stops, params.include_stop_str_in_output) if params.stop else None)
+        return _Choice(words, None if self._stops is None else Stops(self._stops, params.include_stop_str_in_output))
 
     def _read(self, choice: _Choice, delta: TokenDelta) -> tuple[str, int, str | None]:
         """Text to send, how many of the delta's tokens count, and the stop string that ended the choice."""

@@ -309,7 +309,7 @@ def test_prompts_in_four_forms(byte_level: Text) -> None:
         call = parse("text", {"prompt": prompt}, byte_level)
         assert [request.prompt_ids for request in call.requests] == expected
         assert [request.id for request in call.requests] == [f"r1-{place}" for place in range(len(expected))]
-        assert [call.prompt(request.id) for request in call.requests] == list(range(len(expected)))
+        assert [*openai.prompts(call).values()] == list(range(len(expected)))
     assert parse("text", {"add_special_tokens": False}, byte_level).requests[0].prompt_ids == hello[1:]
     with pytest.raises(RequestError, match="at most 3 prompts, got 4"):
         parse("text", {"prompt": ["a"] * 4}, byte_level, max_prompts=3)

@@ -46,9 +46,9 @@ def talk(context: Context, answer: str = "It is 水 👍🏽!", fail: BaseExcept
                 ids = [*text.encode(answer, add_special_tokens=False), 2]
                 played = playing.play(engine_request, ids, [1] * len(ids), index=index, finish="stop", eos=True, vocab_size=400)
                 deltas += playing.assemble(engine_request, text, played)
-        if not call.stream:
+        if not call.head.stream:
             return httpx2.Response(200, content=openai.encode(call.reply(deltas)), headers={"content-type": "application/json"})
-        stream = call.open()
+        stream = openai.Events(call)
         raw = stream.first() + b"".join(map(stream.chunk, deltas)) + stream.last()
         return httpx2.Response(200, content=raw, headers={"content-type": stream.content_type})
 

@@ -59,6 +59,42 @@ def test_a_peer_without_its_environment_is_left_out_aloud(capsys: pytest.Capture
     assert "vllm is left out: there is no" in capsys.readouterr().err
 
 
+FRAIL = """
+import json, os, sys
+for i, line in enumerate(sys.stdin):
+    if i == int(sys.argv[1]):
+        os.abort()
+    command = json.loads(line)
+    steps = [(0.5, [1] * len(command.get("prompts", ()))), (1.0, [2] * len(command.get("prompts", ())))]
+    rates = {"read_bytes_s": 1e9, "bf16_ops_s": 1e9, "int8_ops_s": 1e9}
+    print(json.dumps({"steps": steps, "load_s": 0.1, **rates}), flush=True)
+"""
+
+
+def test_a_peer_that_dies_is_left_out_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    lives = {"rayneuron": 99, "openvino": 3, "vllm": 99, "llamacpp": 0}  # commands each answers before it aborts
+    lives["roofline"] = 99
+    children = {name: engine.Child(name, [sys.executable, "-c", FRAIL, str(n)], os.environ) for name, n in lives.items()}
+    roofline, measured = children.pop("roofline"), engine.Measured()
+    wanted = [engine.Case("prefill 4", 1, 4, 1), engine.Case("decode 2", 2, 4, 2)]
+    try:
+        engine.measure(measured, children, roofline, wanted, 2, 100)
+    finally:
+        for child in (*children.values(), roofline):
+            child.close()
+    for case in ("prefill 4", "decode 2"):
+        assert {name: len(rates) for name, rates in measured.rates[case].items()} == {"rayneuron": 2, "vllm": 2}
+    assert measured.lost == {"openvino": "openvino ended", "llamacpp": "llamacpp ended"}
+    shown = engine.show(measured, list(children), {}, engine.verdicts.Model(1, 1, 1))
+    assert "| died" in shown and "Left out: openvino ended" in shown and "(vllm)" in shown
+    assert "llamacpp is left out from here on" in capsys.readouterr().err
+
+
+def test_our_own_death_ends_the_run() -> None:
+    with pytest.raises(engine.ChildFailed, match="rayneuron ended"):
+        engine.Measured().lose("rayneuron", engine.ChildFailed("rayneuron ended; its log ends with:"))
+
+
 def test_an_unknown_peer_is_refused() -> None:
     done = run("engine.py", "--peers", "vlm")
     assert done.returncode == 2 and "unknown peer vlm; known: rayneuron, transformers, openvino, vllm" in done.stderr

@@ -25,6 +25,10 @@ GPT: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head"
 OPT = {**MHA, "ffn_dim": 112}
 del OPT["intermediate_size"]
 MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40}
+GEMMA3 = {**SMALL, "num_hidden_layers": 3, "sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 20,
+          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
+FALCON = {k: v for k, v in MHA.items() if k != "intermediate_size"} | {"ffn_hidden_size": 112}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**SMALL),
@@ -38,6 +42,32 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tf.Qwen3Config(**SMALL, head_dim=16),
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(**SMALL, **MOE, decoder_sparse_step=1),
     "qwen3_moe_dense": lambda: tf.Qwen3MoeConfig(**SMALL, **{**MOE, "norm_topk_prob": False}, decoder_sparse_step=1, mlp_only_layers=[0]),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(**SMALL, **SHARED),
+    "qwen2_moe_windows": lambda: tf.Qwen2MoeConfig(
+        **SMALL, **SHARED, qkv_bias=False, use_sliding_window=True, sliding_window=8, decoder_sparse_step=2
+    ),
+    "phi3": lambda: tf.Phi3Config(**SMALL, pad_token_id=0),
+    "phi3_long": lambda: tf.Phi3Config(
+        **SMALL, pad_token_id=0, sliding_window=8, original_max_position_embeddings=64, partial_rotary_factor=0.5,
+        rope_parameters={"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0]},
+    ),
+    "gemma2": lambda: tf.Gemma2Config(**SMALL, head_dim=24, sliding_window=8, query_pre_attn_scalar=20, attn_logit_softcapping=2.0),
+    "gemma3_text": lambda: tf.Gemma3TextConfig(**GEMMA3),
+    "granite": lambda: tf.GraniteConfig(
+        **SMALL, embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.0625, logits_scaling=0.5, attention_bias=True
+    ),
+    "olmo2": lambda: tf.Olmo2Config(**SMALL),
+    "olmo2_mha": lambda: tf.Olmo2Config(**MHA, attention_bias=True),
+    "starcoder2": lambda: tf.Starcoder2Config(**SMALL, sliding_window=8),
+    "stablelm": lambda: tf.StableLmConfig(**SMALL, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm_parallel": lambda: tf.StableLmConfig(**SMALL, use_parallel_residual=True),
+    "falcon": lambda: tf.FalconConfig(**FALCON),
+    "falcon_new": lambda: tf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_serial": lambda: tf.FalconConfig(**FALCON, multi_query=False, parallel_attn=False, bias=True),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.5, pad_token_id=0,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+    ),
     "gpt2": lambda: tf.GPT2Config(**GPT),
     "gpt_bigcode": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=True),
     "gpt_bigcode_mha": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=False),

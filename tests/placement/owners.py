@@ -73,7 +73,7 @@ def _own(pipe: Connection, directory: str, name: str, kind: str) -> None:
         if verb == "take":
             try:
                 grants.append(ledger.take(arguments[0], name))
-                pipe.send(("granted", grants[-1].visible))
+                pipe.send(("granted", ",".join(map(str, grants[-1].cores))))
             except RayNeuronError as error:
                 pipe.send((type(error).__name__, str(error)))
         elif verb == "release":

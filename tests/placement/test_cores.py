@@ -38,6 +38,12 @@ TABLE = {
 }
 
 
+def device_cores(kind: Instance, device: int) -> range:
+    """The logical cores of one device, as neuron-ls numbers them."""
+    each = kind.cores // kind.devices
+    return range(device * each, (device + 1) * each)
+
+
 def test_table_covers_every_instance() -> None:
     assert set(INSTANCES) == set(TABLE)
 
@@ -48,7 +54,7 @@ def test_instance_is_as_documented(name: str) -> None:
     assert (kind.devices, kind.cores, kind.vcpus, kind.efa) == (devices, count, vcpus, efa)
     assert kind.core_memory_bytes == gib * 2**30
     assert kind.host_memory_bytes == host * 2**30
-    assert [c for d in range(devices) for c in kind.device_cores(d)] == list(range(count))
+    assert [c for d in range(devices) for c in device_cores(kind, d)] == list(range(count))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -71,14 +77,6 @@ def test_degrees_the_documents_disagree_on_carry_a_note() -> None:
     assert INSTANCES["inf2.48xlarge"].check_degree(8) is None
 
 
-@pytest.mark.parametrize("name", [n for n in TABLE if INSTANCES[n].devices > 1])
-def test_ring_visits_every_device_over_links(name: str) -> None:
-    kind = INSTANCES[name]
-    ring = kind.ring
-    assert sorted(ring) == list(range(kind.devices))
-    assert all(after in kind.neighbours(before) for before, after in zip(ring, ring[1:] + ring[:1], strict=True))
-
-
 def test_logical_core_config() -> None:
     one = instance("trn2.48xlarge:lnc1")
     assert (one.cores, one.core_memory_bytes) == (128, 12 * 2**30)
@@ -86,7 +84,7 @@ def test_logical_core_config() -> None:
     with pytest.raises(ConfigError, match="lnc1 or trn2.48xlarge:lnc2"):
         instance("trn2.48xlarge:two")
     with pytest.raises(ConfigError, match="not possible on inf2.xlarge; write 1"):
-        instance("inf2.xlarge", lnc=2)
+        instance("inf2.xlarge:lnc2")
     with pytest.raises(ConfigError, match=r"inf2\.48xlarge"):
         instance("inf2.46xlarge")
 
@@ -241,7 +239,7 @@ def test_cores_nobody_can_use() -> None:
 
 def listed(kind: Instance, devices: Sequence[int], *, ids: bool = True, links: str = "all", first: int = 0) -> str:
     """What neuron-ls prints where only some devices of a node are there; renumbered, as a container may do, from `first` on."""
-    each = len(kind.device_cores(0))
+    each = len(device_cores(kind, 0))
     entries = []
     for place, device in enumerate(devices):
         there = first + place if first else device
@@ -265,7 +263,7 @@ def test_a_container_with_some_of_the_devices(devices: list[int], ids: bool, lin
     """Counted, whether the type is named in the file, in the DMI, or told by the links and CPUs alone; and TP is what these cores allow."""
     kind = INSTANCES["inf2.48xlarge"]
     chips = parse_neuron_ls(listed(kind, devices, ids=ids, links=links))
-    own = frozenset(core for device in devices for core in kind.device_cores(device))
+    own = frozenset(core for device in devices for core in device_cores(kind, device))
     for facts in (Facts("inf2.48xlarge", chips), Facts(None, chips, "inf2.48xlarge")):
         assert detect(facts) == kind and cores.left(kind, chips, None) == own
     guessed = detect(Facts(None, chips, None, vcpus=192))
@@ -406,7 +404,7 @@ def test_any_part_of_any_node(kind: Instance, data: st.DataObject, ids: bool, li
     chips = parse_neuron_ls(listed(kind, devices, ids=ids, links=links))
     named = f"{kind.name}:lnc{kind.lnc}" if len(kind.lncs) > 1 else kind.name
     assert detect(Facts(named, chips)) == kind == detect(Facts(None, chips, kind.name))
-    own = {core for device in devices for core in kind.device_cores(device)}
+    own = {core for device in devices for core in device_cores(kind, device)}
     here = cores.left(kind, chips, None)
     assert here == own
     for size in kind.degrees:

@@ -89,15 +89,6 @@ def test_two_stages_meet_each_on_their_own_node() -> None:
     ]
 
 
-def test_two_stages_in_the_compatible_mode_are_as_the_developer_guide_starts_them() -> None:
-    made = layout(32, 2, 2, ranks_per_process=SPMD, instance=instance("trn1.32xlarge"), style="transformers-neuronx")
-    one_root = ALWAYS | STAGES | {"NEURON_RT_ROOT_COMM_ID": "10.1.201.64:63423"}
-    assert all_of(made, "trn1.32xlarge", Endpoints(("10.1.201.64", "10.1.201.65"), (63423, 63424), 8989)) == [
-        one_root | {"NEURON_RANK_ID": "0", "NEURON_PROCESS_TAG": "llama/stage0"},
-        one_root | {"NEURON_RANK_ID": "1", "NEURON_PROCESS_TAG": "llama/stage1"},
-    ]
-
-
 def test_three_models_on_one_inf2_48xlarge() -> None:
     """The guide's example: several models a host, each with its own cores and its share of the host's CPUs."""
     node = instance("inf2.48xlarge")

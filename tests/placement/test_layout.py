@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
+from rayneuron.config import parse
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES, declared, instance
-from rayneuron.placement.layout import layout, partition
+from rayneuron.placement.layout import group_layout, layout, partition, rank_threads
 
 SPMD = 1024  # one process drives all its node's ranks
 
@@ -111,10 +112,6 @@ REFUSED = [
     ((3, 1, 2), None, {}, "does not divide equally over 2 nodes; write nodes: 1"),
     ((2, 3, 2), None, {}, "does not divide equally over 2 nodes; write nodes: 1"),
     ((4, 2, 3), None, {}, "does not divide equally over 3 nodes; write nodes: 2"),
-    ((64, 2, 4), "trn1.32xlarge", {"style": "transformers-neuronx"}, "does not allow pipeline_parallel 2 together with TP over 2 nodes"),
-    ((32, 2, 1), None, {"style": "transformers-neuronx"}, "one pipeline stage a node; write nodes: 2"),
-    ((24, 2, 2), "inf2.48xlarge", {"style": "transformers-neuronx"}, "on Trn1 and Trn1n only, not inf2.48xlarge"),
-    ((32, 2, 2), "trn1.32xlarge", {"style": "nxd"}, "NxD has no pipeline schedule"),
     ((12, 1, 1), "inf2.48xlarge", {"ranks_per_process": 8}, "cannot be shared equally by processes of 8"),
 ]
 
@@ -126,9 +123,33 @@ def test_refusals_say_what_to_write(shape: tuple, kind: str | None, options: dic
     assert "write" in str(refused.value)
 
 
-def test_what_the_compatible_mode_refuses_ours_allows() -> None:
+def test_stages_over_several_nodes_each() -> None:
     made = layout(64, 2, 4, ranks_per_process=SPMD, instance=instance("trn1.32xlarge"))
     assert (made.nodes_per_stage, made.local_tp, [made.place(w) for w in made.workers]) == (2, 32, [0, 1, 2, 3])
+
+
+def test_what_is_a_group() -> None:
+    """Several processes, or cores that are counted; not one process that drives several uncounted cores."""
+    assert layout(2).grouped and layout(1, 2).grouped and layout(1, instance=instance("cores:1")).grouped
+    assert layout(2, ranks_per_process=SPMD, instance=instance("inf2.xlarge")).grouped
+    assert not layout(2, ranks_per_process=SPMD).grouped and not layout().grouped
+
+
+@pytest.mark.parametrize(
+    ("said", "cpus", "threads"),
+    [
+        ({}, 8, 8),
+        ({"tensor_parallel": 4}, 8, 2),
+        ({"tensor_parallel": 4, "nodes": 2}, 8, 4),
+        ({"tensor_parallel": 16}, 8, 1),
+        ({"tensor_parallel": 4, "serving": {"num_cpus": 3.5}}, 8, 3),
+        ({"tensor_parallel": 4, "serving": {"num_cpus": 0.5}}, 8, 2),
+        ({"tensor_parallel": 4, "threads": 5, "serving": {"num_cpus": 3}}, 8, 5),
+    ],
+)
+def test_cpu_threads_of_a_rank(said: dict, cpus: int, threads: int) -> None:  # type: ignore[type-arg]
+    config = parse({"model": {"path": "m"}, **said})
+    assert rank_threads(config, group_layout(config, 1), cpus) == threads
 
 
 def test_doubtful_degrees_are_noted() -> None:
@@ -138,15 +159,12 @@ def test_doubtful_degrees_are_noted() -> None:
 def test_partition() -> None:
     sizes = [len(part) for part in partition(30, 4)]
     assert sizes == [8, 8, 7, 7]
-    assert [len(part) for part in partition(30, 4, "transformers-neuronx")] == [8, 8, 8, 6]
     assert partition(80, 2) == (range(40), range(40, 80))
     for layers, stages in itertools.product(range(1, 40), range(1, 9)):
         if stages > layers:
-            with pytest.raises(ConfigError, match="write pipeline_parallel"):
+            with pytest.raises(ConfigError, match=f"leaves a stage without any of the {layers} layers; write pipeline_parallel: {layers}$"):
                 partition(layers, stages)
             continue
         parts = partition(layers, stages)
         assert [i for part in parts for i in part] == list(range(layers))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    with pytest.raises(ConfigError, match="leaves a stage without any of the 5 layers; write pipeline_parallel: 3"):
-        partition(5, 4, "transformers-neuronx")  # 2 + 2 + 1 + 0

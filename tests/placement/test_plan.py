@@ -12,10 +12,14 @@ import pytest
 from rayneuron import deployment_file
 from rayneuron.config import parse
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.placement.fitting import Wanted, check_host
+from rayneuron.group.assignment import Common, begins
+from rayneuron.group.messages import Placed
+from rayneuron.placement.fitting import Wanted, capacity_of, check_host
 from rayneuron.placement.instances import INSTANCES, declared, instance
+from rayneuron.placement.layout import group_layout
 from rayneuron.placement.ledger import Ledger
 from rayneuron.placement.listing import describe, format
+from rayneuron.placement.memory import float8
 from rayneuron.placement.plan import PlacementPlan, plan, read_raw, target
 from tests.placement.test_cores import listed, neuron_ls
 from tests.placement.test_memory import LLAMA_3_70B, LLAMA_31_8B, LLAMA_31_405B
@@ -41,6 +45,18 @@ def test_two_models_on_one_host_get_exact_disjoint_cores() -> None:  # BR-11
     assert placed(made) == [("b0", 0, 0, "0-7"), ("a0", 0, 0, "8-9")]
     assert made.free == (frozenset(range(10, 24)),)
     assert made.groups[1].places[0].environment["NEURON_RT_VISIBLE_CORES"] == "8,9"
+
+
+def test_the_planned_environment_is_that_of_the_start() -> None:
+    """What the file tells the runtime is in the plan too, steps in flight included."""
+    for said in ({}, {"compile": {"async_mode": True}}, {"kv_dtype": "f8e4m3"}):
+        wanted = want(tensor_parallel=2, **said)  # type: ignore[arg-type]
+        planned = plan({"a": wanted}, INF2).groups[0].places[0].environment
+        config = wanted.config.model_copy(update={"instance": INF2.name})
+        made = group_layout(config, 1024)
+        common = Common(capacity_of(config, wanted.raw), "bf16", 1, "m", float8(config, wanted.raw))
+        (begin,) = begins(config, made, [Placed(cores=(0, 1), ports=(20000, 20001))], ("198.18.0.1",), {0: (1, 1)}, common)
+        assert {**planned, "NEURON_PROCESS_TAG": ""} == {**begin.environment, "NEURON_PROCESS_TAG": ""}
 
 
 def test_what_an_autoscaler_may_take_is_reserved() -> None:  # BR-11

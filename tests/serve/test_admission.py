@@ -149,7 +149,7 @@ def test_new_limits_without_a_restart(full: tuple[Site, list[Wire]]) -> None:
     more.post("/v1/completions", LONG)
     eventually(lambda: running.server.served.flights.sequences == 4, PATIENCE_S, running.idle)
     running.call(lambda: running.server.reconfigure({"limits": {"max_wait": 1}}))
-    assert "did you mean max_waiting" in (running.server.served.refused or "") and running.server.limits.max_waiting == 9
+    assert "did you mean max_waiting" in (running.server.served.refused or "") and running.server.now.limits.max_waiting == 9
     for wire in (*wires, more):
         wire.drop()
     running.runner.free()

@@ -13,7 +13,7 @@ import pytest
 from rayneuron.api import call as api
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.errors import RequestError
-from rayneuron.serve.leg import Leg
+from rayneuron.serve.flight import ActiveRequest
 from rayneuron.text.text import Assembler
 from rayneuron.types import Request, SamplingParams
 from tests.serve.real import serving
@@ -83,13 +83,13 @@ async def test_a_second_call_of_one_id_leaves_the_first_alone(tiny: Path) -> Non
         server = served.server
         text = server.served.opened.text
 
-        def legs() -> list[Leg]:
+        def actives() -> list[ActiveRequest]:
             params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-            return [Leg(r, Assembler(r, text)) for r in (Request(id="same-0", prompt_ids=[20, 21], params=params),)]
+            return [ActiveRequest(r, Assembler(r, text)) for r in (Request(id="same-0", prompt_ids=[20, 21], params=params),)]
 
-        first = server.served.flights.open(legs())
+        first = server.served.flights.open(actives())
         with pytest.raises(RequestError, match="'same-0' is in use"):
-            server.served.flights.open(legs())
+            server.served.flights.open(actives())
         deltas = await first.finish()
         assert [(d.finish_reason, d.usage and d.usage.completion_tokens) for d in deltas] == [("length", 40)]
         server.served.flights.close(first)

@@ -15,7 +15,7 @@ import rayneuron
 from tests.serve.real import serving
 
 ROOT = str(Path(rayneuron.__file__).parent) + "/"
-MOST = 42  # the bar is 25
+MOST = 25  # the bar is 25
 
 
 @contextmanager
@@ -49,5 +49,5 @@ async def test_a_streamed_chat_passes_few_files(tiny: Path) -> None:
     assert status == 200 and reply.count(b"data: ") >= 3 and reply.endswith(b"data: [DONE]\n\n")
     listed = "\n".join(f"{path}: {', '.join(passed[path])}" for path in sorted(passed))
     print(f"{len(passed)} files\n{listed}")
-    assert {"serve/ingress.py", "engine/scheduler.py", "models/decoder.py"} <= passed.keys(), "both threads are seen"
+    assert {"serve/http.py", "engine/scheduler.py", "models/decoder.py"} <= passed.keys(), "both threads are seen"
     assert len(passed) <= MOST, listed

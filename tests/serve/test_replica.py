@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from rayneuron import metrics
@@ -17,10 +18,11 @@ from rayneuron.config import Deployment
 from rayneuron.config import parse as parse_config
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
 from rayneuron.serve import served
+from rayneuron.serve.ingress import application
 from rayneuron.serve.profile import profile_env
 from rayneuron.serve.replica import Replica
 from rayneuron.serve.startup import thread_share
-from rayneuron.types import Delta, SamplingParams, TokenDelta
+from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 from tests.serve.scripted import PATIENCE_S, ScriptedRunner, opener_of
 
 STALL_S = 600.0
@@ -170,6 +172,34 @@ async def test_unknown_fields_are_said_once_and_not_for_ever(server: Replica, ca
     assert 90 <= caplog.text.count("junk") <= 100
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_every_way_in_fixes_the_seed_before_the_engine_hears_of_a_request(tiny: Path, seed: int | None) -> None:
+    """Whoever goes on with a request elsewhere draws the same; a deployment's seed makes a whole replica repeatable."""
+    runs = []
+    for _ in range(2):
+        server = Replica({"model": {"path": str(tiny)}, "seed": seed}, opener_of(tiny))
+        await server.open()
+        asked: list[Request] = []
+        submit = server.served.engine.submit
+        server.served.engine.submit = lambda request, submit=submit, asked=asked: (asked.append(request), submit(request))[1]  # type: ignore
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(application(server)), base_url="http://x") as http:
+            for path, body in (
+                ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}),
+                ("/v1/completions", {"prompt": "a", "max_tokens": 1, "seed": 5, "stream": True}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stream": True}),
+                ("/generate", {"prompt": "a", "max_tokens": 1}),
+            ):
+                assert (await http.post(path, json=body)).status_code == 200
+        await server.completions({"prompt": "a", "max_tokens": 1})
+        await server.chat({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+        assert [piece async for piece in server.generate("a", {"max_tokens": 1, "n": 2})]
+        await server.close()
+        seeds = [request.seed for request in asked]
+        assert len(seeds) == 8 and None not in seeds and seeds[2] == 5 and len(set(seeds)) == 8
+        runs.append(seeds)
+    assert (runs[0] == runs[1]) is (seed is not None)
+
+
 async def test_stats_for_serve(server: Replica) -> None:
     assert server.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0, "running": 0, "sequences": 0, "kv_used": 0}
     assert server.record_routing_stats()["slots_total"] == 4
@@ -179,10 +209,10 @@ async def test_hot_settings(server: Replica) -> None:
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}})
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2
     server.reconfigure({"limits": {"retry_after_s": 3}})
-    assert server.limits.retry_after_s == 3
+    assert server.now.limits.retry_after_s == 3
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] > 2, "what user_config no longer says is as args say"
     server.reconfigure(None)
-    assert server.limits == server.config.limits
+    assert server.now.limits == server.config.limits
 
 
 WRONG_UPDATES: dict[str, Any] = {
@@ -205,10 +235,10 @@ WRONG_UPDATES: dict[str, Any] = {
 async def test_a_wrong_update_changes_nothing_and_is_said(server: Replica, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, on /load and as a metric, until one comes that is right; nothing is raised, for Serve would end the replica."""
     server.reconfigure({"sampling_defaults": {"max_tokens": 2}, "limits": {"max_waiting": 5}})
-    before, gauge = (server.served.context, server.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
+    before, gauge = (server.served.context, server.now.limits), server.telemetry.series[metrics.USER_CONFIG_REFUSED]
     with caplog.at_level(logging.ERROR, logger="rayneuron"):
         server.reconfigure(WRONG_UPDATES[name])
-    assert (server.served.context, server.limits) == before
+    assert (server.served.context, server.now.limits) == before
     said = (await server.stats())["refused_user_config"]
     assert said and said in caplog.text and gauge.values[()] == 1 and b"rayneuron:user_config_refused" in server.telemetry.text()
     assert (await server.completions({"prompt": "go"}))["usage"]["completion_tokens"] == 2

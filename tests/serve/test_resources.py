@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayneuron.api.sampling import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_STOPS
+from rayneuron.api.body import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_STOPS
 from rayneuron.policies.admission import SCORES
 from rayneuron.serve.app import settle_interpreter
 from tests.serve.real import HEALTHY, Server, serving

@@ -158,8 +158,7 @@ def test_the_first_token_does_not_wait_for_others(tiny: Path) -> None:
 
 def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
     """Two deltas of a choice that nobody has taken become one; the last one's finish and usage count."""
-    from rayneuron.serve.leg import join
-    from rayneuron.types import Delta, TokenLogprobs, Usage
+    from rayneuron.types import Delta, TokenLogprobs, Usage, join
 
     one = Delta("r", 0, "a", [1], logprobs=[TokenLogprobs(1, -0.5, 1, ())], prompt_logprobs=[None])
     two = Delta("r", 0, "b", [2, 3], logprobs=[TokenLogprobs(2, -0.1, 1, ())] * 2, finish_reason="stop", stop_reason="x", usage=Usage(1, 3))
@@ -171,7 +170,7 @@ def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
 
 async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
     """`rest` lets steps pass without waking the writer, ends with the pause, and at once when the last choice has finished."""
-    from rayneuron.serve.flight import SHORTEST_PAUSE_S, Flight, Leg
+    from rayneuron.serve.flight import SHORTEST_PAUSE_S, ActiveRequest, Flight
     from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 
     class Joins:
@@ -185,24 +184,24 @@ async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
         def __call__(self, *args: Any) -> None:
             return None
 
-    def flight() -> Flight:
-        return Flight([Leg(Request(id="r", prompt_ids=[1], params=SamplingParams()), Joins())])
+    def flight(pause_s: float) -> tuple[Flight, ActiveRequest]:
+        active = ActiveRequest(Request(id="r", prompt_ids=[1], params=SamplingParams()), Joins())  # type: ignore[arg-type]
+        return Flight([active], lambda: pause_s), active
 
-    loop, one = asyncio.get_running_loop(), flight()
-    resting = asyncio.ensure_future(one.rest(30.0))
+    loop, (one, active) = asyncio.get_running_loop(), flight(30.0)
+    resting = asyncio.ensure_future(one.rest())
     await asyncio.sleep(0)
     for token in (1, 2):
-        one.receive(TokenDelta("r", 0, [token]), loop.time(), Silent())
+        one.receive(active, TokenDelta("r", 0, [token]), loop.time(), Silent())
     await asyncio.sleep(0)
     assert not resting.done()
-    one.receive(TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
+    one.receive(active, TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
     await asyncio.wait_for(resting, 25)  # the pause alone is 30
     assert [d.token_ids for d in await one.take()] == [[1, 2, 3]]
 
-    other = flight()
-    await asyncio.wait_for(other.rest(2 * SHORTEST_PAUSE_S), PATIENCE_S)  # nothing comes: over with the pause
+    await asyncio.wait_for(flight(2 * SHORTEST_PAUSE_S)[0].rest(), PATIENCE_S)  # nothing comes: over with the pause
     with pytest.raises(StopIteration):
-        other.rest(SHORTEST_PAUSE_S / 2).send(None)  # too short for a timer: over without giving way once
+        flight(SHORTEST_PAUSE_S / 2)[0].rest().send(None)  # too short for a timer: over without giving way once
 
 
 def test_few_streams_are_never_paced() -> None:
@@ -210,8 +209,8 @@ def test_few_streams_are_never_paced() -> None:
 
     flights = Flights(None, None, events_per_s=250.0)  # type: ignore[arg-type]
     flights._open = {object()}  # type: ignore[assignment]
-    assert flights.pace_s < SHORTEST_PAUSE_S
+    assert flights.pace_s() < SHORTEST_PAUSE_S
     flights._open = {object() for _ in range(8)}  # type: ignore[assignment]
-    assert flights.pace_s == 8 / 250
+    assert flights.pace_s() == 8 / 250
     flights._open = {object() for _ in range(500)}  # type: ignore[assignment]
-    assert flights.pace_s == LONGEST_PAUSE_S
+    assert flights.pace_s() == LONGEST_PAUSE_S

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from rayneuron.api.errors import encode, error_body, error_reply, failed
+from rayneuron.api.body import check_defaults, sampling_defaults
+from rayneuron.api.errors import encode, error_body, error_reply
 from rayneuron.api.fields import clean_id, decode
 from rayneuron.api.openai.chat import parse as parse_chat
 from rayneuron.api.openai.completions import parse as parse_completions
 from rayneuron.api.openai.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version
-from rayneuron.api.sampling import check_defaults, sampling_defaults
-from rayneuron.api.stream import chunks
+from rayneuron.api.stream import Events, chunks, prompts
 
 __all__ = [
+    "Events",
     "check_defaults",
     "chunks",
     "clean_id",
@@ -19,12 +20,12 @@ __all__ = [
     "encode",
     "error_body",
     "error_reply",
-    "failed",
     "find_model",
     "model_card",
     "models_list",
     "parse_chat",
     "parse_completions",
+    "prompts",
     "sampling_defaults",
     "tokenize",
     "tokenizer_info",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
-from rayneuron.api.fields import Fields, read_head, refuse_formats, reply_id, token_ids, wrong
-from rayneuron.api.sampling import cut, fit, read_logprobs, read_sampling, truncate
-from rayneuron.api.stream import ChoiceState, ChunkFormat, Events
-from rayneuron.api.unserved import COMPLETIONS, refuse_unserved
+from rayneuron.api.fields import Fields, token_ids, wrong
+from rayneuron.api.stream import ChoiceState, frame
+from rayneuron.api.unserved import COMPLETIONS
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
@@ -25,16 +25,9 @@ def parse(
 ) -> Call:
     """A completion body as a call; RequestError names the wrong field. `max_tokens`: the endpoint's default where the model has none."""
     fields = Fields(body)
-    head = read_head(fields, context)
-    refuse_unserved(fields, COMPLETIONS)
-    for name in ("prompt_embeds", "use_beam_search"):
-        fields.refuse(name)
-    fields.string("user")
-    refuse_formats(fields)
-    words = read_sampling(fields, context)
+    head, words = read_common(fields, context, COMPLETIONS)
+    fields.refuse("prompt_embeds")
     echo, logprobs, shown = fields.flag("echo"), read_logprobs(fields, "logprobs"), words.get("prompt_logprobs")
-    if shown is not None and head.stream:
-        raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     if logprobs is not None:
         words["logprobs"] = logprobs
         if echo:
@@ -55,6 +48,8 @@ def parse(
         id=reply_id("cmpl", head, client_id, request_id),
         created=created,
         head=head,
+        n=words["n"],
+        choices=words["n"] * len(requests),
         requests=requests,
         text=context.text,
         answer=ANSWER,
@@ -135,15 +130,8 @@ def _spell(ids: list[int], context: Context, skip: bool) -> tuple[str, list[int]
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
     gathered = gather(call, deltas)
-    return {
-        "id": call.id,
-        "object": "text_completion",
-        "created": call.created,
-        "model": call.head.model,
-        "choices": [_finished(call, gathered, choice) for choice in gathered.choices],
-        "usage": gathered.usage,
-        "system_fingerprint": None,
-    }
+    choices = [_finished(call, gathered, choice) for choice in gathered.choices]
+    return {**frame(call, "text_completion", choices), "usage": gathered.usage, "system_fingerprint": None}
 
 
 def _finished(call: Call, gathered: Gathered, choice: Choice) -> Json:
@@ -186,6 +174,7 @@ def _chunk(call: Call, progress: ChoiceState, delta: Delta, echoed: list[TokenLo
         "stop_reason": delta.stop_reason,
     }
     if call.logprobs is not None:
+        progress.offsets = progress.offsets or Offsets(call, progress.prompt)
         written["logprobs"] = _logprobs(call, progress.prompt, echoed, delta.token_ids, delta.logprobs or [], progress.offsets)
     if call.head.return_token_ids:
         written["token_ids"] = delta.token_ids
@@ -195,15 +184,10 @@ def _chunk(call: Call, progress: ChoiceState, delta: Delta, echoed: list[TokenLo
 
 
 def _wrap(call: Call, choices: list[Json]) -> Json:
-    chunk: Json = {"id": call.id, "object": "text_completion", "created": call.created, "model": call.head.model, "choices": choices}
+    chunk = frame(call, "text_completion", choices)
     if call.head.include_usage:
         chunk["usage"] = None  # the last chunk says it
     return chunk
 
 
-def _open(call: Call) -> Events:
-    return Events(call, SHAPE)
-
-
-SHAPE = ChunkFormat(wrap=_wrap, opening=lambda call: [], choice=_chunk)
-ANSWER = Answer(reply=_reply, open=_open)
+ANSWER = Answer(reply=_reply, wrap=_wrap, opening=lambda call: [], choice=_chunk)

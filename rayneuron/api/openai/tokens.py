@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rayneuron.api.body import read_head
 from rayneuron.api.call import Context, Json
-from rayneuron.api.conversation import render
-from rayneuron.api.fields import Fields, read_head, token_ids
+from rayneuron.api.fields import Fields, token_ids
+from rayneuron.api.openai.chat import render
 from rayneuron.errors import RequestError, UnknownModel
 
 

@@ -3,15 +3,13 @@
 #include "amx.h"
 
 #ifdef RN_TILES
-#include "tiles.h"
+#include "pane.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace rn {
 namespace {
 
-constexpr int DEEP = 16;              // steps of one tile
 constexpr int WIDE = 4;               // vectors at once: tiles 0 to 3 are their sums, 4 the input, 5 and 6 the weights
 
 void fetch(const char* w, size_t ahead) {
@@ -52,6 +50,40 @@ void columns(const char* w, size_t panel, int vectors, const char* x, size_t str
     if (vectors > 1) TILE_STORE(1, out + LANES, ldo * 4);
     if (vectors > 2) TILE_STORE(2, out + 2 * LANES, ldo * 4);
     if (vectors > 3) TILE_STORE(3, out + 3 * LANES, ldo * 4);
+}
+
+constexpr unsigned FLUSHED = 0x8040;  // of MXCSR: denormals are zero, in and out
+constexpr size_t SOON = 2048;  // bytes of each stream asked for early
+
+// One row x S panels, `apart` bytes apart: so many streams of memory, since one alone keeps too few misses in flight. In the order of TDPBF16PS:
+// even and odd products apart over the steps of a tile, by FMA from zero, then sum += even + odd. Not inline, so that no arithmetic moves across
+// the caller's change of MXCSR.
+template <int S> __attribute__((noinline)) void streams(const char* w, size_t apart, const char* x, int steps, float* out, size_t out_apart) {
+    V sum[S][2], even[S][2], odd[S][2];
+    for (auto& of : sum) of[0] = of[1] = zero();
+    for (int s = 0; s < steps; s += DEEP) {
+#pragma GCC unroll 2
+        for (int t = 0; t < S; t++) even[t][0] = even[t][1] = odd[t][0] = odd[t][1] = zero();
+        for (int i = s; i < std::min(steps, s + DEEP); i++, w += STEP) {
+            uint32_t u;
+            memcpy(&u, x + 4 * (size_t)i, 4);
+            const V low = as_float(dset1(u << 16)), high = as_float(dset1(u & 0xffff0000));
+#pragma GCC unroll 2
+            for (int t = 0; t < S; t++) {
+                const char* at = w + t * apart;
+                _mm_prefetch(at + SOON, _MM_HINT_T0), _mm_prefetch(at + SOON + 64, _MM_HINT_T0);
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++) {
+                    const D ww = dload(at + n * VECTOR);
+                    even[t][n] = fma(low, even_halves(ww), even[t][n]), odd[t][n] = fma(high, odd_halves(ww), odd[t][n]);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int t = 0; t < S; t++)
+            for (int n = 0; n < 2; n++) sum[t][n] = add(sum[t][n], add(even[t][n], odd[t][n]));
+    }
+    for (int t = 0; t < S; t++) store(out + t * out_apart, sum[t][0]), store(out + t * out_apart + LANES, sum[t][1]);
 }
 
 // Small numbers that a bf16 holds exactly and whose sums do not.
@@ -103,6 +135,15 @@ void tile_strip(Kind kind, int rows, const char* w, size_t panel, int vectors, c
     TILE_RELEASE();  // idle tiles are not saved when threads change, and let the core sleep
 }
 
+void tile_row(const char* w, size_t panel, int vectors, const char* x, int steps, float* out) {
+    const int panels = vectors / 2, half = panels / 2;
+    const unsigned was = _mm_getcsr();
+    _mm_setcsr(was | FLUSHED);
+    for (int p = 0; p < half; p++) streams<2>(w + p * panel, half * panel, x, steps, out + p * PANEL, (size_t)half * PANEL);
+    if (panels % 2) streams<1>(w + (panels - 1) * panel, 0, x, steps, out + (panels - 1) * PANEL, 0);
+    _mm_setcsr(was);
+}
+
 bool tiles_work() {
     constexpr int W = (VECTORS + 1) / 2 * STEPS * PANEL;
     uint32_t x[ROWS * STEPS], w[W];
@@ -119,6 +160,8 @@ bool tiles_work() {
         if (!right(kind, x, w, together)) return false;
         for (int m = 0; m < ROWS; m++) {
             strip(m, 1, alone);
+            if (memcmp(alone, together + m * VECTORS * LANES, sizeof alone)) return false;
+            if (kind == BF16) tile_row((const char*)w, STEPS * STEP, VECTORS - 1, (const char*)(x + m * STEPS), STEPS, alone);
             if (memcmp(alone, together + m * VECTORS * LANES, sizeof alone)) return false;
         }
     }

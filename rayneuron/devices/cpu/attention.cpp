@@ -1,8 +1,11 @@
 // Online softmax over tiles of 64 positions. The queries of one KV head (several heads, several tokens) are the rows of one product, so
-// KV is read once for them; keys and values of a tile are put into the panels of matmul.h, and the same register tiles do both products.
+// KV is read once for them. Where KV lies in panels, products read it as it is; where in rows, a tile is packed first, for all queries at hand.
 #include "attention.h"
 
+#include "amx.h"
+#include "attend_tiles.h"
 #include "rows.h"
+#include "soften.h"
 
 #include <algorithm>
 #include <vector>
@@ -10,173 +13,51 @@
 namespace rn {
 namespace {
 
-constexpr int FEW_QUERIES = 48, MANY_QUERIES = 192;  // rows of one piece of work, heads of a group times tokens: many share the packing of a tile
-constexpr float LOW = -1e30f;                       // a maximum nothing has reached yet
-constexpr float LOG2_E = 1.44269504088896341f;
+constexpr int FEW_QUERIES = 48, MANY_QUERIES = 192;  // rows of one piece of work, heads of a group times tokens: many share what is read of KV
 
+// Memory of one thread, taken from the beginning anew for some queries.
 struct Scratch {
     std::vector<char> bytes;
-    char* take(size_t wanted) {
+    char* at = nullptr;
+    void begin(size_t wanted) {
         if (bytes.size() < wanted + 64) bytes.resize(wanted + 64);
-        return (char*)(((uintptr_t)bytes.data() + 63) & ~(uintptr_t)63);
+        at = (char*)(((uintptr_t)bytes.data() + 63) & ~(uintptr_t)63);
+    }
+    template <class T> T* take(size_t count) {
+        char* taken = at;
+        at += (count * sizeof(T) + 63) & ~(size_t)63;
+        return (T*)taken;
     }
 };
 thread_local Scratch scratch;
-
-// 16 rows of dwords, `stride` dwords apart -> their columns, the vectors of a panel: out[c * PANEL + row].
-void columns(const uint32_t* in, size_t stride, int cols, uint32_t* out) {
-    int c = 0;
-#ifdef RN_AVX512
-    for (; c + 16 <= cols; c += 16) {
-        __m512i r[16], t[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(in + i * stride + c);
-#pragma GCC unroll 8
-        for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-#pragma GCC unroll 4
-        for (int i = 0; i < 16; i += 4) {
-            r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-            r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-            t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88), t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            _mm512_storeu_si512(out + (c + i) * PANEL, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-            _mm512_storeu_si512(out + (c + i + 4) * PANEL, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-            _mm512_storeu_si512(out + (c + i + 8) * PANEL, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-            _mm512_storeu_si512(out + (c + i + 12) * PANEL, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
-        }
-    }
-#endif
-    for (; c < cols; c++)
-        for (int i = 0; i < 16; i++) out[c * PANEL + i] = in[i * stride + c];
-}
-
-// Sizes of one head as the products see it: `width` values padded to whole vectors, `steps` dwords of a query.
-struct Sizes {
-    int size, width, vectors, steps, bytes;  // bytes of a value
-    Sizes(Kind kind, int head) {
-        size = head, width = (head + LANES - 1) / LANES * LANES, vectors = width / LANES;
-        bytes = kind == F32 ? 4 : 2, steps = width * bytes / 4;
-    }
-};
-
-// `count` positions of one head copied to rows of `width` values, zeros after them up to the next vector.
-const char* padded(const char* at, int count, const Sizes& z, char* room) {
-    const size_t from = (size_t)z.size * z.bytes, to = (size_t)z.width * z.bytes;
-    memset(room, 0, (count + LANES - 1) / LANES * LANES * to);
-    for (int i = 0; i < count; i++) memcpy(room + i * to, at + i * from, from);
-    return room;
-}
-
-// Values of `count` positions, the `first` of a tile (even) and those behind it -> panels over positions: for every 16 values, step by step,
-// one float or the bf16 of two positions.
-void pack_values(Kind kind, const char* v, int first, int count, const Sizes& z, char* out) {
-    for (int p = 0; p < z.vectors; p++) {
-        char* to = out + (size_t)(p / 2) * TILE * z.bytes * PANEL + p % 2 * VECTOR + (size_t)first * z.bytes / 4 * STEP;
-        if (kind == F32) {
-            for (int i = 0; i < count; i++, to += STEP) store((float*)to, load((const float*)v + (size_t)i * z.width + p * LANES));
-            continue;
-        }
-        const bf16* from = (const bf16*)v + p * LANES;
-        int i = 0;
-        for (; i + 2 <= count; i += 2, to += STEP) dstore(to, both(low16(from + (size_t)i * z.width), high16(from + (size_t)(i + 1) * z.width)));
-        if (i < count) dstore(to, low16(from + (size_t)i * z.width));
-    }
-}
-
-// What is kept of some queries between tiles: sums [rows][width] weighted by 2^(score - most), the weights' sums in lanes, the largest score.
-struct Running {
-    float *acc, *total, *most;
-};
-
-// The positions of this tile that each row sees, [from, to), and its slope.
-struct Sight {
-    int from[WIDE_ROWS], to[WIDE_ROWS];
-    const float* slope;
-    bool all;  // every row sees every position, and there is no slope
-};
-
-// Add alibi to one row of scores, put what is out of sight to LOW.
-void limit(const Sight& sight, int r, int start, float* scores) {
-    alignas(64) static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const V low = set1(LOW), slope = set1(sight.slope ? sight.slope[r] : 0), from = set1((float)sight.from[r]), to = set1((float)sight.to[r]);
-    for (int i = 0; i < TILE; i += LANES) {
-        const V at = add(load(lane), set1((float)i)), s = fma(slope, add(at, set1((float)start)), load(scores + i));
-        store(scores + i, pick(at, from, low, pick(at, to, s, low)));
-    }
-}
-
-// Scores [rows][TILE] (powers of two) -> weights of `kind`; the running sums shrink where a maximum grows.
-template <bool ALL> void soften(Kind kind, const Sight& sight, int start, int rows, float* scores, const Running& run, int width, char* out) {
-    for (int r = 0; r < rows; r++, scores += TILE, out += TILE * (kind == F32 ? 4 : 2)) {
-        if (!ALL) limit(sight, r, start, scores);
-        V s[TILE / LANES];
-#pragma GCC unroll 4
-        for (int i = 0; i < TILE / LANES; i++) s[i] = load(scores + i * LANES);
-        const V highest_lanes = maximum(maximum(s[0], s[1]), maximum(s[2], s[3]));
-        V sums = load(run.total + r * LANES), most = set1(run.most[r]);
-        if (any_above(highest_lanes, most)) {
-            const V now = set1(highest(highest_lanes)), shrink = power_of_two(sub(most, now));
-            sums = mul(sums, shrink), most = now;
-            store_n(run.most + r, now, 1);
-            for (int i = 0; i < width; i += LANES) store(run.acc + (size_t)r * width + i, mul(load(run.acc + (size_t)r * width + i), shrink));
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < TILE / LANES; i++) {
-            const V p = power_of_two(sub(s[i], most));
-            s[i] = ALL ? p : pick(set1(LOW), s[i], p, zero());
-            sums = add(sums, s[i]);
-        }
-        store(run.total + r * LANES, sums);
-#pragma GCC unroll 4
-        for (int i = 0; i < TILE / LANES; i += 2) {
-            if (kind == F32) store((float*)out + i * LANES, s[i]), store((float*)out + (i + 1) * LANES, s[i + 1]);
-            else narrow2((bf16*)out + i * LANES, s[i], s[i + 1]);
-        }
-    }
-}
 
 // Tokens [from, to) of one span and all query heads of one KV head.
 struct Piece {
     int span, head, from, to;
 };
 
-// The first position any of these tokens sees, rounded down to a tile.
-int first_tile(const Attention& a, const Span& span, const Piece& p) {
-    int begin = a.positions[span.first + p.from];
-    for (int t = p.from; t < p.to; t++) begin = std::min(begin, a.window ? std::max(0, a.positions[span.first + t] - a.window + 1) : 0);
-    return begin / TILE * TILE;
-}
+// How the two products of a tile are made: on tiles, 32 queries at once, or by vector instructions.
+bool on_tiles(const Attention& a) { return tiled(a.kind) && a.kv.size % PANEL == 0; }
+int at_once(const Attention& a) { return on_tiles(a) ? MOST_SEEN : WIDE_ROWS; }
 
-int last_position(const Attention& a, const Span& span, const Piece& p) {
-    int last = 0;
-    for (int t = p.from; t < p.to; t++) last = std::max(last, a.positions[span.first + t]);
-    return last;
-}
+// The first tile that a query at this position sees.
+int first_tile(const Attention& a, int position) { return a.window ? std::max(0, position + 1 - a.window) / TILE * TILE : 0; }
 
-// Ask for the first tile of what comes next.
-void fetch(const char* from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
-}
-
-// Queries of one piece as the products read them, row after row, the heads of a group within a token; scores become powers of two.
-void gather(const Attention& a, const Span& span, const Piece& p, const Sizes& z, char* to, int32_t* at, float* slopes) {
+// Queries [first, first + count) of one piece as the products read them, row after row, the heads of a group within a token; scores become
+// powers of two.
+void gather(const Attention& a, const Span& span, const Piece& p, int first, int count, const Sizes& z, const Queries& to) {
     const int group = a.heads / a.kv.kv_heads;
     const V by = set1(a.scale * LOG2_E);
-    std::vector<float> row(z.width);
-    for (int t = p.from; t < p.to; t++)
-        for (int j = 0; j < group; j++, to += (size_t)z.steps * 4) {
-            const float* from = a.q + (span.first + t) * a.q_stride + (size_t)(p.head * group + j) * a.kv.size;
-            for (int i = 0; i < a.kv.size; i += LANES) store(row.data() + i, mul(load_n(from + i, a.kv.size - i), by));
-            encode_row(row.data(), a.kv.size, a.kind, z.steps, to, nullptr);
-            *at++ = a.positions[span.first + t];
-            if (a.slopes) *slopes++ = a.slopes[p.head * group + j] * LOG2_E;
-        }
+    float* row = scratch.take<float>(z.width);
+    for (int r = 0; r < count; r++) {
+        const int token = span.first + p.from + (first + r) / group, head = p.head * group + (first + r) % group;
+        const float* from = a.q + token * a.q_stride + (size_t)head * a.kv.size;
+        for (int i = 0; i < a.kv.size; i += LANES) store(row + i, mul(load_n(from + i, a.kv.size - i), by));
+        encode_row(row, a.kv.size, a.kind, z.steps, to.q + (size_t)r * z.steps * 4, nullptr);
+        to.at[r] = a.positions[token];
+        if (to.slopes) to.slopes[r] = a.slopes[head] * LOG2_E;
+    }
+    std::fill_n(to.acc, (size_t)count * z.width, 0.0f), std::fill_n(to.total, (size_t)count * LANES, 0.0f), std::fill_n(to.most, count, LOW);
 }
 
 // One finished row of sums -> the output.
@@ -196,86 +77,67 @@ void settle(const Attention& a, const float* acc, const float* total, int token,
     }
 }
 
-// What `rows` queries at positions `at` see of the tile that begins at `start`; returns how many of its positions anybody sees.
-int look(const Attention& a, const int32_t* at, const float* slopes, int start, int rows, Sight& sight) {
-    int most = 0;
-    bool all = !a.slopes;
-    for (int r = 0; r < rows; r++) {
-        const int to = std::min(at[r] + 1 - start, TILE), from = a.window ? at[r] - a.window + 1 - start : 0;
-        sight.from[r] = from, sight.to[r] = to;
-        all &= from <= 0 && to == TILE;
-        if (from < to) most = std::max(most, to);
-    }
-    sight.slope = a.slopes ? slopes : nullptr, sight.all = all;
-    return most;
+// Ask for the first tile of what comes next.
+void fetch(const char* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
 }
 
-// The keys and values of `count` positions in panels, with room for what only the padding of odd sizes needs.
-struct Tile {
-    char *keys, *values, *copy;
+// One tile by vector instructions. `next`: the keys to come, null where there are none.
+void mix(const Attention& a, const Sizes& z, const Panels& tile, int start, const Queries& of, int rows, const Sight& sight, Slate& slate, const char* next) {
+    const size_t query = (size_t)z.steps * 4;
+    multiply(a.kind, tile.keys, query * PANEL, (sight.count + LANES - 1) / LANES, of.q, query, rows, z.steps, slate.scores, TILE, false, next);
+    const auto nothing = [](int) {};
+    if (a.kind == F32) soften<F32>(sight, start, rows, slate.scores, of, z.width, slate.weights, nothing);
+    else soften<BF16>(sight, start, rows, slate.scores, of, z.width, slate.weights, nothing);
+    multiply(a.kind, tile.values, z.panel_bytes(), z.vectors, slate.weights, (size_t)TILE * z.bytes, rows, (sight.count * z.bytes + 3) / 4, of.acc, z.width, true,
+             next ? next + a.kv.half() : nullptr);
+}
 
-    // Positions of the tile `first`, a multiple of 16, and those behind it: `count` of one block, `room_behind` positions of it from `at` on.
-    void take(const Attention& a, const Sizes& z, const char* at, int first, int count, int room_behind) const {
-        const int vectors = (count + LANES - 1) / LANES;
-        const bool whole = z.size == z.width, inside = whole && vectors * LANES <= room_behind;  // what is read beyond `count` is masked
-        const char* rows = inside ? at : padded(at, count, z, copy);
-        for (int p = 0; p < vectors; p++) {
-            const int vector = first / LANES + p;
-            columns((const uint32_t*)rows + (size_t)p * LANES * z.steps, z.steps, z.steps, (uint32_t*)keys + (size_t)(vector / 2) * PANEL * z.steps + vector % 2 * LANES);
+// Queries [first, first + count) of a piece. `after`: what this thread reads next.
+void attend_queries(const Attention& a, const Span& span, const Piece& p, int first, int count, int written_to, const char* after) {
+    const Sizes z(a.kind, a.kv.size);
+    const int group = a.heads / a.kv.kv_heads, wide = at_once(a);
+    const size_t tile_bytes = z.tile_bytes();
+    scratch.begin(3 * tile_bytes + (size_t)wide * TILE * 8 + (size_t)count * (z.steps * 4 + (z.width + LANES + 3) * 4) + z.width * 4 + 1024);
+    Slate slate{scratch.take<float>(wide * TILE), scratch.take<char>((size_t)wide * TILE * z.bytes)};
+    const Packer packer{scratch.take<char>(tile_bytes), scratch.take<char>(tile_bytes), scratch.take<char>(tile_bytes)};
+    const Queries all{scratch.take<char>((size_t)count * z.steps * 4), scratch.take<int32_t>(count), a.slopes ? scratch.take<float>(count) : nullptr,
+                      scratch.take<float>((size_t)count * z.width), scratch.take<float>(count * LANES), scratch.take<float>(count)};
+    gather(a, span, p, first, count, z, all);
+
+    const auto ends = std::minmax_element(all.at, all.at + count);
+    const int end = *ends.second + 1;
+    const size_t near = (size_t)std::min(TILE, a.kv.block) * a.kv.size * z.bytes;
+    for (int start = first_tile(a, *ends.first); start < end; start += TILE) {
+        const int there = std::min(TILE, written_to - start);
+        const char* next = start + TILE < end ? a.kv.keys_at(span.row, p.head, start + TILE) : nullptr;
+        if (!next && after) fetch(after, near), fetch(after + a.kv.half(), near);
+        const Panels tile = a.kv.panels ? written(a.kv.keys_at(span.row, p.head, start), a.kv.half(), a.kind, z, there, packer.values)
+                                        : packer.pack(a.kv, a.kind, z, span.row, p.head, start, std::min(there, end - start));
+        for (int r = 0; r < count; r += wide) {
+            const int rows = std::min(wide, count - r);
+            const Queries of = all.from(r, z);
+            const Sight sight = look(of, rows, start, a.window);
+            if (!sight.count) continue;
+            if (on_tiles(a)) mix_on_tiles(z, tile, start, of, rows, sight, slate, r ? nullptr : next);
+            else mix(a, z, tile, start, of, rows, sight, slate, r ? nullptr : next);
         }
-        at += a.kv.half();
-        pack_values(a.kind, whole ? at : padded(at, count, z, copy), first, count, z, values);
     }
-};
-
-// The first address of a row's KV from `position` on, null at its end.
-const char* unit(const Attention& a, int row, int head, int position, int end) {
-    return position < end ? a.kv.keys_at(row, head, position) : nullptr;
+    for (int r = 0; r < count; r++)
+        settle(a, all.acc + (size_t)r * z.width, all.total + (size_t)r * LANES, span.first + p.from + (first + r) / group, p.head * group + (first + r) % group);
 }
 
 // `next`: the piece this thread does after this one, whose first tile is fetched while the last one of this is computed.
 void attend_piece(const Attention& a, const Span* spans, const Piece& p, const Piece* next) {
     const Span& span = spans[p.span];
-    const Sizes z(a.kind, a.kv.size);
-    const int group = a.heads / a.kv.kv_heads, queries = (p.to - p.from) * group;
-    const size_t tile_bytes = (size_t)TILE * ((z.vectors + 1) / 2 * PANEL) * z.bytes, query_bytes = (size_t)z.steps * 4;
-    char* room = scratch.take(3 * tile_bytes + WIDE_ROWS * TILE * 8 + queries * (query_bytes + (z.width + LANES + 3) * 4) + 1024);
-    const Tile tile{room, room + tile_bytes, room + 2 * tile_bytes};
-    float *scores = (float*)(room + 3 * tile_bytes), *acc = scores + 2 * WIDE_ROWS * TILE, *total = acc + (size_t)queries * z.width;
-    char *weights = (char*)(scores + WIDE_ROWS * TILE), *q = (char*)(total + (size_t)queries * LANES);
-    float *most = (float*)(q + queries * query_bytes), *slopes = most + queries;
-    int32_t* at = (int32_t*)(slopes + queries);
-    gather(a, span, p, z, q, at, slopes);
-    std::fill_n(acc, (size_t)queries * (z.width + LANES), 0.0f);
-    std::fill_n(most, queries, LOW);
-
-    const int begin = first_tile(a, span, p), end = last_position(a, span, p) + 1, block = a.kv.block;
-    const size_t near = (size_t)std::min(TILE, block) * a.kv.size * z.bytes, half = a.kv.half();
-    const char* after = next ? unit(a, spans[next->span].row, next->head, first_tile(a, spans[next->span], *next), INT32_MAX) : nullptr;
-    for (int start = begin; start < end; start += TILE) {
-        const int count = std::min(TILE, end - start);
-        const char* coming = unit(a, span.row, p.head, start + TILE, end);
-        if (!coming && after) fetch(after, near), fetch(after + half, near);
-        for (int i = 0; i < count;) {
-            const int offset = (start + i) % block, n = std::min(count - i, block - offset);
-            tile.take(a, z, a.kv.keys_at(span.row, p.head, start + i), i, n, block - offset);
-            i += n;
-        }
-        for (int r = 0; r < queries; r += WIDE_ROWS) {
-            const int rows = std::min(WIDE_ROWS, queries - r);
-            Sight sight;
-            const int seen = look(a, at + r, slopes + r, start, rows, sight);
-            if (!seen) continue;
-            const Running run{acc + (size_t)r * z.width, total + (size_t)r * LANES, most + r};
-            multiply(a.kind, tile.keys, query_bytes * PANEL, (seen + LANES - 1) / LANES, q + r * query_bytes, query_bytes, rows, z.steps, scores, TILE, false,
-                     r ? nullptr : coming);
-            (sight.all ? soften<true> : soften<false>)(a.kind, sight, start, rows, scores, run, z.width, weights);
-            multiply(a.kind, tile.values, (size_t)TILE * z.bytes * PANEL, z.vectors, weights, (size_t)TILE * z.bytes, rows, (seen * z.bytes + 3) / 4, run.acc,
-                     z.width, true, r || !coming ? nullptr : coming + half);
-        }
-    }
-    for (int r = 0; r < queries; r++)
-        settle(a, acc + (size_t)r * z.width, total + (size_t)r * LANES, span.first + p.from + r / group, p.head * group + r % group);
+    const int queries = (p.to - p.from) * (a.heads / a.kv.kv_heads);
+    const int most = on_tiles(a) && a.kv.panels ? at_once(a) : queries;  // what is packed is packed once for all; what is not needs little room
+    const char* after = nullptr;
+    if (next) after = a.kv.keys_at(spans[next->span].row, next->head, first_tile(a, a.positions[spans[next->span].first + next->from]));
+    const int32_t* at = a.positions + span.first;
+    const int written_to = *std::max_element(at, at + span.count) + 1;
+    for (int r = 0; r < queries; r += most) attend_queries(a, span, p, r, std::min(most, queries - r), written_to, r + most < queries ? nullptr : after);
+    if (on_tiles(a)) rest_tiles();
 }
 
 }  // namespace

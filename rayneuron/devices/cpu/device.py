@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, Program, Shape, Weights
-from rayneuron.devices.cpu import int8
+from rayneuron.devices.cpu import int8, panels
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
 from rayneuron.devices.idle import idle
@@ -44,19 +44,20 @@ class Cpu:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, experts=experts.grouped_experts)
+        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts)
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops
         self.kv: Kv | None = None
         self._units: list[Tensor] = []
+        self._panels = False
         self._weights: Weights = {}
         self._program: Program | None = None
         self._shapes: frozenset[Shape] = frozenset()
         self._threads = threads
 
     def load(self, weights: Weights, kv: KvShape) -> None:
-        """Pack the weights and allocate KV, a unit of keys and values for each head of a block; untouched pages cost no memory."""
+        """Pack the weights and allocate KV, a unit of keys and values for each head of a block, in panels where the kernels read them."""
         if self.kernels is not None:
             self._weights = self.kernels.pack(weights, self.dtype)
         else:
@@ -64,7 +65,8 @@ class Cpu:
         zeros = torch.zeros if self.kernels is None else self.kernels.zeros
         shape = (kv.space.total, kv.heads, 2, kv.columns, kv.dim)
         self._units = [zeros(shape, dtype=self.kv_dtype) for _ in range(kv.layers)]
-        self.kv = Kv(kv, [(units[:, :, 0], units[:, :, 1]) for units in self._units])
+        self._panels = self.kernels is not None and self.kv_dtype == self.dtype and panels.fit(kv, self.kv_dtype)
+        self.kv = Kv(kv, [panels.views(units) if self._panels else (units[:, :, 0], units[:, :, 1]) for units in self._units])
 
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled, but oneDNN builds a kernel for each number of new tokens, and the allocator grows: meet them all now."""
@@ -94,14 +96,18 @@ class Cpu:
 
     @torch.inference_mode()
     def kv_read(self, blocks: Sequence[int]) -> Tensor:
-        """[layers, n, K, 2, S, D], copied."""
-        return torch.stack([bytes_of(units)[list(blocks)].view(units.dtype) for units in self._units])
+        """[layers, n, K, 2, S, D] in rows, copied."""
+        held = [bytes_of(units)[list(blocks)].view(units.dtype) for units in self._units]
+        return torch.stack([torch.stack(panels.rows(panels.views(x)), 2) if self._panels else x for x in held])
 
     @torch.inference_mode()
     def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """Write [layers, n, K, 2, S, D]."""
         for units, value in zip(self._units, values, strict=True):
-            bytes_of(units)[list(blocks)] = bytes_of(value)
+            if self._panels:
+                panels.write_rows(panels.views(units), list(blocks), value)
+            else:
+                bytes_of(units)[list(blocks)] = bytes_of(value)
 
     def close(self) -> None:
         """Drop weights and KV."""
@@ -162,8 +168,17 @@ def linear(w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
 
 def write_kv(layer: plain.Layer, slots: Tensor, k: Tensor, v: Tensor) -> plain.Layer:
     """As `models.ops.write_kv`, in place."""
+    if panels.lie(layer):
+        return panels.write(layer, slots, k, v)
     size = layer[0].shape[2]
     block, offset = slots // size, slots % size
     for store, x in zip(layer, (k, v), strict=True):
         bytes_of(store)[block, :, offset] = bytes_of(plain.to_kv(x, store.dtype))
     return layer
+
+
+def attend(q: Tensor, layer: plain.Layer, blocks: Tensor, length: int, bias: Tensor, scale: float, *more: Any) -> Tensor:
+    """As `models.ops.attend`."""
+    if panels.lie(layer):
+        layer, blocks = panels.read(layer, blocks)
+    return plain.attend(q, layer, blocks, length, bias, scale, *more)

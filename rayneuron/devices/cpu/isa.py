@@ -1,6 +1,6 @@
 """Instruction sets the kernels are built for: what the processor has, what the operating system lets this process use, compiler flags.
 
-AMX is compiled and emulated by the tests, never run on hardware.
+AMX has run on hardware, where it gave the bits of the emulation that the tests use elsewhere.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 // Register tiles of M rows x N vectors of outputs, chosen so that accumulators, weights and one spread input fit the registers.
 #include "amx.h"
+#include "finish.h"
 
 #include <algorithm>
 
@@ -17,6 +18,12 @@ constexpr int MOST_WIDE = 64;    // vectors of finished values kept before they 
 constexpr int TILE_ROWS = 14;    // the most one tile takes
 constexpr int CHUNK = 32;        // steps that both tiles of a block do before the next: from memory, then from the first cache
 constexpr size_t AHEAD = 4096;   // bytes of a panel asked for early
+constexpr int FEW_ROWS = 4;      // of int8, for which vector instructions read memory faster than tiles
+#ifdef __AVX512VNNI__
+constexpr bool VNNI = true;
+#else
+constexpr bool VNNI = false;
+#endif
 
 template <int KIND> struct Acc { using T = V; };
 #ifdef __AVX512VNNI__
@@ -137,7 +144,24 @@ void put(const Output& out, int row, int at, int count, V v) {
     }
 }
 
-// One finished row of `vectors` vectors that begin at panel p.
+// Panels of one piece of work: so many pieces that no thread waits long for the last, so few that claiming them costs nothing.
+int piece_panels(const Matrix& w, int rows, int threads) {
+    if (rows > MOST_ROWS) return tiled(w.kind) ? 2 : 1;
+    const int by_bytes = (int)((160 << 10) / w.panel_bytes()), by_share = w.panels / (threads * 6);
+    return std::max(1, std::min({by_bytes, by_share, MOST_WIDE / 2}));
+}
+
+// Sums of few rows [rows][vectors * LANES]. Those of int8 are exact, so whoever reads memory faster may add them up.
+void few(const Matrix& w, int rows, const char* at, int vectors, const char* x, size_t stride, float* acc, size_t ahead) {
+    const Kind kind = (Kind)w.kind;
+    const bool vector = !tiled(kind) || (VNNI && kind == S8 && rows <= FEW_ROWS);
+    if (vector) strip_of(kind, rows)(at, w.panel_bytes(), vectors, x, stride, w.steps, acc, vectors * LANES, false, ahead);
+    else if (rows == 1 && kind == BF16 && vectors % 2 == 0) tile_row(at, w.panel_bytes(), vectors, x, w.steps, acc);
+    else tile_strip(kind, rows, at, w.panel_bytes(), vectors, x, stride, w.steps, acc, vectors * LANES, ahead);
+}
+
+}  // namespace
+
 void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot) {
     if (out.finish == ACT && w.gated) {
         for (int i = 0; i < vectors; i += 2, acc += 2 * LANES) {
@@ -152,6 +176,7 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
         if (at >= w.n) return;
         V v = value(w, x, row, at, acc);
         if (out.finish == BEST) {
+            if (out.index[slot] >= 0 && !any_above(v, set1(out.best[slot]))) continue;
             alignas(64) float t[LANES];
             store(t, v);
             for (int j = 0; j < LANES && at + j < w.n; j++)
@@ -162,18 +187,9 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
     }
 }
 
-// Panels of one piece of work: so many pieces that no thread waits long for the last, so few that claiming them costs nothing.
-int piece_panels(const Matrix& w, int rows, int threads) {
-    if (rows > MOST_ROWS) return tiled(w.kind) ? 2 : 1;
-    const int by_bytes = (int)((160 << 10) / w.panel_bytes()), by_share = w.panels / (threads * 6);
-    return std::max(1, std::min({by_bytes, by_share, MOST_WIDE / 2}));
-}
-
-}  // namespace
-
 V activate(Act act, V x) {
     switch (act) {
-        case SILU: return div(x, add(set1(1), exponential(sub(zero(), x))));
+        case SILU: return silu(x);
         case QUICK_GELU: return div(x, add(set1(1), exponential(mul(x, set1(-1.702f)))));
         case RELU: return maximum(x, zero());
         case GELU_TANH: {  // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
@@ -207,10 +223,10 @@ void multiply(Kind kind, const char* w, size_t panel, int vectors, const char* x
 int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + piece_panels(w, rows, threads) - 1) / piece_panels(w, rows, threads); }
 
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
+    if (tiled(w.kind) && rows > MOST_ROWS && out.finish != BEST) return matmul_many(pool, w, x, rows, out);
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
-    const bool tiles = tiled(w.kind);
-    const int blocks = tiles ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
-    const int group = blocks == 1 ? MOST_WIDE / 2 : tiles ? 2 : 1;  // panels all rows meet before the next ones
+    const int blocks = tiled(w.kind) ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
+    const int group = blocks == 1 ? MOST_WIDE / 2 : tiled(w.kind) ? 2 : 1;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
         const int from = piece * wide, to = std::min(w.panels, from + wide);
@@ -220,9 +236,7 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
-                const char *at = w.data + p * w.panel_bytes(), *from_row = x.rows + m * x.stride;
-                if (tiles) tile_strip((Kind)w.kind, count, at, w.panel_bytes(), vectors, from_row, x.stride, w.steps, acc, vectors * LANES, ahead);
-                else strip_of((Kind)w.kind, count)(at, w.panel_bytes(), vectors, from_row, x.stride, w.steps, acc, vectors * LANES, false, ahead);
+                few(w, count, w.data + p * w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, acc, ahead);
                 for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, vectors, acc + i * vectors * LANES, piece * rows + m + i);
                 m += count;
             }

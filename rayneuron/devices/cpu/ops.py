@@ -9,6 +9,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rayneuron.devices.cpu import draws, library, stack
 from rayneuron.devices.cpu.packing import BF16, F32, LANES, PANEL, Arena, MatrixFields, Packed, pack, pack_experts, zeros
-from rayneuron.devices.cpu.stack import Stack, refused
+from rayneuron.devices.cpu.stack import ATTENTION, BEGIN, END, FEED, JOIN_ATTENTION, JOIN_FEED, Stack, refused
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
@@ -75,7 +76,7 @@ class Kernels:
         return {**weights, "top": pack(top, arena, dtype, self.int8), "layers": layers}
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """KV, in small pages (`packing.zeros`)."""
+        """KV (`packing.zeros`)."""
         return zeros(shape, dtype)
 
     def linear(self, w: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
@@ -136,7 +137,33 @@ class Kernels:
         made = self._stack(arch, comm, weights, kv) if ops is self.ops else None  # whoever changed a verb wants it called
         if made is None or x.dtype != kv.layers[0][0].dtype:
             return None
-        return made.run(comm, x, places)
+        x, out = x.contiguous(), torch.empty_like(x)
+        call, given = made.call, [t.contiguous() for t in (places.positions, places.rows, places.blocks, places.slots)]
+        call.x, call.y, call.summand = x.data_ptr(), out.data_ptr(), None
+        call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
+        call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
+        if comm.ranks == 1:
+            self.found.rn_stack_run(made.opened, made.at, 0, made.count, BEGIN | ATTENTION | FEED | END)
+        else:
+            self._between_ranks(made, arch, comm, x)
+        return out
+
+    def _between_ranks(self, made: Stack, arch: Arch, comm: Collectives, x: Tensor) -> None:
+        """Halves of layers, each followed by the sum over ranks of [true tokens, E] in float32."""
+        run = partial(self.found.rn_stack_run, made.opened, made.at)
+        tokens = run(0, 0, BEGIN)
+        halves = [(ATTENTION, JOIN_ATTENTION), (FEED, JOIN_FEED)]
+        if arch.parallel:
+            halves = [(ATTENTION | FEED, JOIN_ATTENTION | JOIN_FEED)]
+        for i in range(made.count if tokens else 0):
+            for part, join in halves:
+                own = torch.empty(tokens, x.shape[-1])  # a new one each time: another rank may still be reading the last
+                made.call.summand = own.data_ptr()
+                run(i, i + 1, part)
+                total = comm.reduce(own).contiguous()
+                made.call.summand = total.data_ptr()
+                run(i, i + 1, join)
+        run(0, 0, END)
 
     def _stack(self, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv) -> Stack | None:
         key = id(weights["layers"])

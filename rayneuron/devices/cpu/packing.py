@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,20 +36,19 @@ class MatrixFields(ctypes.Structure):
 
 @dataclass(slots=True)
 class Packed:
-    """One packed weight: `fields` for the kernels, `held` keeps what they point to alive."""
+    """One packed weight: `fields` for the kernels, which find it at `address`; `held` keeps what they point to alive."""
 
     fields: MatrixFields
     held: tuple[Any, ...]
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = ctypes.addressof(self.fields)
 
     @property
     def outputs(self) -> int:
         """N."""
         return int(self.fields.n)
-
-    @property
-    def address(self) -> int:
-        """Where the kernels find it."""
-        return ctypes.addressof(self.fields)
 
 
 class Arena:
@@ -62,22 +61,22 @@ class Arena:
     def take(self, count_bytes: int) -> Tensor:
         """Uninitialised uint8 [count_bytes], aligned to 64 bytes."""
         if self._block is None or self._used + count_bytes > self._block.numel():
-            self._block, self._used = _mapped(max(count_bytes, _BLOCK_BYTES), huge=True), 0
+            self._block, self._used = _mapped(max(count_bytes, _BLOCK_BYTES)), 0
         part = self._block[self._used : self._used + count_bytes]
         self._used += -(-count_bytes // 64) * 64
         return part
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor in small pages: what is not touched costs no memory, and the first token does not wait for whole huge ones."""
+    """A zeroed tensor in huge pages; those nobody touches cost no memory."""
     return _mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-def _mapped(count_bytes: int, huge: bool = False) -> Tensor:
-    """Zeroed uint8 [count_bytes] that begins at a huge page."""
+def _mapped(count_bytes: int) -> Tensor:
+    """Zeroed uint8 [count_bytes] in huge pages."""
     # Private: shared anonymous memory, Python's default, is never in huge pages where the kernel's shmem_enabled is "never", as usual.
     memory = mmap.mmap(-1, count_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skip = -whole.data_ptr() % _HUGE_BYTES
     return whole[skip : skip + count_bytes]
@@ -116,14 +115,14 @@ def packed(w: Mapping[str, Any], name: str, arena: Arena, dtype: torch.dtype, in
     kind = KINDS[weight.dtype]
     fields = MatrixFields(kind=kind, n=weight.shape[0], k=weight.shape[1], panels=held[0].shape[0], steps=held[0].shape[1], gated=gated)
     fields.data = held[0].data_ptr()
-    for field, value in (
+    for part, value in (
         ("scale", None if scale is None else scale.flatten().float().expand(weight.shape[0])),
         ("sums", weight.to(torch.int32).sum(1, dtype=torch.int32) * 128 if kind == S8 else None),
         ("bias", w.get(f"{name}.b")),
     ):
         if value is not None:
             held.append(lanes(value if value.dtype == torch.int32 else value.float(), gated))
-            setattr(fields, field, held[-1].data_ptr())
+            setattr(fields, part, held[-1].data_ptr())
     return Packed(fields, tuple(held))
 
 

@@ -3,17 +3,34 @@
 #include "stack.h"
 
 #include <algorithm>
+#include <memory>
+#include <new>
+#include <stdlib.h>
+#include <sys/mman.h>
 #include <vector>
 
 namespace rn {
 namespace {
 
-// Floats that grow and are never given back while the model lives.
-struct Room {
-    std::vector<float> at;
+// Floats that grow and are never given back while the model lives; in huge pages, as rows a page apart want more of the first TLB than there is.
+class Room {
+   public:
     float* floats(size_t n) {
-        if (at.size() < n + 32) at.resize(n + 32);
-        return (float*)(((uintptr_t)at.data() + 63) & ~(uintptr_t)63);
+        if (size_ < n + 32) grow((n + 32) * sizeof(float));  // vectors may be read beyond the end
+        return at_.get();
+    }
+
+   private:
+    static constexpr size_t HUGE_PAGE = 2 << 20;
+    std::unique_ptr<float, decltype(&free)> at_{nullptr, free};
+    size_t size_ = 0;
+
+    void grow(size_t bytes) {
+        const size_t unit = bytes < HUGE_PAGE ? 4096 : HUGE_PAGE, whole = (bytes + unit - 1) / unit * unit;
+        at_.reset((float*)aligned_alloc(unit, whole));
+        if (!at_) throw std::bad_alloc();
+        madvise(at_.get(), whole, MADV_HUGEPAGE);  // a wish: what it gives does not matter
+        size_ = whole / sizeof(float);
     }
 };
 
@@ -58,7 +75,7 @@ class Stack {
     // Which tokens are true: position `limit` is padding, row `rows` is idle.
     void begin(const Call& c) {
         spans_.clear(), where_.clear(), position_.clear(), slot_.clear();
-        blocks_ = {nullptr, c.table, c.width, m_.block, m_.kv_heads, m_.head_dim, m_.kind == F32 ? 4 : 2};
+        blocks_ = {nullptr, c.table, c.width, m_.block, m_.kv_heads, m_.head_dim, m_.kind == F32 ? 4 : 2, m_.panels};
         for (int b = 0; b < c.batch; b++) {
             if (c.rows[b] == m_.rows) continue;
             const int first = (int)where_.size();
@@ -125,11 +142,8 @@ class Stack {
                 if (m_.cos) rotate_row(at + h * d, m_.cos + (size_t)position_[i] * m_.half, m_.sin + (size_t)position_[i] * m_.half, m_.half, m_.pairs);
             }
             const int id = slot_[i] / m_.block;
-            for (int g = 0; g < m_.kv_heads && id < m_.blocks; g++) {
-                char* k = to.keys(id, g, slot_[i] % m_.block);
-                narrow_row(at + (m_.heads + g) * d, (Kind)m_.kind, d, k);
-                narrow_row(at + (m_.heads + m_.kv_heads + g) * d, (Kind)m_.kind, d, k + to.half());
-            }
+            for (int g = 0; g < m_.kv_heads && id < m_.blocks; g++)
+                keep(to, (Kind)m_.kind, id, g, slot_[i] % m_.block, at + (m_.heads + g) * d, at + (m_.heads + m_.kv_heads + g) * d);
         });
     }
     Blocks of(const Layer& w) const {

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayneuron.devices.cpu import panels
 from rayneuron.devices.cpu.packing import BF16, F32, MatrixFields, Packed, lanes
 from rayneuron.models import rotary, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
-from rayneuron.models.kv import Kv, Places
+from rayneuron.models.kv import Kv
 
 ACTS = {"silu": 1, "swish": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3, "quick_gelu": 4, "relu": 5}
 BEGIN, ATTENTION, JOIN_ATTENTION, FEED, JOIN_FEED, END = 1, 2, 4, 8, 16, 32
@@ -48,7 +49,7 @@ class ModelFields(ctypes.Structure):
         *((name, _P) for name in ("layer", "cos", "sin", "slopes")),
         *((name, _I) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "half", "pairs")),
         *((name, _I) for name in ("norm", "post_norm", "parallel", "gated", "act", "qk_norm", "kind", "rows", "limit", "blocks", "block")),
-        *((name, _I) for name in ("experts", "top_k", "renormalise")),
+        *((name, _I) for name in ("panels", "experts", "top_k", "renormalise")),
         *((name, _F) for name in ("eps", "clip", "scale")),
     ]
 
@@ -64,6 +65,8 @@ class CallFields(ctypes.Structure):
 
 def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | None:
     """Why these layers cannot run as a stack; None where they can."""
+    if arch.uncommon:
+        return arch.uncommon
     dense = ("down.w", "gate_up.w" if arch.gated else "up.w")
     for w in layers:
         for name in ("qkv.w", "o.w", *(("router.w",) if "router.w" in w else dense)):
@@ -75,7 +78,7 @@ def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | No
         return "KV is split by position"
     if not kv.layers or kv.layers[0][0].dtype not in (torch.float32, torch.bfloat16):
         return "KV is stored small"
-    if any(k.stride() != v.stride() or k.data_ptr() + k[0, 0].nbytes != v.data_ptr() for k, v in kv.layers):
+    if any(k.stride()[:2] != v.stride()[:2] or k.data_ptr() + k[0, 0].nbytes != v.data_ptr() for k, v in kv.layers):
         return "keys and values do not lie in units"
     if arch.head_dim % 2 or arch.act not in ACTS:
         return f"head size {arch.head_dim}, activation {arch.act}"
@@ -83,7 +86,7 @@ def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | No
 
 
 class Stack:
-    """The layers of one rank over its weights and KV."""
+    """The `count` layers of one rank over its weights and KV, as the kernels know them; `call`, at address `at`: what a run is told."""
 
     def __init__(
         self, found: ctypes.CDLL, team: Any, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv
@@ -91,49 +94,17 @@ class Stack:
         self._found = found
         self._arch = arch
         self._held: list[Any] = [weights, kv]
-        self._layers = len(weights["layers"])
+        self.count = len(weights["layers"])
         model = self._model(comm, weights, kv)
-        self._stack = found.rn_stack_open(team, ctypes.addressof(model))
-        self._call = CallFields()
-        self._at = ctypes.addressof(self._call)
-
-    def run(self, comm: Collectives, x: Tensor, places: Places) -> Tensor:
-        """The residual x [B,T,E] through all layers; KV in place."""
-        x, out = x.contiguous(), torch.empty_like(x)
-        call, given = self._call, [t.contiguous() for t in (places.positions, places.rows, places.blocks, places.slots)]
-        call.x, call.y, call.summand = x.data_ptr(), out.data_ptr(), None
-        call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
-        call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
-        if comm.ranks == 1:
-            self._run(0, self._layers, BEGIN | ATTENTION | FEED | END)
-        else:
-            self._between_ranks(comm, x)
-        return out
-
-    def _run(self, first: int, last: int, parts: int) -> int:
-        return int(self._found.rn_stack_run(self._stack, self._at, first, last, parts))
-
-    def _between_ranks(self, comm: Collectives, x: Tensor) -> None:
-        """Halves of layers, each followed by the sum over ranks of [true tokens, E] in float32."""
-        tokens = self._run(0, 0, BEGIN)
-        halves = [(ATTENTION, JOIN_ATTENTION), (FEED, JOIN_FEED)]
-        if self._arch.parallel:
-            halves = [(ATTENTION | FEED, JOIN_ATTENTION | JOIN_FEED)]
-        for i in range(self._layers if tokens else 0):
-            for part, join in halves:
-                own = torch.empty(tokens, x.shape[-1])  # a new one each time: another rank may still be reading the last
-                self._call.summand = own.data_ptr()
-                self._run(i, i + 1, part)
-                total = comm.reduce(own).contiguous()
-                self._call.summand = total.data_ptr()
-                self._run(i, i + 1, join)
-        self._run(0, 0, END)
+        self.opened = found.rn_stack_open(team, ctypes.addressof(model))
+        self.call = CallFields()
+        self.at = ctypes.addressof(self.call)
 
     def _model(self, comm: Collectives, weights: Mapping[str, Any], kv: Kv) -> ModelFields:
         arch, top, space = self._arch, weights["top"], kv.shape.space
         plan = shard.head_plan(arch.heads, arch.kv_heads, comm.ranks, arch.gqa, arch.sequence_shards)
         first = weights.get("first", 0)
-        layers = (LayerFields * self._layers)(
+        layers = (LayerFields * self.count)(
             *(
                 self._layer(w, keys, arch.window(first + i), comm.ranks)
                 for i, (w, (keys, _)) in enumerate(zip(weights["layers"], kv.layers, strict=True))
@@ -142,7 +113,7 @@ class Stack:
         inner = next((w["down.w"].fields.k for w in weights["layers"] if "down.w" in w), 0)
         model = ModelFields(
             layer=ctypes.addressof(layers),
-            layers=self._layers,
+            layers=self.count,
             hidden=arch.hidden,
             heads=plan.q_heads,
             kv_heads=plan.kv_heads,
@@ -164,6 +135,7 @@ class Stack:
             limit=space.limit,
             blocks=space.blocks,
             block=space.block,
+            panels=panels.lie(kv.layers[0]),
             eps=arch.eps,
             clip=arch.clip_qkv,
             scale=arch.scale,
@@ -210,5 +182,5 @@ class Stack:
 
     def close(self) -> None:
         """Give the scratch memory back."""
-        self._found.rn_stack_close(self._stack)
+        self._found.rn_stack_close(self.opened)
         self._held = []

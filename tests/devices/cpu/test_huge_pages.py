@@ -1,4 +1,4 @@
-"""Weights of the CPU device lie in huge pages where the kernel gives them to whoever asks; KV, of which little may be used, does not."""
+"""Weights and KV of the CPU device lie in huge pages where the kernel gives them to whoever asks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def huge_bytes(address: int) -> int:
 
 
 @pytest.mark.skipif(not SETTING.is_file() or "[never]" in SETTING.read_text(), reason="this kernel gives no huge pages")
-def test_weights_are_in_huge_pages_and_kv_is_not() -> None:
+def test_weights_and_kv_are_in_huge_pages() -> None:
     size = 8 << 20
     asked = mmap.mmap(-1, 2 * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     asked.madvise(mmap.MADV_HUGEPAGE)
@@ -39,4 +39,4 @@ def test_weights_are_in_huge_pages_and_kv_is_not() -> None:
     assert not kv.any()
     weights.fill_(1)
     kv.fill_(1)
-    assert huge_bytes(weights.data_ptr()) >= size and huge_bytes(kv.data_ptr()) == 0
+    assert huge_bytes(weights.data_ptr()) >= size and huge_bytes(kv.data_ptr()) >= size

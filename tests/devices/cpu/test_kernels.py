@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from rayneuron.devices.cpu import library, ops, packing
+from rayneuron.devices.cpu import library, ops, packing, panels
 from rayneuron.models import ops as plain
 
 MARCHES = ("native", "x86-64-v3")  # what this machine has, and AVX2
@@ -104,7 +104,7 @@ class Attention(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("q_stride", ctypes.c_size_t),
         *((name, ctypes.c_void_p) for name in ("kv", "table")),
-        *((n, ctypes.c_int32) for n in ("width", "block", "kv_heads", "size", "bytes")),
+        *((n, ctypes.c_int32) for n in ("width", "block", "kv_heads", "size", "bytes", "panels")),
         *((name, ctypes.c_void_p) for name in ("slopes", "positions", "out")),
         ("out_stride", ctypes.c_size_t),
         *((n, ctypes.c_int32) for n in ("kind", "out_kind", "heads", "window")),
@@ -125,16 +125,20 @@ def scattered(kv, block):
     return blocks, order.view(rows, width).to(torch.int32)
 
 
-def attend(kernels, q, kv, spans, positions, window=0, slopes=None, block=64):
-    """q [N,H,D] float32, kv [2,R,K,L,D], spans [(row, first, count)], positions int32 [N] -> float32 [N,H,D]."""
+def attend(kernels, q, kv, spans, positions, window=0, slopes=None, block=64, lying=False):
+    """q [N,H,D] float32, kv [2,R,K,L,D], spans [(row, first, count)], positions int32 [N] -> float32 [N,H,D]. lying: KV in panels."""
     n, heads, size = q.shape
     blocks, blocks_of = scattered(kv, block)
+    if lying:
+        in_rows, blocks = blocks, torch.empty_like(blocks)
+        panels.write_rows(panels.views(blocks), list(range(len(blocks))), in_rows)
     out = torch.full((n, heads * size), math.nan)
     kind = packing.KINDS[kv.dtype]
     call = Attention(q.data_ptr(), heads * size, blocks.data_ptr(), blocks_of.data_ptr(), blocks_of.shape[1], block)
     call.slopes, call.positions = slopes.data_ptr() if slopes is not None else None, positions.data_ptr()
     call.out, call.out_stride, call.kind, call.out_kind = out.data_ptr(), heads * size * 4, kind, packing.F32
     call.kv_heads, call.size, call.bytes = kv.shape[2], size, kv.element_size()
+    call.panels = lying
     call.heads, call.window, call.scale = heads, window, size**-0.5
     table = (ctypes.c_int32 * (3 * len(spans)))(*(x for s in spans for x in s))
     kernels.found.rn_attend(kernels.team, ctypes.addressof(call), ctypes.addressof(table), len(spans))
@@ -167,6 +171,21 @@ def test_attention(kernels, dtype, heads, kv_heads, size, window, alibi):
         close(got, attend_exactly(q, kv, 2, positions, window, slopes), dtype)
         for block in (16, 32, 128, 199):  # the same bits, wherever the positions lie
             assert torch.equal(attend(kernels, q, kv, [(2, 0, count)], positions, window, slopes, block), got)
+        for block in (64, 128) if size % packing.PANEL == 0 else ():
+            assert torch.equal(attend(kernels, q, kv, [(2, 0, count)], positions, window, slopes, block, lying=True), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lying", [False, True])
+def test_what_nobody_wrote_is_never_read(kernels, dtype, lying):
+    """NaN behind the last position, where an earlier owner of the block may have left it."""
+    for last in (1, 2, 15, 32, 33, 63, 64, 65, 101):
+        kv = draw(2, 1, 2, 128, 64, dtype=dtype)
+        kv[:, :, :, last:] = math.nan
+        positions = torch.arange(max(0, last - 40), last, dtype=torch.int32)
+        q = draw(len(positions), 6, 64, seed=last)
+        got = attend(kernels, q, kv, [(0, 0, len(positions))], positions, lying=lying)
+        close(got, attend_exactly(q, kv.nan_to_num(0), 0, positions), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

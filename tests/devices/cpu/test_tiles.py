@@ -1,7 +1,5 @@
-"""Products on AMX tiles, emulated: against Intel's operation in exact arithmetic, against float64, bit for bit independent of rows.
-
-The build for the processor's own tiles is compiled here and its instructions are looked at; nothing here runs them.
-"""
+"""Products and attention on AMX tiles, emulated and, where there are any, the processor's own: against Intel's operation in exact
+arithmetic, against float64, bit for bit independent of rows."""
 
 from __future__ import annotations
 
@@ -20,19 +18,21 @@ from rayneuron.models import ops as plain
 from rayneuron.models import quantize
 from rayneuron.models.collectives import Solo
 from tests.devices.cpu.test_families import on_kernels
-from tests.devices.cpu.test_kernels import close, draw
+from tests.devices.cpu.test_kernels import attend, attend_exactly, close, draw
 from tests.models import cases
 
 BF16 = torch.bfloat16
 SMALLEST = Fraction(1, 2**126)  # normal number of float32
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    found = library.library(isa.EMULATED)
+@pytest.fixture(scope="module", params=[isa.EMULATED, isa.AMX])
+def kernels(request):
+    if request.param == isa.AMX and library.best() != isa.AMX:
+        pytest.skip("no tiles here")
+    found = library.library(request.param)
     if found is None:
         pytest.skip("no compiler, or a processor without AVX2")
-    assert found.rn_features() & library.TILES, "the emulated tiles gave wrong products"
+    assert found.rn_features() & library.TILES, "the tiles gave wrong products"
     made = ops.Kernels(found, 2, plain.PLAIN)
     yield made
     made.close()
@@ -115,6 +115,50 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels, dtype, n, k):
             assert torch.equal(kernels.linear(made, "a", x[part]), alone[part]), (rows, start)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.int8], ids=str)
+@pytest.mark.parametrize(("n", "k", "rows"), [(70, 1600, 40), (40, 8192, 81), (33, 5000, 70)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_rows_have_the_bits_of_each_alone(kernels, dtype, n, k, rows, gated):
+    """Wherever rows and k are cut: chunks of k, and parts of it where rows are long."""
+    name = "gate_up" if gated else "head"
+    w = {f"{name}.w": (draw(2 * (n // 2), k) * 40).clamp(-127, 127).to(dtype)}
+    if dtype == torch.int8:
+        w[f"{name}.scale"] = draw(2 * (n // 2), 1, seed=3).abs()
+    made, x = packed(w), draw(rows, k, seed=2, dtype=BF16)
+    whole = kernels.linear(made, name, x)
+    if dtype == BF16:
+        close(whole, x.double() @ w[f"{name}.w"].double().T, BF16)
+    for i in (0, 15, 16, 31, 32, rows - 1):
+        assert torch.equal(kernels.linear(made, name, x[i : i + 1]), whole[i : i + 1]), i
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (40, 1, 32), (4, 2, 128), (3, 1, 80)])
+@pytest.mark.parametrize(("window", "alibi"), [(0, False), (70, True)])
+def test_attention(kernels, heads, kv_heads, size, window, alibi):
+    """Near float64; in panels, in rows, in any block and however tokens are cut the same bits."""
+    kv = draw(2, 2, kv_heads, 199, size, dtype=BF16)
+    slopes = torch.rand(heads, generator=torch.Generator().manual_seed(1)) * 0.1 if alibi else None
+    q, positions = draw(101, heads, size), torch.arange(98, 199, dtype=torch.int32)
+    got = attend(kernels, q, kv, [(1, 0, 101)], positions, window, slopes)
+    close(got, attend_exactly(q, kv, 1, positions, window, slopes), BF16)
+    ways = [(64, True, 101), (64, True, 1), (128, True, 30)] if size % packing.PANEL == 0 else []
+    for block, lying, cut in [(16, False, 30), (199, False, 50), *ways]:
+        parts = [(q[i : i + cut].clone(), positions[i : i + cut].clone()) for i in range(0, 101, cut)]
+        pieces = [attend(kernels, a, kv, [(1, 0, len(p))], p, window, slopes, block, lying) for a, p in parts]
+        assert torch.equal(torch.cat(pieces), got), (block, lying, cut)
+
+
+def test_hardware_gives_the_bits_of_the_emulation():
+    if library.best() != isa.AMX:
+        pytest.skip("no tiles here")
+    hard, soft = (ops.Kernels(library.library(name), 2, plain.PLAIN) for name in (isa.AMX, isa.EMULATED))
+    made, x = packed({"head.w": draw(100, 700, dtype=BF16)}), draw(70, 700, seed=1, dtype=BF16)
+    kv, q, positions = draw(2, 1, 2, 199, 64, dtype=BF16), draw(150, 6, 64), torch.arange(40, 190, dtype=torch.int32)
+    assert torch.equal(hard.linear(made, "head", x), soft.linear(made, "head", x))
+    assert torch.equal(*(attend(k, q, kv, [(0, 0, 150)], positions, lying=True) for k in (hard, soft)))
+    hard.close(), soft.close()
+
+
 def test_int8_products_are_those_of_the_vector_instructions(kernels):
     """Integers are exact, so the extreme ones must agree to the bit."""
     vector = library.library(isa.NATIVE)
@@ -176,12 +220,12 @@ def test_a_whole_model(kernels, tmp_path, family, how):
 def test_the_build_for_real_tiles_contains_them(tmp_path):
     if shutil.which("g++") is None or shutil.which("objdump") is None:
         pytest.skip("no g++ or objdump")
-    source, target = Path(library.__file__).with_name("amx.cpp"), tmp_path / "amx.o"
+    source, target = Path(library.__file__).with_name("many.cpp"), tmp_path / "many.o"
     command = ["g++", *library.FLAGS, *isa.flags(isa.AMX), "-march=sapphirerapids", "-c", "-o", str(target), str(source)]
     subprocess.run(command, check=True, timeout=120)
     told = subprocess.run(["objdump", "-d", str(target)], capture_output=True, text=True, check=True).stdout
     found = set(re.findall(r"\b(tdp\w+|tile\w+|ldtilecfg)\b", told))
-    assert found >= {"ldtilecfg", "tileloadd", "tilezero", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease"}
+    assert found >= {"ldtilecfg", "tileloadd", "tileloaddt1", "tilezero", "tdpbf16ps", "tdpbusd", "tilestored", "tilerelease"}
 
 
 def test_tiles_need_the_processor_the_system_and_the_compiler(monkeypatch):

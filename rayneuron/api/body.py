@@ -1,4 +1,4 @@
-"""Sampling parameters of a body: the fields both endpoints share, the model's defaults, and the length rules."""
+"""What both endpoints read alike in a body: the reply's side, the sampling parameters, the length; and what is not served here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from rayneuron.api.call import Context
-from rayneuron.api.fields import Fields, token_ids, whole, wrong
-from rayneuron.errors import ConfigError, RequestError
+from rayneuron.api.call import Context, Head
+from rayneuron.api.fields import Fields, clean_id, token_ids, whole, wrong
+from rayneuron.api.unserved import Unserved
+from rayneuron.errors import ConfigError, RequestError, UnknownModel
 from rayneuron.policies.admission import room
 from rayneuron.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 
@@ -18,6 +19,99 @@ FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no
 NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids")  # they shape the reply, or are derived
 MAX_STOPS = 4  # OpenAI's limit of stop strings
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
+
+
+def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[Head, dict[str, Any]]:
+    """The reply's side of a body, and words of SamplingParams; lengths and logprobs are the endpoint's own. `unserved`: what it refuses."""
+    head = read_head(fields, context)
+    _refuse_unserved(fields, unserved)
+    _refuse_formats(fields)
+    fields.refuse("use_beam_search")
+    fields.string("user")
+    words = read_sampling(fields, context)
+    if head.stream and "prompt_logprobs" in words:
+        raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+    return head, words
+
+
+def read_head(fields: Fields, context: Context) -> Head:
+    """The reply's side of a body. UnknownModel (404) for a model that is not served here."""
+    model = fields.string("model", context.models[0])
+    if model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
+        raise UnknownModel(f"The model `{model}` does not exist.", param="model")
+    stream, options = fields.flag("stream"), fields.table("stream_options")
+    if options is not None and not stream:
+        raise RequestError("stream_options is only allowed together with stream: true", param="stream_options")
+    read = Fields(options or {}, "stream_options.")
+    include = read.flag("include_usage")
+    salt = fields.string("cache_salt", "")
+    fields.string("session_id")
+    fields.refuse("kv_transfer_params")
+    fields.refuse("logits_processors")
+    priority = fields.integer("priority", 0, low=-(2**31), high=2**31 - 1)
+    if priority and not context.client_priority:
+        said = "priority is not for clients of this server to set; leave it out (the deployment allows it by limits.client_priority: true)"
+        raise RequestError(said, param="priority")
+    return Head(
+        model=model,
+        stream=stream,
+        include_usage=include,
+        continuous_usage=read.flag("continuous_usage_stats") and include,
+        stream_interval=fields.integer("stream_interval", 1, low=1),
+        return_token_ids=fields.flag("return_token_ids", context.text.wordless),
+        tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
+        priority=priority,
+        cache_salt=salt,
+        client_id=clean_id(fields.string("request_id")),
+    )
+
+
+def reply_id(prefix: str, head: Head, client_id: str | None, request_id: str) -> str:
+    """The `id` of a reply: the client's own where it gave one, else the server's."""
+    return f"{prefix}-{head.client_id or client_id or request_id}"
+
+
+def _refuse_unserved(fields: Fields, unserved: Unserved) -> None:
+    """400 by name for a field known somewhere that would change the answer; values that change nothing are taken off."""
+    table = {**unserved, "best_of": ("send n", (1, fields.peek("n")))}
+    for name in fields.unknown:
+        if name in table and not _among(fields.take(name), table[name][1]):
+            raise RequestError(f"{name} is not supported by this server: {table[name][0]}", param=name)
+
+
+def _among(value: object, harmless: tuple[Any, ...]) -> bool:
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
+
+
+def _refuse_formats(fields: Fields) -> None:
+    """Check response_format and structured_outputs; all but plain text is refused by name until this server can constrain its output."""
+    wanted = fields.table("response_format")
+    if wanted is not None:
+        _response_format(wanted)
+    outputs = fields.table("structured_outputs")
+    if outputs is None:
+        return
+    named = [name for name in CONSTRAINTS if outputs.get(name) not in (None, False)]
+    if len(named) > 1:
+        raise RequestError(f"structured_outputs may name one constraint, got {', '.join(named)}", param="structured_outputs")
+    if named:
+        raise RequestError(f"structured_outputs.{named[0]} is not supported by this server yet; leave it out", param="structured_outputs")
+
+
+def _response_format(wanted: dict[str, object]) -> None:
+    kind = wanted.get("type")
+    if kind not in FORMATS:
+        wrong("response_format.type", "one of " + ", ".join(FORMATS), kind)
+    if kind == "json_schema":
+        body = wanted.get("json_schema")
+        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
+            raise RequestError("response_format.json_schema is required with type json_schema: {name, schema}", param="response_format")
+    if kind != "text":
+        said = f"response_format of type {kind} is not supported by this server yet; use {{type: text}}"
+        raise RequestError(said, param="response_format")
 
 
 def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
