@@ -33,7 +33,8 @@ StageProgress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), 
 
 @dataclass(slots=True)
 class Opened:
-    """A running engine and what belongs to it. `seconds`: what each part of starting took; `generation`: generation_config.json."""
+    """A running engine and what belongs to it. `seconds`: what each part of starting took; `generation`: generation_config.json;
+    `chosen`: what this start decided, for people to read."""
 
     engine: Engine
     text: Text
@@ -41,6 +42,7 @@ class Opened:
     path: Path
     generation: dict[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)
+    chosen: dict[str, Any] = field(default_factory=dict)
 
 
 def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnable, Fitted]:
@@ -91,7 +93,10 @@ def open_engine(
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside, ExitStack() as undo:
         reading = beside.submit(_text, config, model.path, seconds)  # while the weights are read
 
+        totals: dict[str, int] = {}
+
         def report(stage: str, done: int, total: int) -> None:
+            totals[stage] = total
             if reading.done():
                 reading.result()  # a model whose tokenizer is broken ends here, not behind its last layer
             if progress is not None:
@@ -106,7 +111,26 @@ def open_engine(
         engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config))
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
-    return Opened(engine, text, model.arch, model.path, fitted.generation, seconds)
+    return Opened(engine, text, model.arch, model.path, fitted.generation, seconds, _chosen(model, fitted, totals.get("graphs", 0)))
+
+
+def _chosen(model: Runnable, fitted: Fitted, graphs: int) -> dict[str, Any]:
+    from rayneuron import devices
+
+    config, held = model.config, model.capacity
+    ranks = config.tensor_parallel * config.pipeline_parallel
+    each = 1 if devices.ranks_per_process(config.device) > 1 else rank_threads(config, fitted.layout, settings.threads())
+    return {
+        "device": config.device,
+        "dtype": model.dtype,
+        "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "cores": ranks * each,
+        "max_model_len": held.length,
+        "rows": held.rows,
+        "kv_tokens": held.blocks * held.block,
+        "graphs": graphs,
+    }
 
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:

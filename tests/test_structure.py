@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
-    "sources": {"errors", "settings", "config", "demo"},
+    "sources": {"errors", "settings", "config", "demo", "models"},
     "deployment_file": {"errors", "config", "validation", "serve_config", "aliases"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},

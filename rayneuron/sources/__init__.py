@@ -9,8 +9,9 @@ from pathlib import Path
 from rayneuron import demo
 from rayneuron.config import HUB_ID
 from rayneuron.errors import ConfigError
+from rayneuron.models import Progress
 from rayneuron.sources import hub, s3
-from rayneuron.sources.fetching import Progress, logged
+from rayneuron.sources.fetching import logged
 
 S3 = "s3://"
 

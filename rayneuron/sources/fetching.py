@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from rayneuron.errors import ConfigError
+from rayneuron.models import Progress
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # megabytes done, of how many
 Result = TypeVar("Result")
 
 LOOK_PERIOD_S, LINE_PERIOD_S = 0.5, 5.0

@@ -17,7 +17,8 @@ from urllib.parse import quote
 from rayneuron import settings
 from rayneuron.config import HUB_ID
 from rayneuron.errors import CheckpointError, ConfigError, NotReady
-from rayneuron.sources.fetching import Progress, alone, check_room, full, size, wanted, watched
+from rayneuron.models import Progress
+from rayneuron.sources.fetching import alone, check_room, full, size, wanted, watched
 
 log = logging.getLogger(__name__)
 
