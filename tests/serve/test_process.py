@@ -330,7 +330,7 @@ def test_a_model_by_name_is_fetched_by_its_replica(tiny: Path, tmp_path: Path, m
             await_ready(running)
             said = running.said("err")
             assert "file.yaml is overridden by --model-path (model.path), --served-model-name (model.name)" in said
-            assert "fetching org/small at " in said and "MB fetched 1/1" in said
+            assert "fetching org/small at " in said and "tiny: MB fetched " in said
             body = {"model": "small", "prompt": "hello", "max_tokens": 3}
             assert httpx.post(f"{running.url}/m/tiny/v1/completions", json=body, timeout=60).status_code == 200
         with serving(tiny, "--model-path", "org/none") as running:
