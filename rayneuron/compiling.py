@@ -32,22 +32,22 @@ def _compile(config: Deployment, out: Path | None, tell: Tell, progress: Progres
     from rayneuron import loading
     from rayneuron.group.ahead import stage_folder
 
-    (model, _), stages = loading.check(config), config.pipeline_parallel
+    (model, fitted), stages = loading.check(config), config.pipeline_parallel
     for stage in range(stages):
         if stages > 1:
             tell(f"stage {stage} of {stages}:")
-        found = _compile_stage(model, stage, tell, progress)
+        found = _compile_stage(model, stage, fitted.layout.nodes_per_stage, tell, progress)
         if out is not None:
             shutil.copytree(found, stage_folder(out, stage, stages), dirs_exist_ok=True)
     return found if stages == 1 else found.parent
 
 
-def _compile_stage(model: Runnable, stage: int, tell: Tell, progress: Progress) -> Path:
-    """The cache's entry of one stage."""
+def _compile_stage(model: Runnable, stage: int, nodes: int, tell: Tell, progress: Progress) -> Path:
+    """The cache's entry of one stage, whose ranks lie on so many nodes."""
     from rayneuron import devices, settings
     from rayneuron.engine.buckets import inventory
     from rayneuron.group.opening import open_rank
 
     threads = model.config.threads or settings.threads()  # nothing else runs here
-    with closing(open_rank(model, threads, lambda done, total: None, stage=stage, compiling=True)) as runner:
+    with closing(open_rank(model, threads, lambda done, total: None, stage=stage, workers=nodes, compiling=True)) as runner:
         return devices.precompile(model.config.device, runner.device, runner.program, inventory(model.capacity), tell, progress)

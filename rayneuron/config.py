@@ -97,7 +97,10 @@ class Buckets(Section):
         "instead of x token_generation; auto: powers of two from 512.",
     )
     batch: list[int] | None = Field(None, description="Rows of a decode step (B).")
-    smallest: int = Field(128, ge=1, description="First power of two of the generated length buckets.")
+    smallest: int | None = Field(
+        None, ge=1, description="First of the generated length buckets; default: 128, and by twos; on Neuron 2048, and by fours."
+    )
+    scores: bool | None = Field(None, description="Graphs for prompt_logprobs; default: not on Neuron, where each is minutes of compiling.")
 
     @field_validator("context_encoding", "token_generation", "batch", "prefix")
     @classmethod
@@ -190,6 +193,8 @@ class Compile(Section):
         None, description="Mixed-precision accumulation; default: the compiler's, off from 32k contexts."
     )
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
+    workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
     async_mode: bool = Field(
         False, description="The device computes a step while the host prepares the next and delivers the last. Not with pipeline_parallel."
     )
@@ -242,6 +247,11 @@ class Deployment(Section):
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""
         return min(self.block_size or _BLOCKS.get(self.device, length), length)
+
+    @property
+    def few_graphs(self) -> bool:
+        """Whether a graph of the device costs so much that few are listed where nobody names them."""
+        return self.device not in _BLOCKS
 
     def model_options(self) -> dict[str, Any]:
         """What `models.check` is told besides degree and length."""

@@ -20,7 +20,7 @@ from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
 from rayneuron.placement import cores
-from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, stage_memory
+from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, graphs_of, stage_memory
 from rayneuron.placement.layout import Layout, counted, group_layout, partition
 from rayneuron.placement.memory import Memory
 from rayneuron.text import text
@@ -109,6 +109,7 @@ def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) ->
     """Hold a deployment against a config.json. Raises ConfigError or CheckpointError with what to write instead."""
     layout = group_layout(config, devices.ranks_per_process(config.device))
     capacity = capacity_of(config, raw)
+    graphs_of(config, capacity)
     arch = models.check(dict(raw), tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
     _check_memory(config, raw, layout, capacity)

@@ -38,11 +38,6 @@ def environment(defaults: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def overridden(values: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process: this one's, with `values` on top."""
-    return {**os.environ, **values}
-
-
 def export(values: Mapping[str, str]) -> None:
     """Set variables of this process, for libraries that read them later. What they were before stays known to `given`."""
     changed = {name: value for name, value in values.items() if os.environ.get(name) != value}
@@ -72,6 +67,16 @@ def bind(cores: str, name: str) -> None:
     """Note that the runtime of this process is about to take `cores`, for good."""
     if bound_cores() is None:
         os.environ[_BOUND] = f"{os.getpid()} {cores} {name}"
+
+
+def root_ports() -> str | None:
+    """Ports of this node that the Neuron runtime may meet on, RAYNEURON_ROOT_PORTS: FIRST-LAST; None: `placement.ports` says."""
+    return os.environ.get("RAYNEURON_ROOT_PORTS") or None
+
+
+def any_sdk() -> bool:
+    """Whether an SDK that is not known to serve models on this chip is tried all the same: RAYNEURON_ANY_SDK=1."""
+    return os.environ.get("RAYNEURON_ANY_SDK") == "1"
 
 
 def ledger_dir() -> Path:

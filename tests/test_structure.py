@@ -42,7 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policies": {"errors", "types", "hashing"},
     "api": {"errors", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
-    "placement": LEAVES | {"models", "engine.buckets", "policies", "devices.neuron.releases"},
+    "placement": LEAVES
+    | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "loading": LEAVES | {"text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
@@ -74,7 +76,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
-    "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/"),
+    "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
+    + ("neuron_check/",),
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
@@ -87,7 +90,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
+    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")

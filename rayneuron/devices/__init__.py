@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAMES = ("cpu", "neuron")
 # Keys of a deployment's `compile` that mean nothing to a device. The CPU compiles no graphs, and keeps its kernels in a place of its own.
-UNHEARD = {"cpu": ("cache", "required", "optimization", "tiling", "mixed_accumulation", "flags")}
+UNHEARD = {"cpu": ("cache", "required", "optimization", "tiling", "mixed_accumulation", "flags", "workers", "reduce_dtype")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     check(name)
     if name == "neuron":
         from rayneuron.devices.neuron.device import Neuron
-        from rayneuron.devices.neuron.graphs import Border
+        from rayneuron.devices.neuron.targets import Border
 
         a = ahead or Ahead()
         return Neuron(

@@ -161,6 +161,9 @@ class Device(Protocol):
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Take the rank's weights and allocate zeroed KV."""
 
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """The part of `compile` that needs no other process: in a group, all have done it before one does the rest."""
+
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Make every shape ready to run at full speed. A shape that was not listed is an error afterwards."""
 

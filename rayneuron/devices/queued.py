@@ -49,6 +49,10 @@ class Queued:
         self._ids = torch.zeros(kv.space.rows + 1, dtype=torch.int32)
         self._do(lambda: self._device.load(weights, kv))
 
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """As the device."""
+        self._do(lambda: self._device.prepare(program, shapes, progress))
+
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """As the device, on the thread that will run."""
         self._do(lambda: self._device.compile(program, shapes, progress))

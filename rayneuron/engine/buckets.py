@@ -16,8 +16,9 @@ from rayneuron.engine.prefix_buckets import select_prefix
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvSpace
 
-SMALLEST_CONTEXT = 32  # new tokens of the smallest prefill graph, where nothing else is said
-SMALLEST_PREFIXED = 512  # the same with prefix buckets, as NxD Inference has it
+SMALLEST_CONTEXT, SMALLEST_LENGTH = 32, 128  # new tokens and attended positions of the smallest graph, where nothing else is said
+SMALLEST_PREFIXED = 512  # new tokens with prefix buckets, as NxD Inference has it
+FEW_CONTEXT, FEW_LENGTH = 128, 2048  # the smallest where every graph is minutes of compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ class Capacity:
     """What one engine can hold, in rows and tokens, and the bucket lists that follow from it (each sorted, the maximum included).
 
     rows: sequences at once; length: positions of a sequence; chunk: most new tokens of a prefill step; scores: the same for a prefill
-    whose every logit is wanted; blocks, block: the KV of all, and the positions of one; prefix: where not empty, a prefill of T new tokens
-    has a graph for each of these numbers of tokens before it, 0 among them, instead of one for each length.
+    whose every logit is wanted; blocks, block: the KV of all, and the positions of one; wants: what there are graphs for; prefix: where
+    not empty, a prefill of T new tokens has a graph for each of these numbers of tokens before it, 0 among them, instead of one for each
+    length.
     """
 
     rows: int
@@ -40,6 +42,7 @@ class Capacity:
     lengths: tuple[int, ...]
     prefill_rows: tuple[int, ...]
     prefix: tuple[int, ...] = ()
+    wants: tuple[Want, ...] = (LIKELIEST, SAMPLED, LOGITS, SCORES)
 
     @property
     def space(self) -> KvSpace:
@@ -52,6 +55,15 @@ def powers(low: int, high: int) -> list[int]:
     if low >= high:
         return [high]
     return [2**i for i in range(int(log2(low)), round(log2(high)))] + [high]
+
+
+def fours(low: int, high: int, least: int = 1) -> list[int]:
+    """`high`, and at every fourth the powers of two below it down to `low`; `least` sizes if there are so many."""
+    sizes, size = [high], 2 ** (high.bit_length() - 3) if high > 3 else 0
+    while size and (size >= low or len(sizes) < least):
+        sizes.append(size)
+        size //= 4
+    return sorted(sizes)
 
 
 def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
@@ -71,15 +83,18 @@ def capacity(
     batch: Sequence[int] | None = None,
     context: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
-    smallest: int = 128,
-    smallest_context: int = SMALLEST_CONTEXT,
+    smallest: int | None = None,
+    smallest_context: int | None = None,
     prefill_rows: Sequence[int] = (1, 2, 4),
     scores: int = 128,
     prefix: Sequence[int] = (),
+    few: bool = False,
+    wants: Sequence[Want] | None = None,
 ) -> Capacity:
     """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum. block: None for one block a row.
 
-    With `prefix`, a prefill is of one row, as NxD Inference's prefix caching has it; 0 and the maximum are always in the list.
+    `few`: for devices where a graph is minutes of compiling: one output kind, prefill and decode of one row and decode of all, sizes by
+    fours. With `prefix`, a prefill is of one row, as NxD Inference's prefix caching has it; 0 and the maximum are always in the list.
     """
     chunk = min(chunk, length)
     if context and max(context) > length:
@@ -92,7 +107,10 @@ def capacity(
     full = rows * -(-length // block)
     if kv_tokens is not None and kv_tokens < block:
         raise ConfigError(f"kv_cache_tokens must hold a block of {block} tokens, got {kv_tokens}; write more, or a smaller block_size")
-    context = sorted({*context}) if context else powers(smallest_context, chunk)
+    by, low = (fours, FEW_CONTEXT) if few else (powers, SMALLEST_CONTEXT)
+    context = sorted({*context}) if context else by(smallest_context or low, chunk)
+    if few:
+        prefill_rows, batch, lengths = (1,), batch or (1,), lengths or fours(smallest or FEW_LENGTH, length, least=2)
     return Capacity(
         rows=rows,
         length=length,
@@ -102,9 +120,10 @@ def capacity(
         block=block,
         batch=tuple(sorted({*(batch or powers(1, rows)), rows})),
         context=tuple(context),
-        lengths=tuple(sorted({*(lengths or powers(smallest, length)), length})),
+        lengths=tuple(sorted({*(lengths or powers(smallest or SMALLEST_LENGTH, length)), length})),
         prefill_rows=(1,) if prefix else tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
         prefix=tuple(sorted({0, *prefix, length})) if prefix else (),
+        wants=tuple(wants or ((LOGITS,) if few else (LIKELIEST, SAMPLED, LOGITS, SCORES))),
     )
 
 
@@ -120,10 +139,10 @@ def prefill_sizes(c: Capacity) -> list[tuple[int, int]]:
     return [(r, t) for r in c.prefill_rows for t in c.context if r * t <= c.chunk]
 
 
-def inventory(c: Capacity, wants: Sequence[Want] = (LIKELIEST, SAMPLED, LOGITS, SCORES)) -> list[Shape]:
+def inventory(c: Capacity) -> list[Shape]:
     """All graphs of one engine. Prefill attends every length bucket that can hold its tokens; all scores exist for one row only."""
     made: list[Shape] = []
-    for want in wants:
+    for want in c.wants:
         for rows, tokens in prefill_sizes(c):
             if want == SCORES and (rows > 1 or tokens > c.scores):
                 continue

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rayneuron.devices.base import Pending, StepOutput
+from rayneuron.devices.base import SCORES, Pending, StepOutput
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
@@ -76,6 +76,9 @@ class Engine:
         """Raise RequestError if the request could never run here. Safe from any thread."""
         known = any(params is request.params for params in self._sound)  # the prompts of a call share them, and they may list a vocabulary
         validate(request, self.capacity.length, self.scheduler.blocks.total_tokens, self.vocab, None if known else self.eos_ids)
+        if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
+            said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
+            raise RequestError(said, param="prompt_logprobs")
         if known:
             return
         if self._rule is not None:

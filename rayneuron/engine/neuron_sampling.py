@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from rayneuron.errors import ConfigError, RequestError
+from rayneuron.models.choice import LOWEST
+from rayneuron.models.ops import PLAIN, Ops
 from rayneuron.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def check_request(params: SamplingParams, rule: NeuronSampling) -> None:
 
 
 def sample(
-    logits: Tensor, top_k: Tensor, top_p: Tensor, temperature: Tensor, uniform: Tensor, rule: NeuronSampling
+    logits: Tensor, top_k: Tensor, top_p: Tensor, temperature: Tensor, uniform: Tensor, rule: NeuronSampling, ops: Ops = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """[B, V] float32 and [B] parameters -> ids [B] int32, complete [B] bool (always: what is beyond the candidates is never drawn).
 
@@ -81,7 +83,7 @@ def sample(
     top_p off for the whole batch.
     """
     if not (rule.do_sample or rule.dynamic):
-        ids = logits.argmax(-1).to(torch.int32)
+        ids = ops.likeliest(logits)
         return ids, torch.ones_like(ids, dtype=torch.bool)
     if not rule.dynamic:
         top_k, top_p, temperature = (
@@ -89,17 +91,16 @@ def sample(
         )
     cold = temperature <= 0
     top_k, top_p = torch.where(cold, 1, top_k), torch.where(cold, 1.0, top_p)
-    count = min(rule.global_topk or logits.shape[-1], logits.shape[-1])
-    values, which = logits.topk(count, -1)
-    forbidden = values == float("-inf")
-    place = torch.arange(count, dtype=torch.int32, device=logits.device)
+    values, which = ops.shortlist(logits, rule.global_topk or logits.shape[-1])
+    forbidden = values < LOWEST  # -inf, which only the host writes
+    place = torch.arange(values.shape[-1], dtype=torch.int32, device=logits.device)
     values = torch.where(place < top_k[:, None], values, MASKED) / torch.where(cold, 1.0, temperature)[:, None]
-    reached = values.softmax(-1).cumsum(-1)
+    reached = ops.cumsum(values.softmax(-1))
     # NxD compares with max(smallest of all rows' sums, top_p). That smallest is some row's first candidate, which is kept anyway.
     kept = (reached <= top_p[:, None]) | (place < rule.top_p_min_tokens)
     p = torch.where(kept | (top_p[:, None] >= 1), values, MASKED).softmax(-1)
     p = torch.where(forbidden, 0.0, p)  # MASKED is drawn where all are: top_k 0 draws evenly of the candidates, but not of those
-    reached = p.cumsum(-1)
+    reached = ops.cumsum(p)
     reached = reached / reached[:, -1:]
     u = torch.full_like(uniform, 0.5) if rule.deterministic else uniform
     chosen = (u[:, None] > reached[:, :-1]).sum(-1, keepdim=True)

@@ -83,6 +83,10 @@ class Runner:
         """Hand weights to the device and allocate KV."""
         self.device.load(weights, kv_shape(self.arch, self._space, self.device.comm.ranks, len(weights["layers"])))
 
+    def prepare(self, progress: Progress) -> None:
+        """What `warm` does before it needs other processes."""
+        self.device.prepare(self.program, inventory(self.capacity), progress)
+
     def warm(self, progress: Progress) -> None:
         """Make every shape of the inventory ready. Afterwards no request meets a first time."""
         self.device.compile(self.program, inventory(self.capacity), progress)

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayneuron.devices import host
+from rayneuron.models import choice
+from rayneuron.models.ops import PLAIN, Ops
 
 CANDIDATES = 256  # NxD Inference's global_topk; a nucleus that is larger is sampled on the host
-_BELOW_ONE = 1.0 - 2.0**-23
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int]) -> NDArray[np.float32]:
@@ -38,14 +39,10 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """[B, V] -> ids [B] int32; the lowest id among equals."""
-    return logits.argmax(-1).to(torch.int32)
-
-
 def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, candidates: int = CANDIDATES
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, candidates: int = CANDIDATES,
+    ops: Ops = PLAIN,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[B, V] float32 and [B] parameters -> ids [B] int32, complete [B] bool.
 
     Filters follow transformers: temperature, then top-k, then top-p renormalised over what top-k left (the token that crosses top_p
@@ -54,15 +51,13 @@ def sample(
     """
     cold = temperature <= 0
     scaled = logits / torch.where(cold, 1.0, temperature)[:, None]
-    everything = _draw((scaled - scaled.amax(-1, keepdim=True)).exp(), uniform)
-    count = min(candidates, logits.shape[-1])
-    top, ids = scaled.topk(count, dim=-1)
-    mass = (scaled.logsumexp(-1, keepdim=True)).expand(-1, 1)
-    kept, inside = _keep(top, mass, top_k, top_p, min_p)
-    chosen = ids.gather(-1, _draw(torch.where(kept, (top - top[:, :1]).exp(), 0.0), uniform)[:, None])[:, 0]
+    top, ids = ops.shortlist(scaled, candidates)
+    kept, inside = _keep(top, ops.log_sum(scaled), top_k, top_p, min_p, ops)
+    chosen = ids.gather(-1, choice.pick(torch.where(kept, (top - top[:, :1]).exp(), 0.0), uniform, ops.cumsum)[:, None])[:, 0]
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    out = torch.where(cold, top.new_zeros((), dtype=ids.dtype) + ids[:, 0], torch.where(filtered, chosen, everything))
-    return out.to(torch.int32), cold | ~filtered | inside | (count == logits.shape[-1])
+    drawn = torch.where(filtered, chosen, ops.draw(scaled, uniform)).to(torch.int32)
+    everything = top.shape[-1] == logits.shape[-1] * ops.parts
+    return torch.where(cold, ops.likeliest(logits), drawn), cold | ~filtered | inside | everything
 
 
 def on_host(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
@@ -72,22 +67,14 @@ def on_host(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, m
     return sample(logits, *how, candidates=logits.shape[-1])[0] if ids is None else ids
 
 
-def _keep(top: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+def _keep(top: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """Sorted logits [B, C] and log normaliser [B, 1] -> kept [B, C], inside [B] (nothing beyond C would be kept)."""
-    place = torch.arange(top.shape[-1], device=top.device)
+    place = torch.arange(top.shape[-1], dtype=torch.int32, device=top.device)
     limit = torch.where(top_k > 0, top_k, 2**31 - 1)[:, None]
     within = place < limit
     bounded = (top_k > 0) & (top_k <= top.shape[-1])
-    total = torch.where(bounded[:, None], torch.where(within, top, float("-inf")).logsumexp(-1, keepdim=True), mass)
+    total = torch.where(bounded[:, None], choice.log_sum_exp(torch.where(within, top, choice.LOWEST)), mass)
     p = (top - total).exp()
-    before = p.cumsum(-1) - p
+    before = ops.cumsum(p) - p
     kept = within & (before < top_p[:, None]) & (p >= min_p[:, None] * p[:, :1])
     return kept | (place == 0), bounded | ~kept[:, -1]
-
-
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse of the cumulative sum: weights [B, N] >= 0, uniform [B] -> index [B] int64 of positive weight."""
-    reached = weights.cumsum(-1)
-    total = reached[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, total * _BELOW_ONE)
-    return (reached <= target).sum(-1)

@@ -41,7 +41,7 @@ def finish(
     """The end of a step: hidden [B,T,E] to logits and next ids."""
     want = shape.want
     if want.ids is None:
-        return StepOutput(logits=decoder.logits(arch, ops, comm, weights, hidden))
+        return StepOutput(logits=ops.whole(decoder.logits(arch, ops, comm, weights, hidden)))
     if shape.tokens > 1:
         hidden = hidden[torch.arange(shape.rows, dtype=torch.int32, device=batch.last.device), batch.last]
     else:
@@ -51,9 +51,9 @@ def finish(
     logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
     uniform = batch.uniform[:, 0]
     if rule is not None:
-        ids, complete = neuron_sampling.sample(logits, batch.top_k, batch.top_p, batch.temperature, uniform, rule)
-        return StepOutput(ids=ids[:, None], complete=complete, logits=logits)
+        ids, complete = neuron_sampling.sample(logits, batch.top_k, batch.top_p, batch.temperature, uniform, rule, ops)
+        return StepOutput(ids=ids[:, None], complete=complete, logits=ops.whole(logits))
     how = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, uniform)
     fused = ops.sample(logits, *how) if ops.sample is not None else None
-    ids, complete = sampling.sample(logits, *how) if fused is None else fused
-    return StepOutput(ids=ids[:, None], complete=complete, logits=logits)
+    ids, complete = sampling.sample(logits, *how, ops=ops) if fused is None else fused
+    return StepOutput(ids=ids[:, None], complete=complete, logits=ops.whole(logits))

@@ -42,7 +42,9 @@ def ahead(
         first=stage == 0,
         last=stage == stages - 1,
         hidden=hidden,
-        options=CompilerOptions(said.optimization, said.tiling, said.mixed_accumulation, said.flags),
+        options=CompilerOptions(
+            said.optimization, said.tiling, said.mixed_accumulation, said.flags, said.workers, said.reduce_dtype
+        ),
         float8=float8(config, raw),
         model=config.model.served_name,
     )

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -34,11 +35,12 @@ class Processes(Protocol):
 
 
 class Children:
-    """Child processes of this one."""
+    """Child processes of this one. `before_start`: variables they start with, where the operator has not set them."""
 
     node_ips: Sequence[str] = (LOOPBACK,)
 
-    def __init__(self) -> None:
+    def __init__(self, before_start: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._before_start = before_start
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -49,7 +51,7 @@ class Children:
     def start(self, invitations: Sequence[Invitation], nodes: Sequence[int]) -> None:
         """Start them all on this host."""
         root = str(Path(rayneuron.__file__).parents[1])
-        environment = settings.overridden({"PYTHONPATH": ":".join(dict.fromkeys([root, *filter(None, sys.path)]))})
+        environment = settings.environment(self._before_start) | {"PYTHONPATH": ":".join(dict.fromkeys([root, *filter(None, sys.path)]))}
         for invitation in invitations:
             process = subprocess.Popen([sys.executable, "-m", "rayneuron.group.worker"], stdin=subprocess.PIPE, env=environment)
             self._processes[invitation.index] = process

@@ -25,6 +25,7 @@ from rayneuron.group.rendezvous import Member, Rendezvous
 from rayneuron.group.watch import Watch, error_of
 from rayneuron.group.worker import Invitation
 from rayneuron.models import Progress
+from rayneuron.placement.environment import BEFORE_START
 from rayneuron.placement.layout import Layout, rank_threads
 from rayneuron.placement.memory import float8
 from rayneuron.placement.records import this_process
@@ -48,16 +49,14 @@ class Group:
     ) -> None:
         self.model, self.layout = model, layout
         self.config, self.capacity = model.config, model.capacity
-        self.processes = processes or Children()
+        self.processes = processes or Children(BEFORE_START if self.config.instance else {})
         self.members: list[Member] = []
-        self.refused = 0
-        self.steps = 0
+        self.refused = self.steps = 0
         self.step_s = self.busy_s = self._began_s = 0.0
         self.rank = Rank()
-        self._on_lost = on_lost
         self._rendezvous: Rendezvous | None = None
         self._watch: Watch | None = None
-        self._closed = False
+        self._on_lost, self._closed = on_lost, False
 
     @property
     def lost(self) -> str | None:
@@ -99,15 +98,17 @@ class Group:
 
     def load(self, progress: Progress = lambda done, total: None) -> None:
         """Read the weights, every rank its share, all at once."""
-        self._send(messages.LoadWeights())
-        self._locally(lambda: self.rank.load(self._checked(progress)))
-        self._all(Ready, "has not loaded its weights, and made no progress", self.config.group.load_s)
+        self._together(messages.LoadWeights(), lambda: self.rank.load(self._checked(progress)), "has not loaded its weights")
 
     def warm(self, progress: Progress = lambda done, total: None) -> None:
-        """Make every shape ready, all ranks together."""
-        self._send(messages.Warm())
-        self._locally(lambda: self.rank.warm(self._checked(progress)))
-        self._all(Ready, "has not warmed up, and made no progress", self.config.group.load_s)
+        """Make every shape ready: first all have their graphs, however long one of them compiles; then they load them together."""
+        self._together(messages.Prepare(), lambda: self.rank.prepare(self._checked(progress)), "has not compiled its graphs")
+        self._together(messages.Warm(), lambda: self.rank.warm(self._checked(progress)), "has not warmed up")
+
+    def _together(self, message: messages.ToWorker, work: Callable[[], None], late: str) -> None:
+        self._send(message)
+        self._locally(work)
+        self._all(Ready, f"{late}, and made no progress", self.config.group.load_s)
 
     @property
     def overlaps(self) -> bool:
@@ -133,8 +134,8 @@ class Group:
         answers = self._all(Done, f"has not finished step {step.number}", self.config.group.step_s)
         self.step_s += time.perf_counter() - self._began_s
         self.busy_s += self.rank.busy_s + sum(answer.busy_s for answer in answers)
-        outputs = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
-        return pipeline.merge(outputs, step.rows)
+        last = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
+        return pipeline.merge(last, step.rows)
 
     def close(self) -> None:
         """End every worker and give everything back. Harmless twice."""

@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 
-VERSION = 5  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 6  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -96,6 +96,10 @@ class LoadWeights(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: read the weights."""
 
 
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: find or compile the graphs. Nodes may take minutes or hours for it, and the device's own meeting must not wait so long."""
+
+
 class Warm(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: make every shape ready, with me."""
 
@@ -117,11 +121,11 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker: Begin, LoadWeights or Warm is done."""
+    """A worker: Begin, LoadWeights, Prepare or Warm is done."""
 
 
 class Advance(msgspec.Struct, tag=True, frozen=True):
-    """A worker: `done` of `total` parts of LoadWeights or Warm."""
+    """A worker: `done` of `total` parts of LoadWeights, Prepare or Warm."""
 
     done: int
     total: int
@@ -145,5 +149,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | LoadWeights | Warm | Step | Stop | Beat
+ToWorker = Place | Begin | LoadWeights | Prepare | Warm | Step | Stop | Beat
 FromWorker = Hello | Placed | Ready | Advance | Done | Failed

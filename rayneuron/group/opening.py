@@ -47,14 +47,14 @@ def open_rank(
     config, dtype = model.config, models.compute_type(model.dtype)
     made = ahead(config, model.capacity.length, worker, workers, stage, model.arch.hidden, model.raw)
     if compiling:
-        made = replace(made, local_ranks=1, artifact=None, required=False)
+        made = replace(made, artifact=None, required=False)
     program = pipeline.program(model.arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
     with ExitStack() as undo:
         kv_dtype = models.kv_type(config.kv_dtype)
         device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=threads, comm=comm)
         undo.callback(device.close)
         runner = Runner(model.arch, device, model.capacity, program)
-        runner.load(_weights(model, made, stage, progress))
+        runner.load(_weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress))
         undo.pop_all()
     return runner
 

@@ -21,7 +21,7 @@ from rayneuron.devices.base import Ended, Pending, StepOutput
 from rayneuron.devices.neuron import releases
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group.messages import Begin, Place, Placed
-from rayneuron.placement import cores, instances
+from rayneuron.placement import cores, instances, ports
 from rayneuron.placement.ledger import Grant, Ledger
 
 if TYPE_CHECKING:
@@ -91,8 +91,6 @@ class Rank:
         import torch
 
         torch.set_num_threads(begin.threads)
-        while self._probes:
-            self._probes.pop().close()
         self._connect(begin, check)
         self._comm = self._collectives(begin)
 
@@ -115,9 +113,16 @@ class Rank:
         )  # fmt: skip
         self._held.callback(self.runner.close)
 
+    def prepare(self, progress: Progress) -> None:
+        """Find or compile the graphs."""
+        assert self.runner is not None
+        self.runner.prepare(progress)
+
     def warm(self, progress: Progress) -> None:
         """Make every shape ready; all ranks of the group do so together."""
         assert self.runner is not None
+        while self._probes:  # until now: compiling and loading take from minutes to hours, and the runtime binds its port after them
+            self._probes.pop().close()
         self.runner.warm(progress)
 
     def run(self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
@@ -192,10 +197,17 @@ class Rank:
         return f"{place.node_ip}:{port}"
 
     def _hold_ports(self, ip: str) -> tuple[int, int]:
-        """Two ports for the runtime's own meetings; held until all of the group have theirs, so that none is given twice."""
-        self._probes = [self._held.enter_context(wire.listen(ip)) for _ in range(2)]
-        first, second = (probe.getsockname()[1] for probe in self._probes)
-        return first, second
+        """Two ports for the runtime's own meetings; held until just before it binds them."""
+        pool = ports.pool(settings.root_ports())
+        risk = ports.endangered(pool)
+        if risk is not None and self.grant is not None:
+            log.warning("%s", risk)
+        for pair in ports.pairs(pool, self.grant.cores[0] if self.grant is not None else 0):
+            held = wire.hold(ip, pair)
+            if held is not None:
+                self._probes = [self._held.enter_context(probe) for probe in held]
+                return pair
+        raise ConfigError(f"all ports {pool[0]}-{pool[-1]} of {ip} are taken; write {ports.NAME}=FIRST-LAST with others")
 
     def _connect(self, begin: Begin, check: Check) -> None:
         from rayneuron.group import links

@@ -20,7 +20,7 @@ import msgspec
 from rayneuron import wire
 from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
-from rayneuron.group.messages import Advance, Beat, Begin, Failed, Hello, LoadWeights, Place, Ready, Step, Stop, ToWorker, Warm
+from rayneuron.group.messages import Advance, Beat, Begin, Failed, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, ToWorker, Warm
 from rayneuron.group.rank import Rank
 from rayneuron.placement.records import process_started
 
@@ -91,6 +91,9 @@ def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
                 channel.send(Ready())
             case LoadWeights():
                 rank.load(_reporter(channel))
+                channel.send(Ready())
+            case Prepare():
+                rank.prepare(_reporter(channel))
                 channel.send(Ready())
             case Warm():
                 rank.warm(_reporter(channel))

@@ -139,12 +139,18 @@ def greedy(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], 
     fused = ops.greedy(arch, ops, comm, weights, hidden) if ops.greedy is not None else None
     if fused is not None:
         return fused
-    return logits(arch, ops, comm, weights, hidden).argmax(-1).to(torch.int32)
+    return ops.likeliest(logits(arch, ops, comm, weights, hidden))
 
 
 def logits(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:
     """hidden [...,E] -> float32 [...,V]. The padding that sharding added to the vocabulary is cut off, so it can never be chosen."""
-    x = comm.gather(ops.linear(weights["top"], "head", hidden))[..., : arch.vocab].float()
+    if ops.logits is not None:
+        return ops.logits(arch, ops, comm, weights, hidden)
+    return capped(arch, comm.gather(ops.linear(weights["top"], "head", hidden))[..., : arch.vocab].float())
+
+
+def capped(arch: Arch, x: Tensor) -> Tensor:
+    """Logits with the model's scale and soft cap."""
     if arch.logits_scale != 1:
         x = x / arch.logits_scale
     return arch.softcap_logits * torch.tanh(x / arch.softcap_logits) if arch.softcap_logits else x

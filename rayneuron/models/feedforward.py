@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rayneuron.models.arch import Arch
+from rayneuron.models.choice import cumsum
 from rayneuron.models.ops import Ops
 
 
@@ -64,7 +65,7 @@ def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     if arch.renormalise:
         share = share / share.sum(-1, keepdim=True)
     if arch.capacity_factor is not None and x.shape[1] > 1:
-        share = share * within_capacity(which, arch.experts, arch.capacity_factor)
+        share = share * within_capacity(which, arch.experts, arch.capacity_factor, ops.cumsum)
     share = share.to(x.dtype)
     limit = (arch.swiglu_limit,) if arch.swiglu_limit else ()
     out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act], *limit)
@@ -73,13 +74,13 @@ def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return out.view(x.shape)
 
 
-def within_capacity(which: Tensor, experts: int, factor: float) -> Tensor:
+def within_capacity(which: Tensor, experts: int, factor: float, sums: Callable[[Tensor], Tensor] = cumsum) -> Tensor:
     """1 where a token is among the first `ceil(T k factor / X)` of its row that chose the expert, else 0 (NxD's dropping). which [B,T,k].
 
     Counted a row, so neighbours never displace a token; padding sits at the end of a row and displaces nobody.
     """
     t, k = which.shape[1:]
     capacity = min(t, math.ceil(t * k * factor / experts))
-    chosen = F.one_hot(which, experts).sum(2)  # B T X
-    place = chosen.cumsum(1).gather(2, which)
-    return (place <= capacity).float()
+    chosen = (which[..., None] == torch.arange(experts, dtype=which.dtype, device=which.device)).float()  # B T k X
+    place = sums(chosen.sum(2).transpose(1, 2)).transpose(1, 2)  # B T X
+    return ((chosen * place[:, :, None]).sum(-1) <= capacity).float()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import StepTables, mask_value
+from rayneuron.models.choice import log_sum_exp
 from rayneuron.models.kv import KvShape
 
 if TYPE_CHECKING:
@@ -86,6 +87,6 @@ def partial(q: Tensor, layer: Layer, blocks: Tensor, mask: Tensor, scale: float)
     b, t, heads, size = q.shape
     group = q.transpose(1, 2).reshape(b, k.shape[1], -1, t, size)  # B K G/K T D
     scores = (torch.einsum("bkgtd,bkld->bkgtl", group, k) * scale).float() + mask[:, :, None]
-    weight = scores.logsumexp(-1)
-    out = torch.einsum("bkgtl,bkld->bkgtd", (scores - weight[..., None]).exp().to(q.dtype), v)
+    weight = log_sum_exp(scores)
+    out = torch.einsum("bkgtl,bkld->bkgtd", (scores - weight).exp().to(q.dtype), v)
     return out.reshape(b, heads, t, size).transpose(1, 2), weight.reshape(b, heads, t).transpose(1, 2)

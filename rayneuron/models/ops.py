@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayneuron.models import rotary
+from rayneuron.models import choice, rotary
 from rayneuron.models.experts import experts
 from rayneuron.models.linear import linear
 
@@ -31,6 +31,8 @@ class Ops:
     which may be the same, written in place; attend(q, layer, blocks, length, bias, scale, softcap=0, sinks=None) -> [B,T,H*D];
     top_k(x, k) -> values, int64 indices (last dim); experts(w, x, which, share, act, limit=0) -> the weighted sum of the chosen experts
     of every token.
+    `cumsum`, and of logits `likeliest`, `shortlist`, `log_sum`, `draw` and `whole` as in `models.choice`. `parts`: ranks among which
+    they find the vocabulary divided, as `logits` then leaves it: it has the arguments of `decoder.logits`.
     Three fused forms a device may have, with the arguments and results of `decoder.layers`, `decoder.greedy` and `engine.sampling.sample`;
     None is returned for what they do not cover, which the verbs above then do.
     """
@@ -42,6 +44,14 @@ class Ops:
     attend: Callable[..., Tensor]
     top_k: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[..., Tensor]
+    cumsum: Callable[[Tensor], Tensor] = choice.cumsum
+    likeliest: Callable[[Tensor], Tensor] = choice.likeliest
+    shortlist: Callable[[Tensor, int], tuple[Tensor, Tensor]] = choice.shortlist
+    log_sum: Callable[[Tensor], Tensor] = choice.log_sum_exp
+    draw: Callable[[Tensor, Tensor], Tensor] = choice.draw
+    whole: Callable[[Tensor], Tensor] = choice.whole
+    parts: int = 1
+    logits: Callable[..., Tensor] | None = None
     layers: Callable[..., Tensor | None] | None = None
     greedy: Callable[..., Tensor | None] | None = None
     sample: Callable[..., tuple[Tensor, Tensor] | None] | None = None

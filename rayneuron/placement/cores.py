@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,10 +169,25 @@ def left(kind: Instance, chips: Sequence[Chip], said: str | None) -> frozenset[i
 
 
 def left_here(kind: Instance, said: str | None, root: Path = Path("/")) -> frozenset[int]:
-    """`left` of this machine; where its devices are of another type (a plan made elsewhere), as if it had none. Raises ConfigError."""
+    """`left` of this machine; where its devices are of another type (a plan made elsewhere), as if it had none. Raises ConfigError.
+
+    An image without neuron-ls still shows the files of the devices that a pod or `docker run --device` was given.
+    """
     chips = probe(root)[0]
+    if not chips and kind.name in INSTANCES:
+        seen = [Chip(number, kind.cores // kind.devices, kind.device_memory_bytes) for number in _device_files(root)]
+        return left(kind, [chip for chip in seen if chip.device < kind.devices], said)
     known = any((kind.name, kind.lnc) == (fit.name, fit.lnc) for fit in (_fitting(chips) if chips else ()))
     return left(kind, chips if known else (), said)
+
+
+def _device_files(root: Path) -> list[int]:
+    """Numbers of the devices whose files are here. A pod's may have been renamed, but the minor number is the device's."""
+    found = set()
+    for file in (root / "dev").glob("neuron[0-9]*"):
+        about = file.stat()
+        found.add(os.minor(about.st_rdev) if stat.S_ISCHR(about.st_mode) else int(file.name.removeprefix("neuron")))
+    return sorted(found)
 
 
 def check_links(kind: Instance, chips: Sequence[Chip]) -> list[str]:

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from rayneuron import settings
 from rayneuron.errors import ConfigError
-from rayneuron.placement import cores, instances, records
+from rayneuron.placement import cores, instances, ports, records
 from rayneuron.placement.instances import Instance, declared
 from rayneuron.placement.ledger import Ledger
 from rayneuron.policies.packing import compact
@@ -35,6 +36,9 @@ def report(
     if kind is not None:
         left = cores.left_here(kind, visible, root)
         yield f"{kind.name}: cores {compact(left)}" + (f" of {kind.cores} are here and left to us" if len(left) < kind.cores else "")
+    risk = ports.endangered(ports.pool(settings.root_ports()), root) if kind is not None else None
+    if risk is not None:
+        yield f"ports: {risk}"
     nodes = sorted(folder for folder in directory.glob("*") if (folder / "cores.lock").is_file()) if directory.is_dir() else []
     if not nodes:
         yield f"cores: no ledger under {directory}, so nobody has taken any on this machine"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rayneuron.config import Deployment
 from rayneuron.devices.neuron import releases
@@ -20,7 +21,8 @@ from rayneuron.placement.instances import Instance
 from rayneuron.placement.layout import Layout, Worker
 
 _EXEC_TIMEOUT_S = 600  # the documents name 2, 30 and 600 as the default: set it
-_MALLOC_ARENAS = 64  # more arenas multiply host memory while weights load
+# Read by the C library when a process starts, and never again: more arenas multiply host memory while weights load.
+BEFORE_START: Mapping[str, str] = MappingProxyType({"MALLOC_ARENA_MAX": "64"})
 _FORK_SAFE_SINCE = (5, 15)
 
 
@@ -41,9 +43,8 @@ class Endpoints:
         loopback = [ipaddress.ip_address(ip).is_loopback for ip in self.nodes]
         if any(loopback) and not all(loopback):
             raise ConfigError(f"{self.nodes[loopback.index(True)]} cannot be reached from the other nodes ({', '.join(self.nodes)})")
-        ports = (*self.roots, self.host)
-        if len(set(ports)) != len(ports) or not all(0 < port < 65536 for port in ports):
-            raise ConfigError(f"ports {', '.join(map(str, ports))} of one group must differ from each other and lie in 1-65535")
+        if not all(0 < port < 65536 for port in (*self.roots, self.host)):
+            raise ConfigError(f"ports {', '.join(map(str, (*self.roots, self.host)))} must lie in 1-65535")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,9 @@ def environment(
     """All variables of one worker. `cores`: those the ledger granted to it, contiguous. Raises ConfigError."""
     if len(cores) != len(worker.ranks):
         raise ConfigError(f"worker {worker.index} of {deployment} drives {len(worker.ranks)} ranks but was given {len(cores)} cores")
+    meetings = [*(_root(layout, stage, endpoints) for stage in range(layout.pipeline_parallel)), join(endpoints.nodes[0], endpoints.host)]
+    if len(set(meetings)) < len(meetings):
+        raise ConfigError(f"meeting places {', '.join(meetings)} of one group must differ from each other")
     vcpus = instance.vcpus if host.vcpus is None else host.vcpus
     out = {
         NOSET: "1",
@@ -83,7 +87,6 @@ def environment(
         "NEURON_RT_EXEC_TIMEOUT": str(_EXEC_TIMEOUT_S),
         "NEURON_PROCESS_TAG": deployment if layout.pipeline_parallel == 1 else f"{deployment}/stage{worker.stage}",
         "OMP_NUM_THREADS": str(max(1, vcpus * len(cores) // instance.cores)),
-        "MALLOC_ARENA_MAX": str(_MALLOC_ARENAS),
     }
     if len(instance.lncs) > 1:
         out["NEURON_LOGICAL_NC_CONFIG"] = str(instance.lnc)
@@ -98,7 +101,7 @@ def environment(
 def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[str, str]:
     out = {}
     if layout.tensor_parallel > 1:
-        out["NEURON_RT_ROOT_COMM_ID"] = join(endpoints.nodes[layout.stage(worker.stage)[0].node], endpoints.roots[worker.stage])
+        out["NEURON_RT_ROOT_COMM_ID"] = _root(layout, worker.stage, endpoints)
     if layout.nodes > 1 or layout.pipeline_parallel > 1:
         out["NEURON_RANK_ID"] = str(layout.place(worker))
     if layout.nodes_per_stage > 1:
@@ -107,6 +110,11 @@ def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[st
         out["NEURON_PP_STAGES"] = str(layout.pipeline_parallel)
         out["CPU_COMM_ID"] = join(endpoints.nodes[0], endpoints.host)
     return out
+
+
+def _root(layout: Layout, stage: int, endpoints: Endpoints) -> str:
+    """ip:port where a stage's device collectives meet: its own rank 0."""
+    return join(endpoints.nodes[layout.stage(stage)[0].node], endpoints.roots[stage])
 
 
 def _network(layout: Layout, instance: Instance, host: Host) -> dict[str, str]:

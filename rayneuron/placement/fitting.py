@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.engine.buckets import SMALLEST_CONTEXT, SMALLEST_PREFIXED, Capacity, capacity, prefixes, smaller
+from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES
+from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, targets
+from rayneuron.engine.buckets import SMALLEST_PREFIXED, Capacity, capacity, inventory, prefixes, smaller
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
 from rayneuron.placement.layout import Layout, partition
@@ -58,12 +60,13 @@ def model_length(config: Deployment, raw: Mapping[str, Any]) -> int:
 def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
     """Rows, lengths and bucket lists the engine will have."""
     length = model_length(config, raw)
-    prefix = prefixes(config.buckets.prefix, length)
+    prefix, few = prefixes(config.buckets.prefix, length), config.few_graphs
+    scores = not few if config.buckets.scores is None else config.buckets.scores
     return capacity(
         rows=config.max_num_seqs,
         length=length,
         prefix=prefix,
-        smallest_context=SMALLEST_PREFIXED if prefix else SMALLEST_CONTEXT,
+        smallest_context=SMALLEST_PREFIXED if prefix else None,
         chunk=config.prefill_chunk_tokens,
         kv_tokens=config.kv_cache_tokens,
         block=config.kv_block(length),
@@ -71,7 +74,23 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         context=config.buckets.context_encoding,
         lengths=config.buckets.token_generation,
         smallest=config.buckets.smallest,
+        few=few,
+        wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else [])],
     )
+
+
+def graphs_of(config: Deployment, c: Capacity) -> Sequence[Target]:
+    """The graphs of one stage. Raises ConfigError where nobody asked for so many."""
+    if not config.few_graphs:
+        return inventory(c)
+    made = targets(inventory(c), c.space)
+    if len(made) > MOST_GRAPHS and not config.buckets.model_fields_set:
+        raise ConfigError(
+            f"{len(made)} graphs would be compiled, each minutes of neuronx-cc and memory of every core; more than {MOST_GRAPHS} must be "
+            f"asked for: write buckets: {{context_encoding: {list(c.context[-2:])}, token_generation: {list(c.lengths[-2:])}}}",
+            param="buckets",
+        )
+    return made
 
 
 def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int) -> list[Memory]:
@@ -160,4 +179,6 @@ def gib(size: int) -> str:
 
 def parts(m: Memory) -> str:
     """The summands of a core's memory, for people."""
-    return f"weights {gib(m.weights)} + KV {gib(m.kv)} + buckets {gib(m.scratch)} + runtime {gib(m.runtime)}"
+    told = f"weights {gib(m.weights)} + KV {gib(m.kv)} + buckets {gib(m.scratch)} + runtime {gib(m.runtime)}"
+    rest = f"{gib(m.runtime - m.code)} scratchpad and collectives, {gib(m.code)} code and DMA rings of the graphs"
+    return f"{told} (a guess: {rest})" if m.code else told

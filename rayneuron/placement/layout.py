@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rayneuron.config import Deployment
+from rayneuron.devices.neuron.releases import MOST_CANDIDATES
 from rayneuron.errors import ConfigError
 from rayneuron.models.shard import stage_layers
 from rayneuron.placement.instances import Instance, instance
@@ -188,6 +189,8 @@ def _bundle(workers: Sequence[Worker], cpus_per_worker: float, instance: Instanc
 
 def group_layout(config: Deployment, ranks_per_process: int) -> Layout:
     """The layout of one replica. Raises ConfigError with what to write instead."""
+    if ranks_per_process > 1:
+        check_chip(config)
     return layout(
         config.tensor_parallel,
         config.pipeline_parallel,
@@ -196,6 +199,28 @@ def group_layout(config: Deployment, ranks_per_process: int) -> Layout:
         instance=counted(config),
         cpus_per_worker=config.serving.num_cpus or 1.0,
     )
+
+
+def check_chip(config: Deployment) -> None:
+    """Refuse what the SDK does not do, or nobody is known to have run on the chip. Raises ConfigError."""
+    if "e5m2" in (config.kv_dtype or ""):
+        raise ConfigError(
+            "kv_dtype f8e5m2: the SDK makes float8 states of e4m3 alone (NxD's StateInitializer); write f8e4m3, or leave it out",
+            param="kv_dtype",
+        )
+    sampling = config.on_device_sampling
+    if sampling.neuron_compat and not 1 <= sampling.global_topk <= MOST_CANDIDATES:
+        raise ConfigError(
+            f"on_device_sampling.global_topk {sampling.global_topk}: TopK takes at most 16384 there (NCC_EVRF014), and cumulative sums of "
+            f"more than {MOST_CANDIDATES} candidates do not compile; write 256", param="on_device_sampling.global_topk",
+        )  # fmt: skip
+    nodes = config.nodes // config.pipeline_parallel
+    if config.shard_over_sequence and nodes > 1:
+        raise ConfigError(
+            f"shard_over_sequence gathers over all ranks in every layer, here over {nodes} nodes; leave it out, or write "
+            f"pipeline_parallel: {config.nodes}, a stage a node",
+            param="shard_over_sequence",
+        )
 
 
 def rank_threads(config: Deployment, made: Layout, cpus: int) -> int:

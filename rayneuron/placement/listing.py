@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rayneuron.config import Deployment
+from rayneuron.devices.neuron.releases import COMPILER_BYTES, compile_minutes, workers
+from rayneuron.devices.neuron.targets import Move, listed
 from rayneuron.placement import cores, instances
 from rayneuron.placement.fitting import Wanted, gib, parts
+from rayneuron.placement.instances import Instance
 from rayneuron.placement.plan import PlacementPlan, PlannedGroup, PlannedWorker, address, plan, read_raw, target
 from rayneuron.policies import packing
 
@@ -37,7 +40,7 @@ def format(made: PlacementPlan) -> str:
     """The plan for people: placement, ranks, memory and environment of every worker."""
     lines = _head(made)
     for group in made.groups:
-        lines += ["", _title(group, made.counted)]
+        lines += ["", _title(group, made.counted), *_graphs(group, made.instance)]
         for place in group.places:
             lines += _worker(place, made)
     tail = [f"node {i} free: {packing.compact(free)}{_loading(made, i)}" for i, free in enumerate(made.free)] if made.counted else []
@@ -67,7 +70,7 @@ def _title(group: PlannedGroup, counted: bool) -> str:
     shape = group.layout
     words = (
         f"{group.name} replica {group.replica}: tensor_parallel {shape.tensor_parallel} x pipeline_parallel {shape.pipeline_parallel} "
-        f"on {shape.nodes} node{'s' * (shape.nodes > 1)}, {group.graphs} graphs"
+        f"on {shape.nodes} node{'s' * (shape.nodes > 1)}, {len(group.graphs)} graphs"
     )
     if not counted and len(shape.workers) == 1:
         return words  # the replica alone, in no placement group
@@ -75,6 +78,18 @@ def _title(group: PlannedGroup, counted: bool) -> str:
     bundles = [f"{{{', '.join(f'{k}: {v:g}' for k, v in bundle.items())}}}" for bundle in shape.bundles]
     listed = f"{len(bundles)} x {bundles[0]}" if same and len(bundles) > 1 else f"[{', '.join(bundles)}]"
     return f"{words}, bundles {listed} {shape.strategy}"
+
+
+def _graphs(group: PlannedGroup, kind: Instance) -> list[str]:
+    """The graphs by name, where they are compiled ahead, and how long that may take; nobody has measured it on hardware."""
+    if not any(isinstance(one, Move) for one in group.graphs):
+        return []
+    at_once = workers(len(group.graphs), kind.host_memory_bytes or COMPILER_BYTES, kind.vcpus)
+    low, high = (round(-(-len(group.graphs) // at_once) * minutes) for minutes in compile_minutes(group.layers))
+    return [
+        *listed(group.graphs),
+        f"  compiling, once: {at_once} at a time of {gib(COMPILER_BYTES)} GiB host memory each, {low} to {high} minutes (a guess)",
+    ]
 
 
 def _worker(place: PlannedWorker, made: PlacementPlan) -> list[str]:

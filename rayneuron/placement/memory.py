@@ -11,25 +11,30 @@ from typing import Any
 
 from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.engine.buckets import Capacity, prefill_sizes
+from rayneuron.devices.neuron.targets import spare_columns, targets
+from rayneuron.engine.buckets import Capacity, inventory, prefill_sizes
 from rayneuron.models import shard, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.memory import kv_shape, parameters, share
 
 MIB = 2**20
-# What the runtime keeps on each core beside tensors: code of the loaded graphs, DMA rings, collectives' buffers. Inferred, not measured.
-RUNTIME_BYTES = 512 * MIB
+# What the runtime keeps on each core beside tensors, where no graphs are loaded; and where they are: shared scratchpad and collectives,
+# and for each graph of LAYERS layers its code and DMA rings. From one core somebody published (Llama 3 70B on inf2.24xlarge, few graphs:
+# 0.47 code, 0.5 scratchpad, 1.44 rings, 0.36 collectives of 16 GiB); guessed for others until `rayneuron neuron-check` has seen a core.
+RUNTIME_BYTES, SHARED_BYTES = 512 * MIB, 1024 * MIB
+GRAPH_BYTES, LAYERS = 80 * MIB, 80
 _SMALL = 1  # int8, f8e4m3, f8e5m2
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes one core holds. `scratch`: the largest step's activations; `runtime`: a fixed reserve."""
+    """Bytes one core holds. `scratch`: the largest step's activations; `runtime`: a reserve, `code` of it for the graphs."""
 
     weights: int
     kv: int
     scratch: int
     runtime: int = RUNTIME_BYTES
+    code: int = 0
 
     @property
     def total(self) -> int:
@@ -52,8 +57,15 @@ def memory(
     held = parameters(arch, models.family(dict(raw)), ranks, layers, first=first, last=last)
     quantised = config.quantization is not None or words.stored(raw) is not None
     weights = held.products * (_SMALL if quantised else width) + held.others * width + (4 * held.channels if quantised else 0)
-    kv = kv_shape(arch, capacity.space, ranks, len(layers)).elements
-    return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last))
+    shape = kv_shape(arch, capacity.space, ranks, len(layers))
+    kv, code = shape.elements, 0
+    if config.few_graphs:
+        kv += kv // shape.columns * spare_columns(capacity.space)
+        code = len(targets(inventory(capacity), capacity.space)) * GRAPH_BYTES * len(layers) // LAYERS
+        if arch.tied and first and last:  # a graph has it under two names
+            weights += share(arch, ranks).count(["head.w"]).others * width
+    reserve = SHARED_BYTES + code if config.few_graphs else RUNTIME_BYTES
+    return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last), reserve, code)
 
 
 def _scratch(arch: Arch, c: Capacity, ranks: int, width: int, last: bool) -> int:

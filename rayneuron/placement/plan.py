@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.engine.buckets import inventory
+from rayneuron.devices.neuron.targets import Target
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models.config_json import read_json
 from rayneuron.placement import instances
 from rayneuron.placement.environment import Endpoints, Host, environment, host_of
-from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, host_memory, stage_memory
+from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, graphs_of, host_memory, stage_memory
 from rayneuron.placement.instances import Instance
-from rayneuron.placement.layout import Layout, Worker, layout
+from rayneuron.placement.layout import Layout, Worker, check_chip, layout
 from rayneuron.placement.memory import Memory, float8
 from rayneuron.policies import packing
 
@@ -39,12 +40,13 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """One replica."""
+    """One replica. `graphs`: those of each of its processes; `layers`: of its longest stage."""
 
     name: str
     replica: int
     layout: Layout
-    graphs: int
+    graphs: Sequence[Target]
+    layers: int
     places: tuple[PlannedWorker, ...]
 
 
@@ -69,11 +71,12 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """One application, laid out: `memory` a core of each stage, and its number of graphs."""
+    """One application, laid out: `memory` a core of each stage, and its graphs."""
 
     layout: Layout
     memory: Sequence[Memory]
-    graphs: int
+    graphs: Sequence[Target]
+    layers: int
 
     @property
     def node_cores(self) -> int:
@@ -160,6 +163,8 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
 def _lay(name: str, want: Wanted, instance: Instance) -> _Laid:
     config = want.config
     try:
+        if want.ranks_per_process > 1:
+            check_chip(config)
         made = layout(
             config.tensor_parallel,
             config.pipeline_parallel,
@@ -169,7 +174,9 @@ def _lay(name: str, want: Wanted, instance: Instance) -> _Laid:
             cpus_per_worker=config.serving.num_cpus or 1.0,
         )
         c = capacity_of(config, want.raw)
-        return _Laid(made, check_memory(want, made, c, instance), len(inventory(c)))
+        layers = -(-models.architecture(dict(want.raw)).layers // config.pipeline_parallel)
+        graphs = graphs_of(config, c)
+        return _Laid(made, check_memory(want, made, c, instance), graphs, layers)
     except (ConfigError, CheckpointError) as error:
         raise type(error)(f"{name}: {error.message}", param=error.param) from None
 
@@ -232,7 +239,7 @@ def _group(name: str, replica: int, one: _Laid, spots: Spots, instance: Instance
         cores = tuple(range(start + worker.offset, start + worker.offset + len(worker.ranks)))
         variables = environment(made, worker, instance, cores, endpoints, host, tag) if instance.name != instances.MACHINE else {}
         places.append(PlannedWorker(worker, node, cores, one.memory[worker.stage], variables))
-    return PlannedGroup(name, replica, made, one.graphs, tuple(places))
+    return PlannedGroup(name, replica, made, one.graphs, one.layers, tuple(places))
 
 
 def address(node: int) -> str:

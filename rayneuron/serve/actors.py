@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rayneuron.errors import ConfigError, NotReady
 from rayneuron.group.worker import Invitation, serve_rank
 from rayneuron.placement.cores import NOSET, refuse_hand_set
+from rayneuron.placement.environment import BEFORE_START
 from rayneuron.placement.layout import CORES, Layout, Worker
 
 
@@ -81,7 +82,7 @@ def worker_options(layout: Layout, worker: Worker) -> dict[str, Any]:
     options: dict[str, Any] = {"num_cpus": bundle["CPU"] / len(layout.on_node(worker.node))}
     if CORES in bundle:
         options["resources"] = {CORES: len(worker.ranks)}
-        options["runtime_env"] = {"env_vars": {NOSET: "1"}}  # which cores is the ledger's decision, Ray only counts them
+        options["runtime_env"] = {"env_vars": {NOSET: "1", **BEFORE_START}}  # which cores is the ledger's decision, Ray only counts them
     return options
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES
-from rayneuron.engine.buckets import capacity, decode_shape, inventory, pack_prefill, powers, prefill_shape
+from rayneuron.devices.neuron.targets import targets
+from rayneuron.engine.buckets import capacity, decode_shape, fours, inventory, pack_prefill, powers, prefill_shape
 from rayneuron.errors import CompileError, ConfigError
 
 # NxD Inference: lo == hi -> [hi]; else powers of two up to round(log2 hi), then hi
@@ -109,3 +110,30 @@ def test_chunks_behind_a_prefix_by_hand(prompt, chunks):
         if work.last:
             break
     assert seen == chunks
+
+
+def test_few_graphs_where_each_is_minutes_of_compiling() -> None:
+    """8B at 8k on Neuron: one output kind, prefill of one row, decode of one and of all, lengths by fours; still every step finds one."""
+    c = capacity(rows=32, length=8192, chunk=512, few=True)
+    shapes = inventory(c)
+    assert (c.context, c.lengths, c.batch, c.prefill_rows, c.wants) == ((128, 512), (2048, 8192), (1, 32), (1,), (LOGITS,))
+    assert len(shapes) == 8 and len(targets(shapes, c.space)) == 11
+    for count in (1, 2, 31, 32):
+        for length in (1, 2048, 2049, 8192):
+            assert decode_shape(c, count, length, LOGITS) in shapes
+    for tokens in (1, 128, 129, 512):
+        for length in range(tokens, 8193, 511):
+            assert prefill_shape(c, [tokens], length, LOGITS) in shapes
+    assert capacity(rows=4, length=32768, chunk=2048, few=True).lengths == (2048, 8192, 32768)
+    assert capacity(rows=1, length=64, chunk=16, few=True).lengths == (16, 64)
+    asked = capacity(rows=4, length=64, chunk=16, few=True, wants=[LOGITS, SCORES])
+    assert [s.want for s in inventory(asked)].count(SCORES) == len(asked.lengths)
+
+
+@pytest.mark.parametrize("high", [1, 2, 3, 5, 16, 100, 6000, 8192])
+@pytest.mark.parametrize("low", [1, 128, 2048])
+def test_sizes_by_fours(low: int, high: int) -> None:
+    made = fours(low, high, least=2)
+    assert made[-1] == high and made == sorted(set(made)) and (len(made) >= 2 or high < 4)
+    assert all(4 * a <= b for a, b in zip(made, made[1:], strict=False)) and all(n & (n - 1) == 0 for n in made[:-1])
+    assert all(n >= low for n in made[:-2])

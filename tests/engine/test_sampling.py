@@ -10,7 +10,8 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 
 from rayneuron.devices.cpu import draws, library
 from rayneuron.engine.logits import describe
-from rayneuron.engine.sampling import greedy, sample, uniforms
+from rayneuron.engine.sampling import sample, uniforms
+from rayneuron.models.choice import likeliest
 
 VOCAB = 50
 LOGITS = torch.from_numpy(np.random.default_rng(3).normal(0, 2, VOCAB).astype(np.float32))
@@ -139,7 +140,7 @@ def test_impossible_tokens_are_never_drawn():
     for u in (0.0, 0.5, 1 - 2**-24):
         ids, _ = sample(logits, one, torch.zeros(1, dtype=torch.int32), one, one * 0, torch.tensor([u]))
         assert ids[0] == 4
-    assert greedy(torch.tensor([[1.0, 3.0, 3.0]]))[0] == 1
+    assert likeliest(torch.tensor([[1.0, 3.0, 3.0]]))[0] == 1
 
 
 BIG = [

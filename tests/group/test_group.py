@@ -301,3 +301,22 @@ time.sleep(600)
     owner.kill()
     owner.wait()
     eventually(lambda: process_started(worker) != started, PATIENCE_S, lambda: "the worker outlived its leader")
+
+
+def test_what_the_c_library_reads_is_there_when_a_worker_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cores are counted, and as the operator says where he says something; `settings.export` would come too late for it."""
+    started: list[dict[str, str]] = []
+
+    def popen(command: Any, env: dict[str, str], **more: Any) -> Any:
+        started.append(env)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("rayneuron.group.children.subprocess.Popen", popen)
+    for name, said in (("cores:2", None), ("cores:2", "7"), (None, None)):
+        monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+        if said is not None:
+            monkeypatch.setenv("MALLOC_ARENA_MAX", said)
+        config = parse({"model": {"path": str(tiny)}, **SMALL, "tensor_parallel": 2, "instance": name})
+        with pytest.raises(ConfigError, match="enough"):
+            loading.open_engine(config)
+    assert [environment.get("MALLOC_ARENA_MAX") for environment in started] == ["64", "7", None]

@@ -441,3 +441,19 @@ def test_damaged_output_of_neuron_ls_is_refused_as_such(field: str, value: Any, 
             continue
         numbers = [core for chip in chips for core in chip.numbers]
         assert len(numbers) == len(set(numbers)) == sum(chip.cores for chip in chips) and all(core >= 0 for core in numbers)
+
+
+def test_a_container_without_neuron_ls_has_the_devices_whose_files_it_has(tmp_path: Path) -> None:
+    """`docker run --device=/dev/neuron2 --device=/dev/neuron3` of an image without the tools."""
+    kind = INSTANCES["inf2.48xlarge"]
+    assert cores.left_here(kind, None, tmp_path) == set(range(24)), "no device, no container: planned elsewhere"
+    (tmp_path / "dev").mkdir()
+    for number in (2, 3):
+        (tmp_path / "dev" / f"neuron{number}").touch()
+    assert cores.left_here(kind, None, tmp_path) == {4, 5, 6, 7} and cores.left_here(kind, "6,7", tmp_path) == {6, 7}
+    with pytest.raises(ConfigError, match="names cores 0-1, but inf2.48xlarge has cores 4-7 in this container"):
+        cores.left_here(kind, "0,1", tmp_path)
+    assert cores.left_here(declared(8, 8), None, tmp_path) == set(range(8))
+    (tmp_path / "dev" / "neuron7").symlink_to("/dev/null")  # as a pod's renamed file: its minor number, 3, is the device
+    (tmp_path / "dev" / "neuron3").unlink()
+    assert cores.left_here(kind, None, tmp_path) == {4, 5, 6, 7}

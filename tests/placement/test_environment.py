@@ -17,7 +17,7 @@ from rayneuron.placement.layout import Layout, layout
 
 SPMD = 1024
 AL2023 = Host(kernel="6.1.112-122.189.amzn2023.x86_64")
-ALWAYS = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1", "NEURON_RT_EXEC_TIMEOUT": "600", "MALLOC_ARENA_MAX": "64"}
+ALWAYS = {"RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1", "NEURON_RT_EXEC_TIMEOUT": "600"}
 
 
 def cores(first: int, count: int) -> str:
@@ -196,8 +196,6 @@ def test_values_are_ray_env_vars() -> None:
         (("10.0.0.1:80",), (1,), 2, "no IP address"),
         (("[fd00::1]",), (1,), 2, "no IP address"),
         (("10.0.0.1", "127.0.0.1"), (1,), 2, "127.0.0.1 cannot be reached from the other nodes"),  # BR-20
-        (("10.0.0.1",), (29500,), 29500, "must differ from each other"),  # BR-13
-        (("10.0.0.1", "10.0.0.2"), (7, 7), 8, "must differ from each other"),
         (("10.0.0.1",), (0,), 8, "lie in 1-65535"),  # port 0 is bound first, then published
     ],
 )
@@ -247,7 +245,7 @@ OURS = ALWAYS | {"NEURON_RT_VISIBLE_CORES": "0,1", "NEURON_LOGICAL_NC_CONFIG": "
             0,
         ),  # never exported by us
         ({"NEURON_RT_VISIBLE_CORES": "0-7", "OMP_NUM_THREADS": "1"}, {}, 0),
-        ({"NEURON_RT_EXEC_TIMEOUT": "30", "MALLOC_ARENA_MAX": ""}, {"NEURON_RT_EXEC_TIMEOUT": "30"}, 1),
+        ({"NEURON_RT_EXEC_TIMEOUT": "30", "NEURON_PROCESS_TAG": ""}, {"NEURON_RT_EXEC_TIMEOUT": "30"}, 1),
         ({"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"}, {}, 0),
         ({"NEURON_RANK_ID": "7"}, {}, 1),  # ours holds, and it is said
     ],
@@ -329,3 +327,18 @@ def test_cores_must_fit_the_ranks() -> None:
         environment(made, made.workers[0], node, range(4), ends, AL2023, "m")
     with pytest.raises(ConfigError, match="not contiguous"):
         environment(made, made.workers[0], node, [0, 1, 2, 3, 4, 5, 6, 8], ends, AL2023, "m")
+
+
+@pytest.mark.parametrize(("roots", "host", "free"), [((7, 7), 8, True), ((7, 8), 7, False), ((7, 8), 8, True), ((9, 9), 7, True)])
+def test_meeting_places_of_one_node_differ(roots: tuple[int, ...], host: int, free: bool) -> None:  # BR-13
+    """Two stages on two nodes: each node has its own ports; the host's messages meet on the first."""
+    made = layout(2, 2, 2, ranks_per_process=SPMD, instance=instance("trn1.32xlarge"))
+    endpoints = Endpoints(("10.0.0.1", "10.0.0.2"), roots, host)
+    if free:
+        assert all_of(made, "trn1.32xlarge", endpoints)[1]["NEURON_RT_ROOT_COMM_ID"] == f"10.0.0.2:{roots[1]}"
+    else:
+        with pytest.raises(ConfigError, match="10.0.0.1:7, 10.0.0.2:8, 10.0.0.1:7 of one group must differ"):
+            all_of(made, "trn1.32xlarge", endpoints)
+    both = layout(2, 2, ranks_per_process=SPMD, instance=instance("trn1.32xlarge"))
+    with pytest.raises(ConfigError, match="must differ"):
+        all_of(both, "trn1.32xlarge", Endpoints(("10.0.0.1",), (7, 7), 8))

@@ -168,3 +168,23 @@ def test_partition() -> None:
         parts = partition(layers, stages)
         assert [i for part in parts for i in part] == list(range(layers))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_dtype": "f8e5m2"}, "the SDK makes float8 states of e4m3 alone .*; write f8e4m3, or leave it out"),
+        ({"shard_over_sequence": True, "nodes": 2, "tensor_parallel": 4}, "over 2 nodes; leave it out, or write pipeline_parallel: 2"),
+        ({"kv_dtype": "f8e4m3"}, None),
+        ({"shard_over_sequence": True, "nodes": 2, "tensor_parallel": 4, "pipeline_parallel": 2}, None),
+    ],
+)
+def test_what_the_chip_is_not_known_to_do(options: dict, says: str | None) -> None:  # type: ignore[type-arg]
+    """Of devices that drive many ranks from one process; the CPU does all of it."""
+    config = parse({"model": {"path": "x"}, "device": "neuron", **options})
+    assert group_layout(config, 1).tensor_parallel
+    if says is None:
+        assert group_layout(config, 1024).nodes == config.nodes
+        return
+    with pytest.raises(ConfigError, match=says):
+        group_layout(config, 1024)

@@ -68,6 +68,9 @@ class Cpu:
         self._panels = self.kernels is not None and self.kv_dtype == self.dtype and panels.fit(kv, self.kv_dtype)
         self.kv = Kv(kv, [panels.views(units) if self._panels else (units[:, :, 0], units[:, :, 1]) for units in self._units])
 
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Nothing is compiled."""
+
     def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled, but oneDNN builds a kernel for each number of new tokens, and the allocator grows: meet them all now."""
         self._program = program

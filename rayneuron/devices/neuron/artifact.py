@@ -14,34 +14,39 @@ from rayneuron.compile_cache import folder
 from rayneuron.compile_cache.cache import Key
 from rayneuron.devices.base import Program, Shape, Weights
 from rayneuron.devices.neuron import graphs, releases
-from rayneuron.devices.neuron.graphs import Target
+from rayneuron.devices.neuron.pipeline import World
+from rayneuron.devices.neuron.targets import Target, listed, name
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvShape
 
 CONFIG = "neuron_config.json"
 _PACKAGE = Path(__file__).parents[2]
-_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py", "devices/neuron/graphs.py")
+_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py",
+            *(f"devices/neuron/{name}.py" for name in ("graphs", "targets", "verbs")))  # fmt: skip
 _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for small graphs, no promise
 
 
 def graphs_key(
-    program: Program, targets: Sequence[Target], weights: Weights, kv: KvShape, kv_dtype: Any, ranks: int, lnc: int,
-    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False,
+    program: Program, targets: Sequence[Target], weights: Weights, kv: KvShape, kv_dtype: Any, world: World,
+    chip: str, versions: Mapping[str, str], arguments: Mapping[str, str], feedback: bool = False, reduce_dtype: str = "fp32",
 ) -> Key:  # fmt: skip
-    """The key of all graphs of an engine. The ranks of a node are no part of it: one compile serves every node."""
+    """The key of all graphs of an engine. What is saved is for processes that drive `world.local` ranks; which ones is no part of it."""
     more = {"feedback": True} if feedback else {}
     said = bound(program)
     files = {*(_PACKAGE / name for name in _SOURCES), *(_PACKAGE / "models").glob("*.py"), Path(inspect.getfile(_parts(program)[0]))}
     return caching.key(
         "graphs",
         program=said,
-        graphs=sorted(graphs.name(t) for t in targets),
+        graphs=sorted(name(t) for t in targets),
         parameters=graphs.signature(weights),
         first_layer=weights.get("first", 0),
         kv=caching.plain(kv),
         kv_dtype=kv_dtype,
-        tp_degree=ranks,
-        logical_nc_config=lnc,
+        tp_degree=world.ranks,
+        local_ranks_size=world.local,
+        logical_nc_config=world.lnc,
+        reduce_dtype=reduce_dtype,
         device=chip,
         compiler=dict(versions),
         flags=dict(arguments),
@@ -55,6 +60,11 @@ def _parts(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     if isinstance(program, functools.partial):
         return program.func, program.args, program.keywords
     return program, (), {}
+
+
+def vocabulary(program: Program) -> int | None:
+    """How many logits the model has; None of a program that binds no architecture."""
+    return next((one.vocab for one in _parts(program)[1] if isinstance(one, Arch)), None)
 
 
 def bound(program: Program) -> dict[str, Any]:
@@ -75,6 +85,7 @@ def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
         "neuron_config": {
             "tp_degree": fields["tp_degree"],
             "world_size": fields["tp_degree"],
+            "local_ranks_size": fields["local_ranks_size"],
             "logical_nc_config": fields["logical_nc_config"],
             "target": fields["device"],
             "max_batch_size": max(s.rows for s in shapes),
@@ -89,7 +100,7 @@ def write(draft: Path, key: Key, targets: Sequence[Target]) -> None:
             "is_continuous_batching": True,
             "save_sharded_checkpoint": False,
         },
-        "graphs": [graphs.name(t) for t in targets],
+        "graphs": [name(t) for t in targets],
         "key": fields,
         "digest": key.digest,
     }
@@ -132,10 +143,7 @@ def check_cores(visible: str | None, ranks: int, bound: tuple[str, str] | None =
 
 def listing(targets: Sequence[Target], kv_bytes: int, weights_bytes: int) -> str:
     """What is going to be compiled, a line a kind of graph, with the estimated sizes."""
-    lines = [f"{len(targets)} graphs:"]
-    for tag in dict.fromkeys(t.tag for t in targets):
-        mine = [graphs.name(t).removeprefix(f"{tag}_") for t in targets if t.tag == tag]
-        lines.append(f"  {tag:<10} {len(mine):>4}  {' '.join(mine)}")
+    lines = [f"{len(targets)} graphs:", *listed(targets)]
     lines.append(
         f"a rank holds {weights_bytes / 2**20:.1f} MiB of weights and {kv_bytes / 2**20:.1f} MiB of KV; "
         f"the compiled graphs take about {len(targets) * _GRAPH_BYTES / 2**20:.0f} MiB"

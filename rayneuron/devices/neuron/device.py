@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,54 +17,21 @@ from torch import Tensor
 
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
-from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Batch, Program, Shape, StepOutput, Weights
-from rayneuron.devices.idle import idle
-from rayneuron.devices.neuron import artifact, graphs, releases
-from rayneuron.devices.neuron.graphs import WHOLE, Border, Graph, Move, Target
+from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Shape, Weights
+from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
+from rayneuron.devices.neuron.graphs import Graph
+from rayneuron.devices.neuron.pipeline import Job, Ticker, World
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.devices.neuron.sdk import InGraph, build, sdk, start
-from rayneuron.errors import CompileError, ConfigError, DeviceError
+from rayneuron.devices.neuron.sdk import InGraph, sdk, start
+from rayneuron.devices.neuron.started import Started, running
+from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
+from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models import Progress
-from rayneuron.models import ops as plain
 from rayneuron.models.kv import KvShape
 
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-
-MOVED_POSITIONS = 128  # by one graph that moves KV, unless a block has more
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A step under way: its outputs are on the device until `wait`."""
-
-    outputs: Sequence[Tensor]
-    shape: Shape
-    inputs: Mapping[str, Tensor]  # the device may still read them
-    where: str = "the model"  # whose step it is, for messages
-
-    def wait(self) -> StepOutput:
-        """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
-
-        Raises DeviceError.
-        """
-        with _running(self.where):
-            return self._fetched()
-
-    def _fetched(self) -> StepOutput:
-        want = self.shape.want
-        if want == HIDDEN:
-            return StepOutput(hidden=self.outputs[0].cpu())
-        if want == SCORES:
-            return StepOutput(logits=self.outputs[0].cpu())
-        ids = self.outputs[0].cpu()
-        if want == LIKELIEST:
-            return StepOutput(ids=ids)
-        complete = self.outputs[1].cpu().bool()
-        unread = want == SAMPLED and bool(complete.all())
-        return StepOutput(ids=ids, complete=complete, logits=None if unread else self.outputs[2].cpu())
-
 
 class Neuron:
     """`ranks` tensor-parallel ranks, of which this process drives `local_ranks` from `start_rank` on. Its cores end with the process."""
@@ -101,52 +67,62 @@ class Neuron:
                 f"the deployment's instance has {chip}, and the SDK here is for {self.sdk.chip}; correct `instance:`, or compile ahead "
                 f"for it with NEURON_PLATFORM_TARGET_OVERRIDE={chip}"
             )
-        self.comm = InGraph(self.sdk, ranks)
+        self.comm = InGraph(self.sdk, ranks, self._options.reduce_dtype == "fp32")
         self.start_rank, self.local_ranks = start_rank, local_ranks or ranks
-        self.ops = plain.PLAIN
         self.lnc = lnc or releases.logical(self.sdk.chip, {name: settings.given(name) for name in releases.LOGICAL})
         self._export(told(lnc=self.lnc))
-        self._cache, self._artifact = cache, artifact
+        self._cache, self._artifact = cache or Cache(), artifact
         self._mode = "async" if async_mode else "ranked"
         self.overlaps = async_mode
         self._border = border
         self._model: Any = None
         self._targets: frozenset[Target] = frozenset()
+        self._compiled: tuple[Key, Path] | None = None
         self._kv: KvShape | None = None
+        self._vocab: int | None = None
+        self._wider: dict[Shape, list[Shape]] = {}  # the graphs of more rows than one has, itself first
+        self._blank: dict[Shape, dict[str, Tensor]] = {}  # what idle rows are given
         self._held: list[Weights] = []
 
     def load(self, weights: Weights, kv: KvShape) -> None:
-        """Take the weights of every local rank (`weights["ranks"]`, or one rank's) and the shape of one rank's KV."""
-        self._held = list(weights.get("ranks") or [weights])
-        if len(self._held) != self.local_ranks:
-            raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
-        self._kv = kv
+        """Take the weights of every local rank (`weights["ranks"]`), or one's to compile with, and the shape of one rank's KV."""
+        self._held, self._kv = list(weights.get("ranks") or [weights]), kv
 
-    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
-        """Compile, or find compiled, every graph; load them on the cores; run each once. Raises CompileError, ConfigError."""
+    def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """Compile, or find compiled, every graph. Raises CompileError, ConfigError."""
         if not self._held:
             raise CompileError("load weights before compiling")
-        visible = artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
-        targets = self.targets(shapes)
-        path = self.artifact(program, targets, progress)
+        artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
+        self.artifact(program, self.targets(shapes), progress)
+
+    def compile(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
+        """`prepare`; load the graphs on the cores; run each once. Raises CompileError, ConfigError, DeviceError."""
+        self.prepare(program, shapes, progress)
+        if len(self._held) != self.local_ranks:
+            raise ValueError(f"weights of {len(self._held)} ranks for {self.local_ranks} local ranks")
+        visible, targets = settings.visible_cores() or "", self.targets(shapes)
+        path, weights = self.artifact(program, targets, progress), [dict(graphs.named(w)) for w in self._held]
         settings.bind(visible, self._name)
-        self._model = start(self.sdk, path, self.start_rank, [dict(graphs.named(w)) for w in self._held], self._name, visible)
-        self._targets = frozenset(targets)
+        with Ticker(lambda: progress(0, len(shapes))):  # hundreds of GB of weights, and a meeting of nodes, tell nobody
+            self._model = start(self.sdk, path, self.start_rank, weights, self._name, visible)
+        self._targets, self._vocab = frozenset(targets), artifact.vocabulary(program)
         self._held = []
-        met: set[Target] = set()
         for i, shape in enumerate(shapes):
-            target = graphs.served(shape, self._border)
-            if target not in met:
-                met.add(target)
-                self.start(shape, self._idle(shape)).wait()
+            target = served(shape, self._border)
+            if target not in self._blank:
+                self._blank[target] = graphs.example(target, self._shape, self.kv_dtype, self._border)
+                self._begin(target, shape, self._blank[target]).wait()
             progress(i + 1, len(shapes))
+        for target in self._blank:
+            wider = [one for one in self._blank if replace(one, rows=target.rows) == target and one.rows >= target.rows]
+            self._wider[target] = sorted(wider, key=lambda one: one.rows)
         scratch = self._shape.space.scratch
         self.kv_copy([(scratch, scratch)])
         self.kv_write([scratch], self.kv_read([scratch]))
 
     def targets(self, shapes: Sequence[Shape]) -> list[Target]:
         """The graphs that serve `shapes`."""
-        return graphs.targets(shapes, self._at_once, self._border)
+        return targets(shapes, self._shape.space, self._border)
 
     def listing(self, targets: Sequence[Target]) -> str:
         """What is going to be compiled, for people."""
@@ -156,30 +132,51 @@ class Neuron:
     def key(self, program: Program, targets: Sequence[Target]) -> Key:
         """What the compiled graphs depend on."""
         return artifact.graphs_key(
-            program, targets, self._held[0], self._shape, self.kv_dtype, self.comm.ranks, self.lnc, self.sdk.chip, self.sdk.versions,
-            {t.tag: self._arguments(t) for t in targets}, self._border.feedback,
+            program, targets, self._held[0], self._shape, self.kv_dtype, self._world, self.sdk.chip, self.sdk.versions,
+            {t.tag: self._arguments(t) for t in targets}, self._border.feedback, self._options.reduce_dtype,
         )  # fmt: skip
 
     def artifact(self, program: Program, targets: Sequence[Target], progress: Progress) -> Path:
         """The folder of the compiled graphs: the artifact the deployment names, or the cache's, compiled if it is nowhere."""
         key = self.key(program, targets)
-        if self._artifact is not None:
-            return artifact.opened(self._artifact, key)
-        return (self._cache or Cache()).get_or_build(
-            key,
-            lambda draft: self._build(program, targets, draft, progress),
-            lambda what, waited_s: progress(0, len(targets)),  # a sign of life, for a group whose other node compiles
-        )
+        if self._compiled is None or self._compiled[0] != key:
+            self._compiled = key, artifact.opened(self._artifact, key) if self._artifact is not None else self._cache.get_or_build(
+                key,
+                lambda draft: self._build(program, targets, key, draft, progress),
+                lambda what, waited_s: progress(0, len(targets)),  # a sign of life, for a group whose other node compiles
+            )  # fmt: skip
+        return self._compiled[1]
 
     def start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
-        target = graphs.served(shape, self._border)
+        target = served(shape, self._border)
+        if target not in self._targets and target.want == LIKELIEST:
+            target = replace(target, want=LOGITS)  # temperature 0 of the graph that samples
         if target not in self._targets:
-            raise CompileError(f"{shape} was not listed when this engine started")
-        inputs = {n: getattr(batch, n) for n in graphs.input_names(target, self._border)}
-        asked = target if target.want == HIDDEN else shape
-        outputs = [out[0] for out in self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})]
-        return Started(outputs, asked, inputs, self._where(target))
+            raise CompileError(f"{name(target)} was not listed, or this device is closed")
+        inputs, seats = graphs.pack(batch, target, self._border), None
+        if aligned(target, self._shape.space, self._border):
+            target, inputs, seats = self._seated(target, batch.blocks[:, 0], inputs)
+        return self._begin(target, shape, inputs, seats)
+
+    def _begin(self, target: Shape, asked: Shape, inputs: Mapping[str, Tensor], seats: Tensor | None = None) -> Started:
+        outputs = self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})
+        if not self._together:
+            outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
+        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, self._where(target))
+
+    def _seated(self, target: Shape, blocks: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor]:
+        """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle."""
+        true = blocks < self._shape.space.blocks
+        seats = torch.where(true, blocks, 0).long()
+        most = int(seats.max()) + 1
+        found = next((one for one in self._wider[target] if one.rows >= most), None)
+        if found is None:
+            raise CompileError(f"no decode graph reaches KV row {most - 1}; list max_num_seqs in buckets.batch")
+        laid = {kind: rows.clone() for kind, rows in self._blank[found].items()}
+        for kind, rows in inputs.items():
+            laid[kind][seats[true]] = rows[true]
+        return found, laid, seats
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks."""
@@ -193,12 +190,11 @@ class Neuron:
         for part in self._parts(blocks, self._shape.space.scratch):
             ranked = self._move("kv_export", {"moved": torch.tensor(part, dtype=torch.int32)})
             made.append(torch.cat([t.cpu() for t in ranked], 2))
-        whole = torch.cat(made, 1)[:, : len(blocks)]
-        return whole.view(self.kv_dtype) if self.kv_dtype.itemsize == 1 else whole
+        return torch.cat(made, 1)[:, : len(blocks)].to(self.kv_dtype)
 
     def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """Write what `kv_read` returned."""
-        values = values.view(torch.uint8) if values.dtype.itemsize == 1 else values.to(self.kv_dtype)
+        values = values.to(graphs.carried(self.kv_dtype))
         done = 0
         for part in self._parts(blocks, self._shape.space.scratch):
             these = values[:, done : done + len(part)]
@@ -215,7 +211,11 @@ class Neuron:
 
     @property
     def _at_once(self) -> int:
-        return max(1, MOVED_POSITIONS // self._shape.space.block)
+        return moved_at_once(self._shape.space)
+
+    @property
+    def _together(self) -> bool:
+        return self.local_ranks == self.comm.ranks
 
     def _parts(self, items: Sequence[Item], padding: Item) -> Iterator[list[Item]]:
         for at in range(0, len(items), self._at_once):
@@ -226,8 +226,13 @@ class Neuron:
         """What every local rank gave. Waits for the end: a failure belongs to this call, and the inputs may be given back."""
         same = {n: [t] * self.local_ranks for n, t in inputs.items()}
         move = Move(tag, self._at_once)
-        with _running(self._where(move)):
+        with running(self._where(move)):
             return [t.cpu() for t in self._forward(move, {**same, **ranked})[0]]
+
+    def state(self, name: str, rank: int) -> Tensor:
+        """A copy of one local rank's state by its name in the graph: kv_0_k."""
+        found: Tensor = self._model.read_from_neuron_buffer(name, rank)
+        return found
 
     def stats(self) -> dict[str, Any]:
         """What the runtime says of its cores' memory; empty where it says nothing."""
@@ -239,22 +244,16 @@ class Neuron:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
         self._model, self._held, self._targets = None, [], frozenset()
 
-    def _idle(self, shape: Shape) -> Batch:
-        batch = idle(shape, self._shape.space)
-        if not self._border.first:
-            batch.hidden = torch.zeros(shape.rows, shape.tokens, self._border.hidden, dtype=self._border.dtype)
-        return batch
-
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
         if self._model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
-        with _running(self._where(target)):
-            outputs: list[list[Tensor]] = self._model.forward(model_name=graphs.name(target), forward_mode=self._mode, **ranked)
+        with running(self._where(target)):
+            outputs: list[list[Tensor]] = self._model.forward(model_name=name(target), forward_mode=self._mode, **ranked)
         return outputs
 
     def _where(self, target: Target) -> str:
-        return f"{self._name}: {graphs.bucket(target)} on cores {settings.visible_cores()}"
+        return f"{self._name}: {bucket(target)} on cores {settings.visible_cores()}"
 
     def _export(self, ours: Mapping[str, str]) -> None:
         values, notes = releases.agreed(ours, settings.given)
@@ -267,24 +266,15 @@ class Neuron:
         float8 = any(d.is_floating_point and d.itemsize == 1 for d in dtypes)
         return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
-    def _build(self, program: Program, targets: Sequence[Target], draft: Path, progress: Progress) -> None:
-        graph = Graph(program, self.ops, self.comm, self._held[0], self._shape, self.kv_dtype, self._border)
+    @property
+    def _world(self) -> World:
+        return World(self.comm.ranks, self.local_ranks, self.lnc)
+
+    def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress) -> None:
+        graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
-        arguments = {graphs.name(t): self._arguments(t) for t in targets}
-        key = self.key(program, targets)
-        build(
-            self.sdk, graph, targets, examples, arguments, (self.comm.ranks, self.lnc), draft,
-            lambda n: progress(n, len(targets)), self._name, draft.parents[1] / "failed" / key.digest,
-        )  # fmt: skip
+        workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
+        job = Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
+        work = self._cache.folder.root / "builds" / key.digest
+        pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets)))
         artifact.write(draft, key, targets)
-
-
-@contextmanager
-def _running(where: str) -> Iterator[None]:
-    """What the runtime raises, with the graph it was running."""
-    try:
-        yield
-    except DeviceError:
-        raise
-    except RuntimeError as problem:
-        raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem

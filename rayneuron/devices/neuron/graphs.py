@@ -11,79 +11,24 @@ the host need not have seen it before it starts the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
+from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
+from rayneuron.devices.idle import idle
+from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, spare_columns
+from rayneuron.devices.neuron.verbs import verbs
 from rayneuron.errors import CompileError
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv, KvShape
-from rayneuron.models.ops import bytes_of
 
 IDS = "ids"  # the state of ids, with feedback
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A graph that reads, writes or copies `blocks` blocks of every layer."""
-
-    tag: Literal["kv_export", "kv_import", "kv_copy"]
-    blocks: int
-
-
-Target = Shape | Move
-
-
-@dataclass(frozen=True, slots=True)
-class Border:
-    """What goes in and out of a stage's graphs: ids into the `first` and out of the `last`, else hidden states [B,T,hidden] of `dtype`.
-
-    feedback: ids the last step sampled are inputs of the next without passing the host.
-    """
-
-    first: bool = True
-    last: bool = True
-    hidden: int = 0
-    dtype: torch.dtype = torch.float32
-    feedback: bool = False
-
-
-WHOLE = Border()
-
-
-def served(shape: Shape, border: Border = WHOLE) -> Shape:
-    """The shape whose graph serves `shape`: sampling computes the last logits anyway, so SAMPLED is the LOGITS graph, left unread.
-
-    A stage that is not the last gives hidden states, whatever is asked of the last one.
-    """
-    if not border.last:
-        return replace(shape, want=HIDDEN)
-    return replace(shape, want=LOGITS) if shape.want == SAMPLED else shape
-
-
-def targets(shapes: Sequence[Shape], blocks: int, border: Border = WHOLE) -> list[Target]:
-    """All graphs of an engine, each once: those of `shapes`, and the three that move `blocks` blocks of KV."""
-    moves = (Move("kv_export", blocks), Move("kv_import", blocks), Move("kv_copy", blocks))
-    return [*dict.fromkeys(served(s, border) for s in shapes), *moves]
-
-
-def name(target: Target) -> str:
-    """The graph's name: decode_b4_t1_l128_likeliest_last, kv_export_n16."""
-    if isinstance(target, Move):
-        return f"{target.tag}_n{target.blocks}"
-    return f"{target.tag}_b{target.rows}_t{target.tokens}_l{target.length}_{target.want}"
-
-
-def bucket(target: Target) -> str:
-    """The graph for people: its name and what it is for."""
-    if isinstance(target, Move):
-        return f"graph {name(target)} ({target.blocks} KV blocks)"
-    return f"graph {name(target)} (bucket of {target.rows} rows x {target.tokens} new tokens, attending {target.length})"
+_PACKED = {"ints": ("int32", torch.int32), "floats": ("float32", torch.float32)}  # one array each: every input is copied to every rank
 
 
 def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
@@ -94,6 +39,30 @@ def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
     return ("tokens" if border.first else "hidden", "positions", *rows, "blocks", "slots", *last, *sampling)
 
 
+def packed(shape: Shape, border: Border = WHOLE) -> dict[str, list[str]]:
+    """The fields of a Batch that lie side by side in each packed array [B,n]."""
+    names = [n for n in input_names(shape, border) if n != "hidden"]
+    return {kind: found for kind, (dtype, _) in _PACKED.items() if (found := [n for n in names if SCHEMA[n].dtype == dtype])}
+
+
+def pack(batch: Batch, shape: Shape, border: Border = WHOLE) -> dict[str, Tensor]:
+    """The inputs of a graph of `shape`: all integers in one array, all numbers in another, hidden states apart."""
+    out = {}
+    for kind, names in packed(shape, border).items():
+        out[kind] = torch.cat([t if t.dim() > 1 else t[:, None] for t in (getattr(batch, n) for n in names)], 1)
+    return out if border.first else {**out, "hidden": cast(Tensor, batch.hidden)}
+
+
+def unpack(given: Mapping[str, Tensor | None], shape: Shape, kv: KvShape, border: Border = WHOLE) -> Batch:
+    """A Batch of what was packed; None what the graph does not read."""
+    fields: dict[str, Any] = dict.fromkeys(SCHEMA)
+    for kind, names in packed(shape, border).items():
+        widths = [sizes(n, shape, kv.space)[1:] for n in names]
+        parts = cast(Tensor, given[kind]).split([w[0] if w else 1 for w in widths], 1)
+        fields |= {n: part if w else part[:, 0] for n, part, w in zip(names, parts, widths, strict=True)}
+    return Batch(**{**fields, "hidden": given["hidden"]})
+
+
 def example(target: Target, kv: KvShape, kv_dtype: torch.dtype, border: Border = WHOLE) -> dict[str, Tensor]:
     """Inputs of the graph's shapes and dtypes, for tracing."""
     if isinstance(target, Move):
@@ -101,12 +70,12 @@ def example(target: Target, kv: KvShape, kv_dtype: torch.dtype, border: Border =
         inputs = {n: torch.zeros(target.blocks, dtype=torch.int32) for n in given}
         if target.tag == "kv_import":
             shape = (kv.layers, target.blocks, kv.heads, 2, kv.columns, kv.dim)
-            inputs["values"] = torch.zeros(shape, dtype=torch.uint8 if kv_dtype.itemsize == 1 else kv_dtype)
+            inputs["values"] = torch.zeros(shape, dtype=carried(kv_dtype))
         return inputs
-    kinds = {"int32": torch.int32, "float32": torch.float32, "": border.dtype}
-    return {
-        n: torch.zeros(sizes(n, target, kv.space, border.hidden), dtype=kinds[SCHEMA[n].dtype]) for n in input_names(target, border)
-    }  # fmt: skip
+    batch = idle(target, kv.space)
+    if not border.first:
+        batch.hidden = torch.zeros(sizes("hidden", target, kv.space, border.hidden), dtype=border.dtype or torch.float32)
+    return pack(batch, target, border)
 
 
 def named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -122,13 +91,15 @@ class Graph(nn.Module):
     """The module that is traced once a target. Weights are parameters, KV buffers; `shown` says which graph the next trace makes."""
 
     def __init__(
-        self, program: Program, ops: Any, comm: Collectives, weights: Weights, kv: KvShape, kv_dtype: torch.dtype, border: Border = WHOLE
-    ) -> None:
+        self, program: Program, comm: Collectives, weights: Weights, kv: KvShape, kv_dtype: torch.dtype, border: Border = WHOLE,
+        *, together: bool = True,
+    ) -> None:  # fmt: skip
+        """`together`: the host that runs the graph drives all ranks."""
         super().__init__()
         self.shown: Target | None = None
         self.kv = kv
         self._border = border
-        self._program, self._ops, self._comm = program, ops, comm
+        self._program, self._comm, self._together = program, comm, together
         self._first = weights.get("first", 0)
         self._top, self._layers = list(weights["top"]), [list(layer) for layer in weights["layers"]]
         seen: set[int] = set()
@@ -137,25 +108,16 @@ class Graph(nn.Module):
             seen.add(tensor.data_ptr())
             # A tensor under two names (tied embeddings) would become one parameter of the graph, and the other name unknown.
             self._place(path, tensor.clone() if shared else tensor)
-        for name in states(kv):
-            self.register_buffer(name, torch.zeros(kv.space.total, kv.heads, kv.columns, kv.dim, dtype=kv_dtype))
+        columns = kv.columns + spare_columns(kv.space)
+        for state in states(kv):
+            self.register_buffer(state, torch.zeros(kv.space.total, kv.heads, columns, kv.dim, dtype=kv_dtype))
         if border.feedback:
             self.register_buffer(IDS, torch.zeros(kv.space.rows + 1, dtype=torch.int32))
 
     def forward(
         self,
-        tokens: Tensor | None = None,
-        positions: Tensor | None = None,
-        rows: Tensor | None = None,
-        blocks: Tensor | None = None,
-        slots: Tensor | None = None,
-        last: Tensor | None = None,
-        temperature: Tensor | None = None,
-        top_k: Tensor | None = None,
-        top_p: Tensor | None = None,
-        min_p: Tensor | None = None,
-        uniform: Tensor | None = None,
-        adapters: Tensor | None = None,
+        ints: Tensor | None = None,
+        floats: Tensor | None = None,
         hidden: Tensor | None = None,
         moved: Tensor | None = None,
         source: Tensor | None = None,
@@ -163,23 +125,24 @@ class Graph(nn.Module):
         values: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The outputs of `shown`: ids | ids, complete, logits | logits [B,T,V] | hidden | KV [layers,n,H,2,S,D] | the blocks written."""
-        held = [getattr(self, name) for name in states(self.kv)]
+        held = [getattr(self, path) for path in states(self.kv)]
         kv = Kv(self.kv, list(zip(held[::2], held[1::2], strict=True)))
         seen = getattr(self, IDS) if self._border.feedback else None
-        shown = self.shown
+        shown, rows = self.shown, None
         if isinstance(shown, Move):
             out = move(shown, kv, moved, source, target, values)
         else:
             assert shown is not None
+            batch = unpack({"ints": ints, "floats": floats, "hidden": hidden}, shown, self.kv, self._border)
+            rows = batch.rows
             if seen is not None:
-                tokens = follow(cast(Tensor, tokens), seen, cast(Tensor, rows))
-            given = (tokens, positions, rows, blocks, slots, last, temperature, top_k, top_p, min_p, uniform, adapters, hidden)
-            batch = Batch(*cast("tuple[Any, ...]", given))
-            out = outputs(self._program(self._ops, self._comm, self._weights(), kv, batch, shown), shown)
-        for name, old, value in zip(states(self.kv), held, (store for layer in kv.layers for store in layer), strict=True):
+                batch.tokens = follow(batch.tokens, seen, rows)
+            ops = verbs(self._comm, self.kv, aligned=aligned(shown, self.kv.space, self._border), together=self._together)
+            out = outputs(self._program(ops, self._comm, self._weights(), kv, batch, shown), shown)
+        for path, old, value in zip(states(self.kv), held, (store for layer in kv.layers for store in layer), strict=True):
             if value is old:
-                raise CompileError(f"the program leaves {name} as it was, and every graph has to rebind every state")
-            setattr(self, name, value)
+                raise CompileError(f"the program leaves {path} as it was, and every graph has to rebind every state")
+            setattr(self, path, value)
         if seen is not None:
             setattr(self, IDS, remember(seen, rows, out, shown))
         return out
@@ -203,6 +166,11 @@ class Graph(nn.Module):
         """Looked up at every trace: moving a module to another device replaces its tensors."""
         parent, _, leaf = path.rpartition(".")
         return cast(Tensor, getattr(self.get_submodule(parent), leaf))
+
+
+def carried(kv_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which KV goes in and out of a graph: float8 as bfloat16, which holds all of its numbers."""
+    return kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16
 
 
 def states(kv: KvShape) -> list[str]:
@@ -236,23 +204,23 @@ def remember(seen: Tensor, rows: Tensor | None, out: tuple[Tensor, ...], target:
 def move(
     what: Move, kv: Kv, moved: Tensor | None, source: Tensor | None, target: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The graphs that move KV. moved, source, target [n] int32; values [layers,n,H,2,S,D], float8 as bytes. Every layer is rebound.
+    """The graphs that move KV. moved, source, target [n] int32; values [layers,n,H,2,S,D] as `carried`. Every layer is rebound.
 
     Padding moves scratch to scratch. Export writes zeros there, since it has to write something.
     """
     out = []
-    for i, layer in enumerate(kv.layers):
-        stores = [bytes_of(store) for store in layer]
+    for i, stores in enumerate(kv.layers):
         if what.tag == "kv_export":
-            out.append(torch.stack([store[cast(Tensor, moved)] for store in stores], 2))
-            last = [torch.full((1,), store.shape[0] - 1, dtype=torch.int32, device=store.device) for store in stores]
-            written = [torch.ops.aten.index_put(store, [at], torch.zeros_like(store[-1:])) for store, at in zip(stores, last, strict=True)]
+            found = [store[cast(Tensor, moved)][:, :, : kv.shape.columns] for store in stores]
+            out.append(torch.stack([one.to(carried(one.dtype)) for one in found], 2))
+            last = torch.full((1,), stores[0].shape[0] - 1, dtype=torch.int32, device=stores[0].device)
+            written = [torch.ops.aten.index_put(store, [last], torch.zeros_like(store[-1:])) for store in stores]
         elif what.tag == "kv_import":
-            parts = cast(Tensor, values)[i].unbind(2)
+            parts = F.pad(cast(Tensor, values)[i], (0, 0, 0, spare_columns(kv.shape.space))).to(stores[0].dtype).unbind(2)
             written = [torch.ops.aten.index_put(store, [moved], part) for store, part in zip(stores, parts, strict=True)]
         else:
             written = [torch.ops.aten.index_put(store, [target], store[cast(Tensor, source)]) for store in stores]
-        kv.layers[i] = tuple(made.view(store.dtype) for made, store in zip(written, layer, strict=True))
+        kv.layers[i] = tuple(written)
     if what.tag == "kv_export":
         return (torch.stack(out),)
     return (cast(Tensor, moved if what.tag == "kv_import" else target) + 0,)

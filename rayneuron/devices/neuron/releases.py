@@ -28,9 +28,12 @@ SCRATCHPAD, SCRATCHPAD_MB = "NEURON_SCRATCHPAD_PAGE_SIZE", 1024
 LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
 VISIBLE, CC_FLAGS = "NEURON_RT_VISIBLE_CORES", "NEURON_CC_FLAGS"
 _PAGE = "--hbm-scratchpad-page-size"
+MOST_CANDIDATES = 1024
+_FLOAT8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+COMPILER_BYTES, COMPILER_PROCESSORS = 24 << 30, 4  # what one neuronx-cc is given
 # What the operator says of these is taken; of all else that we export it is ours that holds, and said where it differs.
 PREFERENCES = (
-    *("NEURON_RT_EXEC_TIMEOUT", "NEURON_PROCESS_TAG", "MALLOC_ARENA_MAX", *IN_FLIGHT),
+    *("NEURON_RT_EXEC_TIMEOUT", "NEURON_PROCESS_TAG", *IN_FLIGHT),
     *("FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE"),
 )
 # Ours without a word: cores are derived from what the operator left us, and Ray sets the last itself.
@@ -62,13 +65,13 @@ RELEASES: Mapping[tuple[int, int], Release] = MappingProxyType(
 PINNED = RELEASES[0, 17]
 
 
-def check(distributed: str, chip: str) -> Release:
+def check(distributed: str, chip: str, anything: bool = False) -> Release:
     """The release of an installed neuronx-distributed, if it serves models on `chip`; a newer one than is known here is tried with a
-    warning on chips that later SDKs are made for. Raises ConfigError with what to install."""
+    warning on chips that later SDKs are made for, and with `anything` on any. Raises ConfigError with what to install."""
     found = re.match(r"(\d+)\.(\d+)", distributed)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     release, newest = RELEASES.get(version), max(RELEASES)
-    if release is None and version > newest and chip in LNC_CHIPS:
+    if release is None and version > newest and (chip in LNC_CHIPS or anything):
         log.warning(
             "neuronx-distributed %s is newer than every SDK known here (up to %s, neuronx-distributed %d.%d) and was not tried; this "
             "version was written for and tested against SDK %s: if it fails, %s",
@@ -78,10 +81,10 @@ def check(distributed: str, chip: str) -> Release:
     if release is None:
         raise ConfigError(f"neuronx-distributed {distributed} is of no SDK this version knows; install SDK {PINNED.sdk}: {INSTALL}")
     if chip not in release.chips:
-        raise ConfigError(
-            f"SDK {release.sdk} (neuronx-distributed {distributed}) serves models on {', '.join(release.chips)} and not on {chip}; "
-            f"install SDK {PINNED.sdk}: {INSTALL}"
-        )
+        said = f"SDK {release.sdk} (neuronx-distributed {distributed}) serves models on {', '.join(release.chips)} and not on {chip}"
+        if not anything:
+            raise ConfigError(f"{said}; install SDK {PINNED.sdk}: {INSTALL}. RAYNEURON_ANY_SDK=1 tries it all the same")
+        log.warning("%s, and is tried all the same (RAYNEURON_ANY_SDK=1)", said)
     return release
 
 
@@ -91,13 +94,26 @@ class CompilerOptions:
 
     optimization: -O of every graph, None for 1 on prefill and 2 elsewhere; tiling: parts a prefill's collectives are cut into to overlap
     with compute; mixed_accumulation: accumulate in float32 across partial sums, None for the compiler's own up to LONG_CONTEXT;
-    flags: more, appended as they are.
+    flags: more, appended as they are; workers: compilers at once, None for as many as memory and processors allow; reduce_dtype: of
+    sums over ranks, fp32 or the compute dtype (bf16).
     """
 
     optimization: int | None = None
     tiling: int = 2
     mixed_accumulation: bool | None = None
     flags: str = ""
+    workers: int | None = None
+    reduce_dtype: str = "fp32"
+
+
+def workers(graphs: int, memory_bytes: int, processors: int) -> int:
+    """Compilers that may run at once: one of a heavy graph was killed for memory on a host of 128 GiB (aws-neuron-sdk #1329)."""
+    return max(1, min(graphs, memory_bytes // COMPILER_BYTES, processors // COMPILER_PROCESSORS))
+
+
+def compile_minutes(layers: int) -> tuple[float, float]:
+    """What one graph may take: a guess, from "30-60 minutes" for two graphs of a large model (optimum-neuron) and small ones in one."""
+    return 1 + layers / 40, 5 + layers / 4
 
 
 def variables(*, float8: bool, length: int, lnc: int, async_mode: bool, flags: str) -> dict[str, str]:
@@ -203,11 +219,12 @@ def arguments(tag: str, length: int, chip: str, lnc: int, float8: bool, options:
     ]
     if chip in LNC_CHIPS:
         out.append(f"--lnc={lnc}")
+    else:
+        out.append("--enable-saturate-infinity")  # NxD's own default; needed on these chips alone (CLI reference)
     out.append(f"-O{level}")
-    if prefill:
-        out.append("--internal-hlo2tensorizer-options='--modular-flow-mac-threshold=10 --verify-hlo=true'")
-    if float8:
-        out.append("--experimental-unsafe-fp8e4m3fn-as-fp8e4m3")
+    # One option with all that goes into it: two of them do not merge.
+    inner = [*(["--modular-flow-mac-threshold=10"] * prefill), *([_FLOAT8] * float8), "--verify-hlo=true"]
+    out.append(f"--internal-hlo2tensorizer-options='{' '.join(inner)}'")
     if length >= LONG_CONTEXT:
         out += ["--internal-disable-fma-on-ios", *([] if _PAGE in options.flags else [f"{_PAGE}={SCRATCHPAD_MB}"])]
     mixed = options.mixed_accumulation

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
-import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,20 +13,25 @@ from typing import Any
 
 from torch import Tensor
 
-from rayneuron.devices.neuron import graphs, releases
-from rayneuron.devices.neuron.graphs import Graph, Target
+from rayneuron import settings
+from rayneuron.devices.neuron import releases
 from rayneuron.devices.neuron.releases import INSTALL
 from rayneuron.errors import CompileError, ConfigError, DeviceError, RayNeuronError
 
-log = logging.getLogger(__name__)
-
 MODEL = "model.pt"
-_MOST_SAID = 3
 MAX = "max"  # torch_xla's REDUCE_MAX
 _DISTRIBUTIONS = ("torch-neuronx", "neuronx-distributed", "neuronx-cc", "libneuronxla")
 # Where each symbol used here is defined; tests/devices/neuron/symbols.py records their parameters and checks them against the real source.
 _SYMBOLS = {
-    "ModelBuilder": "neuronx_distributed.trace.model_builder_v2",
+    "trace": "neuronx_distributed.trace.functions",
+    "compile": "neuronx_distributed.trace.functions",
+    "compile_wlo": "neuronx_distributed.trace.functions",
+    "compile_layout_transformer": "neuronx_distributed.trace.functions",
+    "mark_weights_for_wlo": "neuronx_distributed.trace.hlo_utils",
+    "apply_layout_transformation": "neuronx_distributed.trace.hlo_utils",
+    "CompilationArtifacts": "neuronx_distributed.trace.model_builder_utils",
+    "WLOArtifacts": "neuronx_distributed.trace.model_builder_utils",
+    "LayoutTransformerArtifacts": "neuronx_distributed.trace.model_builder_utils",
     "NxDModel": "neuronx_distributed.trace.nxd_model.nxd_model",
     "NxDParallelState": "neuronx_distributed.trace.parallel_context",
     "reduce_from_tensor_model_parallel_region": "neuronx_distributed.parallel_layers.mappings",
@@ -61,7 +63,7 @@ def sdk() -> Sdk:
         raise ConfigError(
             f"this machine has no Neuron chip ({problem}); NEURON_PLATFORM_TARGET_OVERRIDE=inf2 (trn1, trn2) compiles for one"
         ) from None
-    releases.check(versions["neuronx-distributed"], chip)
+    releases.check(versions["neuronx-distributed"], chip, settings.any_sdk())
     return Sdk(symbols, chip, versions)
 
 
@@ -76,6 +78,14 @@ def probe() -> None:
         inside = [Path(p).joinpath(*rest.split(".")) for p in (spec.submodule_search_locations or ())] if spec else []
         if not any(p.with_suffix(".py").is_file() or (p / "__init__.py").is_file() for p in inside):
             raise ConfigError(_absent(f"{module}.{name}"))
+
+
+def imitated() -> bool:
+    """Whether the SDK here is the stand-in that tests put in its place."""
+    try:
+        return (importlib.import_module("torch_neuronx").__doc__ or "").startswith("Stand-in")
+    except ModuleNotFoundError:
+        return False
 
 
 def _absent(what: str) -> str:
@@ -116,8 +126,9 @@ class InGraph:
 
     rank: int
 
-    def __init__(self, sdk: Sdk, ranks: int) -> None:
-        self._sdk, self.ranks = sdk, ranks
+    def __init__(self, sdk: Sdk, ranks: int, wide: bool = True) -> None:
+        """`wide`: sum in float32, as NxD's layers do unless they are told otherwise."""
+        self._sdk, self.ranks, self._wide = sdk, ranks, wide
 
     def __getattr__(self, name: str) -> Any:
         if name == "rank":
@@ -126,7 +137,7 @@ class InGraph:
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
-        return self._sdk["reduce_from_tensor_model_parallel_region"](x) if self.ranks > 1 else x
+        return self._summed(x, self._sdk["reduce_from_tensor_model_parallel_region"]) if self.ranks > 1 else x
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenate along `dim` in rank order."""
@@ -134,7 +145,10 @@ class InGraph:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum, then this rank's share of `dim`."""
-        return self._sdk["_reduce_scatter_along_dim"](x, dim % x.dim()) if self.ranks > 1 else x
+        return self._summed(x, lambda y: self._sdk["_reduce_scatter_along_dim"](y, dim % x.dim())) if self.ranks > 1 else x
+
+    def _summed(self, x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+        return add(x.float()).to(x.dtype) if self._wide else add(x)
 
     def share(self, x: Tensor, dim: int) -> Tensor:
         """This rank's equal share of what all ranks hold alike: the largest of equals, so that nobody need know its rank (as NxDI does)."""
@@ -148,57 +162,6 @@ class InGraph:
 
     def broadcast(self, x: Tensor, rank: int) -> None:
         raise CompileError("a graph for Neuron does not broadcast: every rank is given the inputs")
-
-
-def build(
-    sdk: Sdk, graph: Graph, targets: Sequence[Target], examples: Sequence[dict[str, Tensor]], arguments: Mapping[str, str],
-    world: tuple[int, int], folder: Path, progress: Callable[[int], None], model: str, kept: Path,
-) -> None:  # fmt: skip
-    """Trace and compile every target of `graph` into `folder`. `world`: ranks, LNC; `progress`: graphs compiled so far.
-
-    `kept`: where the compiler's work goes on failure. Raises CompileError: model, graph, flags, where the log is.
-    """
-    names, work = [graphs.name(t) for t in targets], folder / "work"
-    priority = next((n for n, t in zip(names, targets, strict=True) if t.tag == "decode"), None)  # its weight layout serves all graphs
-    ranks, lnc = world
-    tracing: Target | None = None
-    try:
-        with sdk["NxDParallelState"](world_size=ranks, tensor_model_parallel_size=ranks, lnc_size=lnc):
-            builder = sdk["ModelBuilder"](graph)
-            for graph_name, tracing, inputs in zip(names, targets, examples, strict=True):
-                graph.shown = tracing
-                builder.trace(kwargs=inputs, tag=graph_name)
-            tracing = None
-            with CompileWatch(work, len(targets), progress):
-                compiled = builder.compile(priority_model_key=priority, compiler_workdir=work, compiler_args=dict(arguments))
-            compiled.save(str(folder / MODEL))
-    except Exception as problem:
-        cause = f" ({problem.__cause__})" if problem.__cause__ else ""
-        failed = [tracing] if tracing is not None else _unfinished(targets, work, f"{problem}{cause}")
-        where = _keep(work, kept, failed) if tracing is None else "It was being traced: the compiler was not asked yet"
-        flags = "".join(f"; {graphs.name(t)}: {arguments[graphs.name(t)]}" for t in failed[:_MOST_SAID])
-        said = ", ".join(graphs.bucket(t) for t in failed[:_MOST_SAID]) or "the graphs"
-        more = f" and {len(failed) - _MOST_SAID} more" if len(failed) > _MOST_SAID else ""
-        raise CompileError(f"{model}: {said}{more} could not be compiled: {problem}{cause}. {where}. Its flags{flags}") from problem
-
-
-def _unfinished(targets: Sequence[Target], work: Path, said: str) -> list[Target]:
-    """The graphs that failed: those the compiler names, else those it began and did not finish, else those it did not finish."""
-    folders = {t: work / graphs.name(t) for t in targets}
-    open_ones = [t for t, folder in folders.items() if not any(folder.rglob("graph.neff"))]
-    named = [t for t in targets if graphs.name(t) in said]
-    return named or [t for t in open_ones if any(folders[t].rglob("log-neuron-cc.txt"))] or open_ones
-
-
-def _keep(work: Path, kept: Path, failed: Sequence[Target]) -> str:
-    """Move the compiler's work out of the draft, which is about to go, and say where its log is."""
-    shutil.rmtree(kept, ignore_errors=True)
-    if not work.is_dir():
-        return "The compiler left nothing"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(work, kept)
-    logs = [log for t in failed for log in sorted((kept / graphs.name(t)).rglob("log-neuron-cc.txt"))]
-    return f"The compiler's log is {logs[0]}" if logs else f"The compiler wrote no log; its work is in {kept}"
 
 
 def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[str, Tensor]], name: str, visible: str) -> Any:
@@ -218,27 +181,3 @@ def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[st
         ) from problem
     return model
 
-
-class CompileWatch:
-    """Counts finished graphs below `folder` while the compiler, which tells nobody, is at work."""
-
-    def __init__(self, folder: Path, total: int, told: Callable[[int], None]) -> None:
-        self._folder, self._total, self._told = folder, total, told
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rayneuron-compile", daemon=True)
-
-    def _watch(self) -> None:
-        last = -1
-        while not self._ended.wait(1.0):
-            done = min(len(list(self._folder.rglob("graph.neff"))), self._total)
-            self._told(done)  # every second: a graph may take longer than a group waits without a sign of life
-            if done != last:
-                last = done
-                log.info("compiled %d of %d graphs", done, self._total)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()

@@ -16,7 +16,9 @@ NAMES = ("torch_neuronx", "neuronx_distributed")
 def standin_modules() -> Iterator[dict[str, object]]:
     """Imported once a session: its operators can be registered only once."""
     sys.path.insert(0, str(STANDIN))
-    import neuronx_distributed.trace.model_builder_v2  # noqa: F401
+    import neuronx_distributed.trace.functions
+    import neuronx_distributed.trace.hlo_utils
+    import neuronx_distributed.trace.nxd_model.nxd_model  # noqa: F401
     import torch_neuronx.utils  # noqa: F401
 
     found = {name: module for name, module in sys.modules.items() if name.split(".")[0] in NAMES}

@@ -62,7 +62,7 @@ def test_only_recorded_methods_and_arguments_are_called() -> None:
     known = {s.name: {p.lstrip("*") for p in s.parameters} for s in SYMBOLS}
     free = {"forward": {"model_name", "forward_mode"}}
     seen = set()
-    for path in ("sdk.py", "device.py"):
+    for path in ("sdk.py", "pipeline.py", "device.py"):
         for node in ast.walk(ast.parse((ROOT / "rayneuron" / "devices" / "neuron" / path).read_text())):
             if not isinstance(node, ast.Call):
                 continue
@@ -70,12 +70,13 @@ def test_only_recorded_methods_and_arguments_are_called() -> None:
             if name in known:
                 seen.add(name)
                 assert {k.arg for k in node.keywords if k.arg} <= known[name] | free.get(name, set()), ast.unparse(node)
-    assert {"ModelBuilder", "trace", "compile", "save", "load", "set_weights", "to_neuron", "forward", "NxDParallelState"} <= seen
+    used = {s.name for s in SYMBOLS if s.module.endswith((".functions", ".hlo_utils"))}
+    assert used | {"NxDModel", "add", "save", "load", "set_weights", "to_neuron", "forward", "NxDParallelState"} <= seen
 
 
 def _called(function: ast.expr) -> str:
-    """model.forward(...) -> forward; sdk["NxDModel"].load(...) -> load; sdk["ModelBuilder"](...) -> ModelBuilder."""
-    owners = ("builder", "compiled", "model", "self._model", "sdk['NxDModel']")
+    """model.forward(...) -> forward; sdk["NxDModel"].load(...) -> load; sdk["trace"](...) -> trace."""
+    owners = ("made", "model", "self._model", "sdk['NxDModel']")
     if isinstance(function, ast.Attribute) and ast.unparse(function.value) in owners:
         return function.attr
     if isinstance(function, ast.Subscript) and isinstance(function.slice, ast.Constant) and "sdk" in ast.unparse(function.value):

@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCORES, Shape
-from rayneuron.devices.neuron import graphs as graphs
-from rayneuron.devices.neuron.graphs import WHOLE, Border
+from rayneuron.config import parse
+from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SAMPLED, SCHEMA, SCORES, Batch, Shape
+from rayneuron.devices.idle import idle
+from rayneuron.devices.neuron import graphs, targets
+from rayneuron.devices.neuron.targets import WHOLE, Border, Move
 from rayneuron.group import pipeline
 from rayneuron.models import hub, ops, weights
 from rayneuron.models.collectives import Solo
-from rayneuron.models.kv import KvShape, KvSpace
+from rayneuron.models.kv import Kv, KvShape, KvSpace
 from rayneuron.models.memory import kv_shape
+from rayneuron.placement.fitting import capacity_of
+from rayneuron.placement.memory import memory
 from tests.models import cases, runs
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
@@ -30,9 +34,9 @@ ONCE = (  # what no family changes
     Shape("prefill", 1, 16, 32, LOGITS),
     Shape("prefill", 1, 16, 32, SCORES),
     Shape("decode", 2, 1, 16, LIKELIEST),
-    graphs.Move("kv_export", 4),
-    graphs.Move("kv_import", 4),
-    graphs.Move("kv_copy", 4),
+    Move("kv_export", 4),
+    Move("kv_import", 4),
+    Move("kv_copy", 4),
 )
 HOST = ("aten.item", "_local_scalar", "nonzero", "unique", "masked_select", "sym_size", "_assert_async", "multinomial")
 
@@ -59,52 +63,53 @@ def opened(family: str, folder: Path, border: Border = WHOLE, space: KvSpace = S
     shape = kv_shape(arch, space, layers=len(loaded["layers"]))
     border = replace(border, hidden=arch.hidden)
     program = pipeline.program(arch, pipeline.Stage(torch.float32, border.first, border.last))
-    return graphs.Graph(program, ops.PLAIN, Solo(), loaded, shape, torch.float32, border)
+    return graphs.Graph(program, Solo(), loaded, shape, torch.float32, border)
 
 
-def inputs(graph: graphs.Graph, target: graphs.Target) -> dict[str, torch.Tensor]:
-    """Inputs that differ in every row, the last one idle; the rest zero as in the example."""
-    border = graph._border
-    made = graphs.example(target, graph.kv, torch.float32, border)
-    generator = torch.Generator().manual_seed(5)
-    if isinstance(target, graphs.Move):
-        scratch = graph.kv.space.scratch
-        for name in made.keys() & {"moved", "source", "target"}:
-            made[name][:] = torch.tensor([1, 0, 2, scratch] if name != "target" else [2, 1, 0, scratch])
-        if "values" in made:
-            made["values"].normal_(generator=generator)
-        return made
-    if border.first:
-        made["tokens"].random_(0, cases.VOCAB, generator=generator)
-    else:
-        made["hidden"].normal_(generator=generator)
+def inputs(graph: graphs.Graph, target: targets.Target) -> dict[str, torch.Tensor]:
+    """Inputs that differ in every row, the last one idle where rows may be mixed; the rest as in the example."""
+    if isinstance(target, Shape):
+        return graphs.pack(filled(graph, target), target, graph._border)
+    made, generator = graphs.example(target, graph.kv, torch.float32, graph._border), torch.Generator().manual_seed(5)
+    scratch = graph.kv.space.scratch
+    for name in made.keys() & {"moved", "source", "target"}:
+        ids = [1, 0, 2, scratch] if name != "target" else [2, 1, 0, scratch]
+        made[name][:] = torch.tensor(ids[: len(made[name])])
+    if "values" in made:
+        made["values"].normal_(generator=generator)
+    return made
+
+
+def filled(graph: graphs.Graph, target: Shape) -> Batch:
+    """A batch for `target`."""
+    border, generator = graph._border, torch.Generator().manual_seed(5)
+    made = idle(target, graph.kv.space)
+    made.tokens.random_(0, cases.VOCAB, generator=generator)
+    if not border.first:
+        made.hidden = torch.randn(target.rows, target.tokens, border.hidden, generator=generator)
     if border.feedback and target.tokens == 1:
-        made["tokens"][0] = FOLLOWS
-    made["positions"][:] = torch.arange(4, 4 + target.tokens)
+        made.tokens[0] = FOLLOWS
+    made.positions[:] = torch.arange(4, 4 + target.tokens)
+    held = runs.table(graph.kv.space)
     rows = torch.tensor([2, 3] if target.rows == 2 else [2], dtype=torch.int32)
-    where = runs.places(graph.kv.space, runs.table(graph.kv.space), made["positions"], rows, target.length)
-    made["blocks"][:], made["slots"][:] = where.blocks, where.slots
-    if "rows" in made:
-        made["rows"][:] = rows
-    if "last" in made:
-        made["last"][:] = 9
-    if "temperature" in made:
-        made["temperature"][:] = 0.7
-        made["top_k"][:] = 5
-        made["top_p"][:] = 0.9
-        made["uniform"][:] = 0.4
+    if targets.aligned(target, graph.kv.space, border):
+        rows = held[:, 0].argsort()[: target.rows].to(torch.int32)  # whoever holds the first blocks
+    where = runs.places(graph.kv.space, held, made.positions, rows, target.length)
+    made.blocks[:], made.slots[:], made.rows[:] = where.blocks, where.slots, rows
+    made.last[:] = min(9, target.tokens - 1)
+    made.temperature[:], made.top_k[:], made.top_p[:], made.uniform[:] = 0.7, 5, 0.9, 0.4
     return made
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, from inside run_decompositions
-@pytest.mark.parametrize("target", TARGETS, ids=graphs.name)
-def test_every_family_exports(graph: graphs.Graph, target: graphs.Target) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=targets.name)
+def test_every_family_exports(graph: graphs.Graph, target: targets.Target) -> None:
     check(graph, target)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.parametrize("target", ONCE, ids=graphs.name)
-def test_every_kind_of_graph_exports(llama: graphs.Graph, target: graphs.Target) -> None:
+@pytest.mark.parametrize("target", ONCE, ids=targets.name)
+def test_every_kind_of_graph_exports(llama: graphs.Graph, target: targets.Target) -> None:
     check(llama, target)
 
 
@@ -120,8 +125,8 @@ def test_both_stages_of_every_family_export(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[1], ONCE[1], *ONCE[3:]], ids=graphs.name)
-def test_the_ids_sampled_last_are_a_state_of_every_graph(tmp_path: Path, target: graphs.Target) -> None:
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[1], ONCE[1], *ONCE[3:]], ids=targets.name)
+def test_the_ids_sampled_last_are_a_state_of_every_graph(tmp_path: Path, target: targets.Target) -> None:
     """Of async mode: every graph writes them, those that sample nothing too."""
     check(opened("llama", tmp_path, Border(feedback=True)), target)
 
@@ -130,27 +135,27 @@ def test_an_id_follows_from_step_to_step(tmp_path: Path) -> None:
     """Two decode steps; the second is told nothing but FOLLOWS, and equals one that is told the id."""
     graph = opened("llama", tmp_path, Border(feedback=True))
     graph.shown = target = Shape("decode", 2, 1, 32, LIKELIEST)
-    given = graphs.example(target, graph.kv, torch.float32, graph._border)
+    given = idle(target, graph.kv.space)
     rows = torch.tensor([2, 0], dtype=torch.int32)
-    given["tokens"][:, 0], given["rows"][:] = torch.tensor([5, 9]), rows
 
-    def at(position: int) -> dict[str, torch.Tensor]:
+    def at(position: int, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = torch.full((2, 1), position, dtype=torch.int32)
         where = runs.places(SPACE, runs.table(SPACE), positions, rows, 32)
-        return {**given, "positions": positions, "blocks": where.blocks, "slots": where.slots}
+        told = replace(given, tokens=tokens, rows=rows, positions=positions, blocks=where.blocks, slots=where.slots)
+        return graphs.pack(told, target, graph._border)
 
     with torch.no_grad():
-        (first,) = graph(**at(0))
+        (first,) = graph(**at(0, torch.tensor([[5], [9]], dtype=torch.int32)))
         assert graph.ids.tolist() == [int(first[1]), 0, int(first[0]), 0]
         before = {name: value.clone() for name, value in graph.named_buffers()}
-        (told,) = graph(**{**at(1), "tokens": first})
+        (told,) = graph(**at(1, first))
         for name, value in before.items():
             setattr(graph, name, value)
-        (followed,) = graph(**{**at(1), "tokens": torch.full((2, 1), FOLLOWS, dtype=torch.int32)})
+        (followed,) = graph(**at(1, torch.full((2, 1), FOLLOWS, dtype=torch.int32)))
     assert torch.equal(told, followed) and first.flatten().tolist() != [5, 9]
 
 
-def check(graph: graphs.Graph, target: graphs.Target) -> None:
+def check(graph: graphs.Graph, target: targets.Target) -> None:
     graph.shown = target
     given = inputs(graph, target)
     exported = torch.export.export(graph, (), given, strict=False)
@@ -187,9 +192,28 @@ def check_values(graph: graphs.Graph, program: torch.export.ExportedProgram, giv
     with torch.no_grad():
         want, got = graph(**given), exported(**given)
     assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
+    check_plain(graph, want, start)
     for name in names:
         assert graph.get_buffer(name) is not held[name] and torch.equal(held[name], start[name])
         assert torch.equal(graph.get_buffer(name), exported.get_buffer(name)) and not torch.equal(graph.get_buffer(name), start[name])
+
+
+def check_plain(graph: graphs.Graph, got: tuple[torch.Tensor, ...], start: dict[str, torch.Tensor]) -> None:
+    """The same step by the plain verbs: the same ids, numbers and KV as close as float32 is."""
+    target, columns = graph.shown, graph.kv.columns
+    if not isinstance(target, Shape):
+        return
+    batch, held = filled(graph, target), [start[n][:, :, :columns].clone() for n in graphs.states(graph.kv)]
+    if graph._border.feedback:
+        batch.tokens = graphs.follow(batch.tokens, start["ids"], batch.rows)
+    kv = Kv(graph.kv, list(zip(held[::2], held[1::2], strict=True)))
+    with torch.no_grad():
+        want = graphs.outputs(graph._program(ops.PLAIN, Solo(), graph._weights(), kv, batch, target), target)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) if one.dtype == torch.int32 else (one - other).abs().max() < 2e-5
+    made = [graph.get_buffer(n)[: graph.kv.space.blocks, :, :columns] for n in graphs.states(graph.kv)]
+    for one, other in zip(made, (store for layer in kv.layers for store in layer), strict=True):
+        assert (one - other[: graph.kv.space.blocks]).abs().max() < 2e-5
 
 
 def test_what_is_exported_is_what_is_imported_and_copied(llama: graphs.Graph) -> None:
@@ -203,11 +227,11 @@ def test_what_is_exported_is_what_is_imported_and_copied(llama: graphs.Graph) ->
         return torch.tensor([*blocks, *[SPACE.scratch] * (4 - len(blocks))], dtype=torch.int32)
 
     with torch.no_grad():
-        graph.shown = graphs.Move("kv_export", 4)
+        graph.shown = Move("kv_export", 4)
         (values,) = graph(moved=ids(0, 5))
-        graph.shown = graphs.Move("kv_import", 4)
+        graph.shown = Move("kv_import", 4)
         graph(moved=ids(7, 1), values=values)
-        graph.shown = graphs.Move("kv_copy", 4)
+        graph.shown = Move("kv_copy", 4)
         graph(source=ids(7, 2), target=ids(3, 6))
     after = torch.stack([graph.get_buffer(n) for n in graphs.states(graph.kv)])
     parts = values[:, :2].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)  # keys and values of a layer, as the states are
@@ -216,8 +240,8 @@ def test_what_is_exported_is_what_is_imported_and_copied(llama: graphs.Graph) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.parametrize("target", [*TARGETS, ONCE[3]], ids=graphs.name)
-def test_one_block_a_row_exports(tmp_path: Path, target: graphs.Target) -> None:
+@pytest.mark.parametrize("target", [*TARGETS, ONCE[3]], ids=targets.name)
+def test_one_block_a_row_exports(tmp_path: Path, target: targets.Target) -> None:
     check(opened("llama", tmp_path, space=WHOLE_ROWS), target)
 
 
@@ -239,18 +263,46 @@ def test_the_gate_sees_what_it_must_refuse(tiny: Path) -> None:
     kv = KvShape(SPACE, layers=2, heads=1, dim=4)
     shape = Shape("decode", 2, 1, 8, LIKELIEST)
     for program in (host_read, unwritten):
-        made = graphs.Graph(program, ops.PLAIN, Solo(), {"top": {}, "layers": []}, kv, torch.float32)
+        made = graphs.Graph(program, Solo(), {"top": {}, "layers": []}, kv, torch.float32)
         made.shown = shape
         given = graphs.example(shape, kv, torch.float32)
         with pytest.raises(Exception, match="[Dd]ata-dependent|unbacked|u0" if program is host_read else "leaves kv_1_k as it was"):
             torch.export.export(made, (), given, strict=False)
 
 
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_a_graph_holds_what_was_planned(family: str, tmp_path: Path) -> None:
+    """Weights and states by the byte, constants aside: a tied head lies there twice, and a row has columns for what is forgotten."""
+    graph = opened(family, tmp_path, space=WHOLE_ROWS)
+    config = parse({"model": {"path": str(tmp_path)}, "device": "neuron", "dtype": "fp32", "max_model_len": 32, "max_num_seqs": 3})
+    raw = hub.read_config(tmp_path)
+    planned = memory(config, raw, capacity_of(config, raw), 1, range(2))
+    weights = sum(p.nbytes for name, p in graph.named_parameters() if name not in ("top.embed.first", "top.rope.freq"))
+    assert (planned.weights, planned.kv) == (weights, sum(b.nbytes for b in graph.buffers()))
+
+
 def test_names_and_service() -> None:
     shapes = [Shape("decode", 4, 1, 128, want) for want in (LIKELIEST, SAMPLED, LOGITS)]
-    assert [graphs.name(t) for t in graphs.targets(shapes, 16)] == [
+    assert [targets.name(t) for t in targets.targets(shapes, SPACE)] == [
         "decode_b4_t1_l128_likeliest_last", "decode_b4_t1_l128_sampled_logits_last", "kv_export_n16", "kv_import_n16", "kv_copy_n16",
     ]  # fmt: skip
     assert graphs.input_names(Shape("prefill", 1, 16, 32, LIKELIEST)) == ("tokens", "positions", "blocks", "slots", "last")
     read = graphs.input_names(Shape("decode", 1, 1, 32, LIKELIEST), Border(feedback=True))
     assert read == ("tokens", "positions", "rows", "blocks", "slots")
+
+
+def test_everything_a_step_reads_travels_in_two_arrays() -> None:
+    """Finding 24: what is packed comes out again, field by field; hidden states are apart."""
+    for border in (WHOLE, Border(feedback=True), Border(first=False, hidden=4)):
+        for shape in (Shape("decode", 2, 1, 32, LOGITS), Shape("prefill", 2, 16, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES)):
+            given = idle(shape, SPACE)
+            for i, name in enumerate(SCHEMA):
+                value = getattr(given, name)
+                if value is not None:
+                    value.copy_(torch.arange(value.numel()).view(value.shape) + 1000 * i)
+            given.hidden = torch.zeros(shape.rows, shape.tokens, 4)
+            made = graphs.pack(given, shape, border)
+            assert made.keys() <= {"ints", "floats", "hidden"} and all(len(t) == shape.rows for t in made.values())
+            back = graphs.unpack({"floats": None, "hidden": None, **made}, shape, KvShape(SPACE, 1, 1, 4), border)
+            for name in graphs.input_names(shape, border):
+                assert torch.equal(getattr(back, name), getattr(given, name)), name

@@ -48,10 +48,16 @@ def _all(what: str, x: Tensor) -> list[Tensor]:
     return HERE.ring.all(HERE.place, what, x)
 
 
+def _summed(every: list[Tensor]) -> Tensor:
+    """Pairwise and in the dtype they have: whoever wants float32 says so."""
+    while len(every) > 1:
+        every = [a + b for a, b in zip(every[::2], every[1::2], strict=False)] + every[len(every) & ~1 :]
+    return every[0].clone()
+
+
 @torch.library.custom_op("standin::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, ranks: int) -> Tensor:
-    total = _all("all_reduce", x)
-    return torch.stack(total).float().sum(0).to(x.dtype)
+    return _summed(_all("all_reduce", x))
 
 
 @all_reduce.register_fake
@@ -71,8 +77,8 @@ def _(x: Tensor, dim: int, ranks: int) -> Tensor:
 
 @torch.library.custom_op("standin::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, ranks: int, computation: str) -> Tensor:
-    every = torch.stack(_all(f"reduce_scatter {dim} {computation}", x)).float()
-    total = (every.amax(0) if computation == "max" else every.sum(0)).to(x.dtype)
+    every = _all(f"reduce_scatter {dim} {computation}", x)
+    total = torch.stack(every).amax(0) if computation == "max" else _summed(every)
     return total.chunk(ranks, dim)[HERE.rank].clone()
 
 

@@ -1,21 +1,17 @@
-"""Stand-in: loaded graphs. Cores are claimed until the process ends; memory a core is counted; states are one set for all graphs."""
+"""Stand-in: loaded graphs. States are one set for all graphs."""
 
-import fcntl
 import os
 import pickle
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.export.graph_signature import InputKind, OutputKind
 
 from neuronx_distributed.parallel_layers import mappings
+from neuronx_distributed.trace.nxd_model import runtime
 from neuronx_distributed.trace.nxd_model.fabric import Fabric
 
-_CLAIMED = {}
-_USED = {}
 BEFORE = []  # called with a graph before it runs: tests hold a step up with it
 
 
@@ -54,59 +50,6 @@ def route(inputs):
     return "(" + ", ".join(f"{name}: {list(tensor.shape)}" for name, tensor in inputs.items()) + ")"
 
 
-@dataclass
-class Executable:
-    """One graph: where each of its arguments comes from, and where its results go."""
-
-    module: torch.fx.GraphModule
-    sources: list
-    results: list
-    inputs: dict
-    shapes: dict
-
-    @classmethod
-    def of(cls, program, model, inputs):
-        kinds = {
-            InputKind.PARAMETER: "weight", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "input",
-        }  # fmt: skip
-        sources = []
-        for spec in program.graph_signature.input_specs:
-            kind = kinds[spec.kind]
-            if kind == "constant":
-                sources.append((kind, program.constants[spec.target].clone()))
-            elif kind == "input":
-                sources.append((kind, spec.arg.name))
-            else:
-                sources.append((kind, spec.target))
-        results = [(s.kind is OutputKind.BUFFER_MUTATION, s.target) for s in program.graph_signature.output_specs]
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        shapes = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
-        program.graph._tracer_cls = torch.fx.Tracer  # the exporting one cannot be pickled
-        module = torch.fx.GraphModule(torch.nn.Module(), program.graph)
-        return cls(module, sources, results, {n: (tuple(t.shape), t.dtype) for n, t in inputs.items()}, shapes)
-
-    @property
-    def states(self):
-        return {name for mutated, name in self.results if mutated}
-
-    def run(self, weights, states, inputs):
-        given = []
-        for kind, name in self.sources:
-            if kind == "constant":
-                given.append(name)
-            elif kind == "input":
-                given.append(inputs[name])
-            else:
-                given.append(states[name] if name in states else weights[name])
-        out = []
-        for (mutated, name), value in zip(self.results, self.module(*given), strict=True):
-            if mutated:
-                states[name].copy_(value)
-            else:
-                out.append(value)
-        return out
-
-
 class NxDModel(torch.nn.Module):
     def __init__(self, world_size, start_rank=None, local_ranks_size=None, state_initializer=None, layout_transformer=None):
         super().__init__()
@@ -114,22 +57,30 @@ class NxDModel(torch.nn.Module):
             raise AssertionError("start_rank and local_ranks_size must be set together")
         self.world_size, self.start_rank = world_size, start_rank or 0
         self.local_ranks_size = local_ranks_size or world_size
-        self.graphs, self.model_params, self.input_shape_map = {}, None, {}
+        self.layout = layout_transformer and layout_transformer.construct_layout_transformer_object(self.local_ranks_size)
+        self.graphs, self.built_for, self.model_params, self.input_shape_map = {}, {}, None, {}
         self.weights, self.states, self.loaded_on_neuron = None, None, False
         self.state_names = self.fabric = None
 
-    def add(self, key, executable, parameters):
+    def add(self, key, trace_artifacts, compilation_artifacts):
+        parameters = [(p.param_name, not p.is_positional) for p in trace_artifacts.model_params]
         if self.model_params is None:
             self.model_params = parameters
         if self.model_params != parameters:
             raise AssertionError("The model provided appears to have a different signature than all other models added prior.")
+        flattener = trace_artifacts.flattener
+        if not isinstance(flattener.layout, tuple):
+            raise AssertionError(f"Expected flattener layout type to be tuple but found {type(flattener.layout)}")
+        flattener.layout = list(flattener.layout)  # as the real one: a trace can be added once
+        executable = pickle.loads(compilation_artifacts.get_neff_bytes())
         if self.state_names is None:
-            self.state_names = executable.states
-        if executable.states != self.state_names:
-            raise RuntimeError(f"{key} has other states than the first graph: {sorted(executable.states ^ self.state_names)}")
-        self.graphs[key] = executable
+            self.state_names = set(executable.states)
+        if set(executable.states) != self.state_names:
+            raise RuntimeError(f"{key} has other states than the first graph: {sorted(self.state_names ^ set(executable.states))}")
+        self.graphs[key], self.built_for[key] = executable, self.local_ranks_size
         names = {n: torch.empty(shape) for n, (shape, _) in executable.inputs.items()}
         self.input_shape_map.setdefault(route(names), []).append(key)
+        return self
 
     def get_available_keys(self):
         return set(self.graphs)
@@ -139,33 +90,31 @@ class NxDModel(torch.nn.Module):
             raise ValueError("set_weights() was called when the model was already loaded on neuron.")
         if len(sharded_checkpoint) != self.local_ranks_size:
             raise RuntimeError(f"{len(sharded_checkpoint)} checkpoints for {self.local_ranks_size} local ranks")
-        read = {name for g in self.graphs.values() for kind, name in g.sources if kind in ("weight", "buffer")}
-        needed = read - self.state_names
-        shapes = next(iter(self.graphs.values())).shapes
+        needed = {name: g.shapes[name] for g in self.graphs.values() for name in g.weights}
         for rank, checkpoint in enumerate(sharded_checkpoint):
-            for name in needed:
+            for name, (shape, dtype) in needed.items():
                 if name not in checkpoint:
                     raise KeyError(f"weight {name} of rank {rank} is missing")
-                if (tuple(checkpoint[name].shape), checkpoint[name].dtype) != shapes[name]:
-                    raise RuntimeError(f"weight {name} of rank {rank} is {tuple(checkpoint[name].shape)}, traced as {shapes[name][0]}")
-        self.weights = [{name: t.detach().clone() for name, t in c.items()} for c in sharded_checkpoint]
+                if (tuple(checkpoint[name].shape), checkpoint[name].dtype) != (shape, dtype):
+                    raise RuntimeError(f"weight {name} of rank {rank} is {tuple(checkpoint[name].shape)}, traced as {shape}")
+        laid = self.layout.forward(sharded_checkpoint) if self.layout else sharded_checkpoint
+        self.weights = [{name: t.detach().clone() for name, t in c.items()} for c in laid]
 
     def to_neuron(self):
         if self.loaded_on_neuron:
             return
-        cores = claim(self.local_ranks_size)
-        shapes = next(iter(self.graphs.values())).shapes
+        for key, count in self.built_for.items():
+            if count != self.local_ranks_size:
+                raise RuntimeError(f"SPMDModel {key} was built for {count} local ranks, and given those of {self.local_ranks_size}")
+        runtime.check(self.graphs.values(), self.layout)
+        cores = runtime.claim(self.local_ranks_size)
+        shapes = {name: about for g in self.graphs.values() for name, about in g.shapes.items()}
         self.states = [
             {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in self.state_names} for _ in range(self.local_ranks_size)
         ]
         self._queue = Queue(int(os.environ.get("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS") or 0))
-        limit = int(os.environ.get("STANDIN_CORE_BYTES", 16 << 30))
         for core, weights, states in zip(cores, self.weights, self.states, strict=False):
-            size = sum(t.numel() * t.dtype.itemsize for t in (*weights.values(), *states.values()))
-            _USED[core] = _USED.get(core, 0) + size
-            weakref.finalize(self, _free, core, size)
-            if _USED[core] > limit:
-                raise RuntimeError(f"Failed to allocate {size} bytes on core {core}: {_USED[core]} of {limit}")
+            runtime.allocate(self, core, (*weights.values(), *states.values()), len(self.graphs))
         if self.local_ranks_size != self.world_size:
             self.fabric = Fabric(self.start_rank, self.local_ranks_size, self.world_size)
         self.loaded_on_neuron = True
@@ -204,7 +153,7 @@ class NxDModel(torch.nn.Module):
             if any((tuple(t.shape), t.dtype) != graph.inputs[name] for t in tensors):
                 raise RuntimeError(f"{name} is {tensors[0].dtype} {tuple(tensors[0].shape)}, compiled for {graph.inputs[name]}")
         if forward_mode == "async":
-            return self._queue.put(lambda: self._run(graph, kwargs), len(graph.results) - len(graph.states), self.local_ranks_size)
+            return self._queue.put(lambda: self._run(graph, kwargs), graph.outputs, self.local_ranks_size)
         ranked = self._queue.put(lambda: self._run(graph, kwargs)).result()
         return [list(outputs) for outputs in zip(*ranked, strict=True)]
 
@@ -228,38 +177,12 @@ class NxDModel(torch.nn.Module):
             return list(pool.map(one, range(self.local_ranks_size)))
 
     def save(self, path_to_save, save_weights=False):
-        with open(path_to_save, "wb") as file:
-            pickle.dump((self.world_size, self.graphs, self.model_params, self.input_shape_map, self.state_names), file)
+        fields = (self.world_size, self.graphs, self.built_for, self.model_params, self.input_shape_map, self.state_names, self.layout)
+        Path(path_to_save).write_bytes(pickle.dumps(fields))
 
     @classmethod
     def load(cls, path_to_model, start_rank=None, local_ranks_size=None):
-        with open(path_to_model, "rb") as file:
-            world_size, graphs, parameters, routes, states = pickle.load(file)
+        world_size, *fields = pickle.loads(Path(path_to_model).read_bytes())
         model = cls(world_size, start_rank, local_ranks_size)
-        model.graphs, model.model_params, model.input_shape_map, model.state_names = graphs, parameters, routes, states
+        model.graphs, model.built_for, model.model_params, model.input_shape_map, model.state_names, model.layout = fields
         return model
-
-
-def claim(count):
-    """This process's cores: those NEURON_RT_VISIBLE_CORES names, locked until it exits. Numbered from 0 inside."""
-    visible = os.environ.get("NEURON_RT_VISIBLE_CORES")
-    if visible is None:
-        raise RuntimeError("nrt_init would take every core: NEURON_RT_VISIBLE_CORES is not set")
-    cores = [core for part in visible.split(",") for core in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)]
-    if count > len(cores):
-        raise RuntimeError(f"{count} ranks and {len(cores)} visible cores")
-    folder = Path(os.environ.get("STANDIN_CORES", "/tmp/rayneuron-standin-cores"))
-    folder.mkdir(parents=True, exist_ok=True)
-    for core in cores:
-        if core not in _CLAIMED:
-            descriptor = os.open(folder / str(core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RuntimeError(f"Logical Neuron Core(s) not available: {core} is in use by another process") from None
-            _CLAIMED[core] = descriptor
-    return cores
-
-
-def _free(core, size):
-    _USED[core] -= size

@@ -1,0 +1,255 @@
+"""From traced graphs to a compiled model, over public functions of neuronx-distributed. Not run on hardware.
+
+Its own ModelBuilder runs a compiler a processor, keeps nothing of a list of graphs one of which fails, lays out weights of graphs that
+have none (which it refuses), does that for one physical core a logical one, and makes the model for all ranks of the world in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rayneuron.compile_cache import cache as caching
+from rayneuron.compile_cache.cache import Cache
+from rayneuron.devices.neuron.graphs import Graph
+from rayneuron.devices.neuron.sdk import MODEL, Sdk
+from rayneuron.devices.neuron.targets import Target, bucket, name
+from rayneuron.errors import CompileError, RayNeuronError
+
+log = logging.getLogger(__name__)
+
+LOG = "log-neuron-cc.txt"
+_NEFF, _WRAPPED, _METANEFF, _HLO = "graph.neff", "wrapped_neff.hlo", "metaneff.pb", "graph.hlo"
+_MOST_SAID = 3
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Ranks of the stage, those one process drives, physical cores of a logical one."""
+
+    ranks: int
+    local: int
+    lnc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Graphs to compile, with inputs and compiler flags of each target. `model`: its name, for messages; `workers`: compilers at once."""
+
+    model: str
+    targets: Sequence[Target]
+    examples: Sequence[dict[str, Tensor]]
+    flags: Sequence[str]
+    world: World
+    workers: int
+
+    @property
+    def names(self) -> list[str]:
+        """The graphs' names, in order."""
+        return [name(t) for t in self.targets]
+
+
+def build(sdk: Sdk, graph: Graph, job: Job, draft: Path, work: Path, cache: Cache, progress: Callable[[int], None]) -> None:
+    """Trace and compile into `draft`. `work`: where the compiler works, kept on failure; `cache`: where each graph is kept;
+    `progress`: graphs compiled so far, told every second.
+
+    Raises CompileError: model, graph, flags, where the log is.
+    """
+    shutil.rmtree(work, ignore_errors=True)
+    compiler = _Compiler(sdk, cache, work, job)
+    with Ticker(lambda: progress(compiler.done)):
+        traced = _traced(sdk, graph, job)
+        compiler.run(traced)
+    try:
+        made = sdk["NxDModel"](job.world.ranks, start_rank=0, local_ranks_size=job.world.local, layout_transformer=compiler.layout)
+        for name in job.names:
+            made.add(name, traced[name], compiler.neffs[name])
+        made.save(str(draft / MODEL))
+    except Exception as problem:
+        raise CompileError(f"{job.model}: the compiled graphs could not be joined: {_said(problem)}; they are in {work}") from problem
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _traced(sdk: Sdk, graph: Graph, job: Job) -> dict[str, Any]:
+    world, out = job.world, {}
+    try:
+        state = sdk["NxDParallelState"](world_size=world.ranks, tensor_model_parallel_size=world.ranks, lnc_size=world.lnc)
+    except Exception as problem:
+        raise CompileError(f"{job.model}: {world.ranks} ranks: {_said(problem)}; write another tensor_parallel") from problem
+    with state:
+        for name, target, inputs, flags in zip(job.names, job.targets, job.examples, job.flags, strict=True):
+            graph.shown = target
+            try:
+                out[name] = sdk["trace"](graph, kwargs=inputs)
+            except Exception as problem:
+                raise CompileError(
+                    f"{job.model}: {bucket(target)} could not be traced: {_said(problem)}. The compiler was not asked yet. "
+                    f"Its flags; {name}: {flags}"
+                ) from problem
+    return out
+
+
+class _Compiler:
+    """The compiler's work on one job. `neffs` by name, `layout` of the weights (None: as they are), `done`: graphs ready."""
+
+    def __init__(self, sdk: Sdk, cache: Cache, work: Path, job: Job) -> None:
+        self.neffs: dict[str, Any] = {}
+        self.layout: Any = None
+        self._failed = threading.Event()
+        self._sdk, self._cache, self._work, self._job = sdk, cache, work, job
+        self._flags = dict(zip(job.names, job.flags, strict=True))
+
+    @property
+    def done(self) -> int:
+        return len(self.neffs)
+
+    def run(self, traced: Mapping[str, Any]) -> None:
+        """The first decode graph decides the layout of the weights, for all; then the others, a few at a time. Raises CompileError.
+
+        After a failure no graph is begun; those under way are finished and kept.
+        """
+        first = self._priority(traced)
+        wlo = self._laid(first, traced[first]) if first is not None else None
+        failed: dict[str, Exception] = {}
+        with ThreadPoolExecutor(self._job.workers, "rayneuron-compile") as pool:
+            begun = {pool.submit(self._one, n, t, traced.get(first or ""), wlo): n for n, t in traced.items() if n != first}
+            for future in as_completed(begun):
+                problem = future.exception()
+                if isinstance(problem, Exception):
+                    failed[begun[future]] = problem
+                    log.error("%s could not be compiled: %s", begun[future], _said(problem))
+                elif begun[future] in self.neffs:
+                    log.info("compiled %d of %d graphs", self.done, len(traced))
+        if failed:
+            raise self._error(failed)
+
+    def _priority(self, traced: Mapping[str, Any]) -> str | None:
+        """The first decode graph. None where another uses a weight that it does not: the layout's transformer would know nothing of it."""
+        first = next((n for n, t in zip(self._job.names, self._job.targets, strict=True) if t.tag == "decode"), None)
+        known = set(traced[first].weight_name_to_idx) if first is not None else set()
+        beyond = {weight for t in traced.values() for weight in t.weight_name_to_idx} - known
+        if first is not None and beyond:
+            log.warning("weights stay laid out as they are, since %s does not use %s", first, ", ".join(sorted(beyond)))
+        return None if beyond else first
+
+    def _laid(self, name: str, traced: Any) -> Any:
+        """Compile the graph that decides the layout of the weights, and what lays them out."""
+        sdk, flags, lnc = self._sdk, self._flags[name], self._job.world.lnc
+        try:
+            sdk["mark_weights_for_wlo"](traced, traced.weight_names_to_skip)
+            entry = self._kept(
+                "neff", lambda: _files(sdk["compile_wlo"](traced.hlo, traced.metaneff, self._work, flags, name)),
+                hlo=_digest(traced.hlo), flags=flags, decides_layout=True,
+            )  # fmt: skip
+            wrapped = entry / _WRAPPED
+            wlo = sdk["WLOArtifacts"](str(entry / _NEFF), str(wrapped) if wrapped.is_file() else None)
+            if wrapped.is_file():
+                made = self._kept(
+                    "layout", lambda: _files(sdk["compile_layout_transformer"](wlo, traced.weight_name_to_idx, self._work, lnc)),
+                    hlo=hashlib.sha256(wrapped.read_bytes()).hexdigest(), parameters=dict(traced.weight_name_to_idx), lnc=lnc,
+                )  # fmt: skip
+                self.layout = sdk["LayoutTransformerArtifacts"](*(str(made / n) for n in (_HLO, _NEFF, _METANEFF)))
+        except RayNeuronError:
+            raise
+        except Exception as problem:
+            raise self._error({name: problem}) from problem
+        self.neffs[name] = wlo
+        return wlo
+
+    def _one(self, name: str, traced: Any, first: Any, wlo: Any) -> None:
+        if self._failed.is_set():
+            return
+        try:
+            self.neffs[name] = self._compiled(name, traced, first, wlo)
+        except Exception:
+            self._failed.set()
+            raise
+
+    def _compiled(self, name: str, traced: Any, first: Any, wlo: Any) -> Any:
+        sdk, flags = self._sdk, self._flags[name]
+        if wlo is not None and traced.weight_name_to_idx:  # it refuses a graph without weights
+            sdk["apply_layout_transformation"](traced, first, wlo, name)
+        entry = self._kept(
+            "neff", lambda: _files(sdk["compile"](traced.hlo, traced.metaneff, self._work, flags, name)),
+            hlo=_digest(traced.hlo), flags=flags, decides_layout=False,
+        )  # fmt: skip
+        return sdk["CompilationArtifacts"](str(entry / _NEFF))
+
+    def _kept(self, kind: str, make: Callable[[], Sequence[Path]], **fields: Any) -> Path:
+        """The cache's entry of a graph, compiled if it is nowhere."""
+
+        def fill(draft: Path) -> None:
+            for file in make():
+                shutil.copy2(file, draft / file.name)
+
+        return self._cache.get_or_build(caching.key(kind, compiler=dict(self._sdk.versions), device=self._sdk.chip, **fields), fill)
+
+    def _error(self, failed: Mapping[str, Exception]) -> CompileError:
+        targets = [t for t in self._job.targets if name(t) in failed]
+        names, problem = [name(t) for t in targets], failed[name(targets[0])]
+        said = ", ".join(bucket(t) for t in targets[:_MOST_SAID])
+        more = f" and {len(targets) - _MOST_SAID} more" if len(targets) > _MOST_SAID else ""
+        logs = [file for name in names for file in sorted((self._work / name).rglob(LOG))]
+        where = f"The compiler's log is {logs[0]}" if logs else f"The compiler wrote no log; its work is in {self._work}"
+        kept = f"{self.done} of {len(self._job.targets)} graphs are compiled and kept. "
+        flags = "".join(f"; {name}: {self._flags[name]}" for name in names[:_MOST_SAID])
+        return CompileError(f"{self._job.model}: {said}{more} could not be compiled: {_said(problem)}. {where}. {kept}Its flags{flags}")
+
+
+def resources(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> tuple[int, int]:
+    """Memory and processors that this process may use; a container's limit counts."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    said = limit.read_text().strip() if limit.is_file() else ""
+    return min(memory_bytes, int(said)) if said.isdigit() else memory_bytes, len(os.sched_getaffinity(0))
+
+
+def _files(made: Any) -> list[Path]:
+    """What the SDK has written of one compilation, and the compiler's log."""
+    neff = Path(made.neff_filepath)
+    more = [getattr(made, name, None) for name in ("wrapped_neff_hlo_filepath", "metaneff_filepath", "hlo_filepath")]
+    return [f for f in (neff, *(Path(m) for m in more if m), neff.parent / LOG) if f.is_file()]
+
+
+def _digest(hlo: Any) -> str:
+    return hashlib.sha256(hlo.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _said(problem: BaseException) -> str:
+    cause = f" ({problem.__cause__})" if problem.__cause__ else ""
+    return f"{problem}{cause}"
+
+
+class Ticker:
+    """Calls `tell` every second, on a thread, while something is at work that tells nobody. What `tell` raises is raised at the end."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._ended = threading.Event()
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rayneuron-ticker", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(1.0):
+                self._tell()
+        except BaseException as problem:
+            self._problem = problem
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._problem is not None and kind is None:
+            raise self._problem

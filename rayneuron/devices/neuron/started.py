@@ -1,0 +1,70 @@
+"""A step that runs on the Neuron device, until its outputs are on the host.
+
+B rows, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Shape, StepOutput
+from rayneuron.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step under way: its outputs [output][rank] are on the device until `wait`."""
+
+    outputs: Sequence[Sequence[Tensor]]
+    shape: Shape
+    inputs: Mapping[str, Tensor]  # the device may still read them
+    seats: Tensor | None = None  # where each row of the batch is in the graph, if not in its own place
+    vocab: int | None = None
+    where: str = "the model"  # whose step it is, for messages
+
+    def wait(self) -> StepOutput:
+        """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
+
+        Raises DeviceError.
+        """
+        with running(self.where):
+            return self._fetched()
+
+    def _fetched(self) -> StepOutput:
+        want = self.shape.want
+        if want == HIDDEN:
+            return StepOutput(hidden=self._rows(self.outputs[0]))
+        if want == SCORES:
+            return StepOutput(logits=self._logits(self.outputs[0]))
+        ids = self._rows(self.outputs[0])
+        if want == LIKELIEST:
+            return StepOutput(ids=ids)
+        complete = self._rows(self.outputs[1]).bool()
+        unread = want == SAMPLED and bool(complete.all())
+        return StepOutput(ids=ids, complete=complete, logits=None if unread else self._logits(self.outputs[2]))
+
+    def _rows(self, ranked: Sequence[Tensor]) -> Tensor:
+        """What every rank gives alike."""
+        found = ranked[0].cpu()
+        return found if self.seats is None else found[self.seats]
+
+    def _logits(self, ranked: Sequence[Tensor]) -> Tensor:
+        """The ranks' parts side by side; ranks of several hosts have gathered them."""
+        found = torch.cat([part.cpu() for part in ranked], -1)[..., : self.vocab]
+        return found if self.seats is None else found[self.seats]
+
+
+@contextmanager
+def running(where: str) -> Iterator[None]:
+    """What the runtime raises, with the graph it was running."""
+    try:
+        yield
+    except DeviceError:
+        raise
+    except RuntimeError as problem:
+        raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem

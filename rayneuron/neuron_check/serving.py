@@ -1,0 +1,145 @@
+"""What is asked of cores: tokens of whole models against the CPU's, KV that stays and moves, memory, time on the host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Step
+
+_OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "prefill_chunk_tokens": 32}
+_TOKENS = 64
+_PROMPT = [5, 9, 100, 3, 17, 42]
+_WITHIN = 0.10  # of what is planned
+_MEMORY = "neuron*/neuron_core*/stats/memory_usage/device_mem"
+CODE = "from rayneuron.neuron_check.child import main; main()"
+
+
+def ask(machine: Machine, **said: Any) -> dict[str, Any]:
+    """What a process of its own found; the runtime keeps its cores until it ends. Raises Differs with the end of what it wrote."""
+    options = _OPTIONS | {"compile": {"cache": str(machine.folder / "cache")}}
+    given = {"model": machine.model, "prompt": _PROMPT, "tokens": _TOKENS, **said, "options": options | said.get("options", {})}
+    done = subprocess.run([sys.executable, "-c", CODE, json.dumps(given)], capture_output=True, text=True, timeout=7200, check=False)
+    if done.returncode:
+        raise Differs(f"{json.dumps(said)} failed: {done.stderr.strip()[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _neuron(ranks: int, **more: Any) -> dict[str, Any]:
+    return {"cores": ranks, "options": {"device": "neuron", "tensor_parallel": ranks, "dtype": "fp32"} | more}
+
+
+def compiled(machine: Machine) -> str:
+    """A tiny deployment, compiled ahead: the graphs that were promised, and the most memory of a compiler."""
+    said = ask(machine, action="compile", **_neuron(1))
+    return f"{said['graphs']} graphs in {said['seconds']:.0f} s, most memory of a process {said['memory_bytes'] >> 20} MiB"
+
+
+def tokens(machine: Machine) -> str:
+    """Greedy tokens of one core are the CPU's, and log-probabilities nearly so."""
+    want, got = ask(machine, options={"dtype": "fp32"}), ask(machine, **_neuron(1))
+    return _alike(want, got, "1 core")
+
+
+def degrees(machine: Machine) -> str:
+    """The same over more cores."""
+    want = ask(machine, options={"dtype": "fp32"})
+    return "; ".join(_alike(want, ask(machine, **_neuron(ranks)), f"{ranks} cores") for ranks in machine.degrees if ranks > 1)
+
+
+def _alike(want: dict[str, Any], got: dict[str, Any], where: str) -> str:
+    same = next((i for i, (a, b) in enumerate(zip(want["ids"], got["ids"], strict=True)) if a != b), _TOKENS)
+    off = max(abs(a - b) for a, b in zip(want["logprobs"][: same + 1], got["logprobs"][: same + 1], strict=True))
+    said = f"{where}: {same} of {_TOKENS} tokens equal, log-probabilities within {off:.1e}"
+    if off > 0.05 or (same < _TOKENS and not want["ties"][same]):
+        raise Differs(f"{said}; token {same} is {got['ids'][same : same + 1]}, not {want['ids'][same : same + 1]}")
+    return said
+
+
+def kept(machine: Machine) -> str:
+    """KV is on the device, and grows by a step."""
+    said = ask(machine, action="kept", **_neuron(1))
+    if not 0 < said["before"] != said["after"] > 0:
+        raise Differs(f"kv_0_k sums to {said['before']}, after one more step to {said['after']}: states are not aliased")
+    return f"kv_0_k sums to {said['before']:.3f}, after one more step to {said['after']:.3f}"
+
+
+def moved(machine: Machine) -> str:
+    """A row read by the host and written to another continues as the first does."""
+    said = ask(machine, action="moved", **_neuron(1))
+    if said["there"] != said["here"]:
+        raise Differs(f"the copy continues with {said['there']}, the original with {said['here']}")
+    return f"both rows continue with {said['here']}"
+
+
+def sampled(machine: Machine) -> str:
+    """Two hundred drawn choices; the runtime would say 1003 where a number was none."""
+    said = ask(machine, action="sampled", **_neuron(1))
+    return f"{said['choices']} choices, {said['distinct']} first tokens, none failed"
+
+
+def memory(machine: Machine) -> str:
+    """What a loaded core holds by kind, against the plan."""
+    if not any(Path("/sys/devices/virtual/neuron_device").glob(_MEMORY)):
+        raise NotHere("no core says what it holds (sysfs)")
+    said = ask(machine, action="memory", **_neuron(1))
+    text = f"found {said['found']}, planned {said['planned']}"
+    if abs(said["total"] - said["planned"]["total"]) > _WITHIN * said["planned"]["total"]:
+        raise Differs(text)
+    return text
+
+
+def host_time(machine: Machine) -> str:
+    """What a step costs beside the device: packing, and handing inputs to every rank."""
+    ranks = max(machine.degrees)
+    said = ask(machine, action="time", **_neuron(ranks, max_num_seqs=16))
+    text = f"{said['host_ms']:.3f} ms a step of 16 rows over {ranks} ranks until the device has its inputs ({said['steps']} steps)"
+    if said["host_ms"] > 2:
+        raise Differs(text)
+    return text
+
+
+def overlapping(machine: Machine) -> str:
+    """Async mode gives the same tokens."""
+    return _alike(ask(machine, options={"dtype": "fp32"}), ask(machine, **_neuron(1, compile={"async_mode": True})), "async")
+
+
+def small_numbers(machine: Machine) -> str:
+    """int8 and float8 weights, float8 KV: runs, and stays near."""
+    want, out = ask(machine, options={"dtype": "fp32"}), []
+    for name, more in (("int8", {"quantization": "int8"}), ("f8e4m3", {"quantization": "f8e4m3"}), ("f8e4m3 KV", {"kv_dtype": "f8e4m3"})):
+        got = ask(machine, **_neuron(1, **more))
+        out.append(f"{name}: first log-probability {abs(got['logprobs'][0] - want['logprobs'][0]):.2f} off")
+    return "; ".join(out)
+
+
+COMPILED = (
+    Step(14, "compile", "rayneuron compile of a tiny model", "every graph of the list, without a core",
+         "[F137]: compile.workers: 1, or more memory; the log that is named", compiled),
+)  # fmt: skip
+CORE = (
+    Step(16, "core", f"greedy, {_TOKENS} tokens, one core", "the CPU's tokens up to ties, log-probabilities within 0.05",
+         "report the first token that differs, with the log of step 13", tokens),
+    Step(17, "core", "read_from_neuron_buffer('kv_0_k'), before and after a step", "above zero, and changed",
+         "0: states are not aliased (step 9)", kept),
+    Step(18, "core", "kv_read of a row, kv_write to another, continue from both", "equal tokens",
+         "report: offsets or dtype of the graphs that move KV", moved),
+    Step(19, "core", "the same tokens over 2, 8, ... cores", "the CPU's tokens", "NEURON_RT_LOG_LEVEL=INFO: replica groups", degrees),
+    Step(20, "core", "temperature 0.7, top_p 0.9, 200 choices; neuron-monitor's error_summary", "no NRT 1003",
+         "report: an infinity is left in the graph that samples", sampled),
+    Step(21, "core", f"/sys/devices/virtual/neuron_device/{_MEMORY}", "within 10 % of the plan",
+         "report: SHARED_BYTES and GRAPH_BYTES in placement/memory.py are guesses", memory),
+    Step(22, "core", "rayneuron serve deployments/inf2_three_models.yaml --application chat",
+         "compiled < 60 min, loaded < 3 min, a token of one row < 10 ms, of 32 < 25 ms (from bandwidth, a guess)", "step 23"),
+    Step(23, "core", "neuron-profile capture of the decode graph", "KV and weights read once", "KV several times: report with the profile"),
+    Step(24, "core", "time of a step on the host, without the device's", "< 2 ms", "report the model and its ranks", host_time),
+    Step(25, "core", "compile.async_mode", "the same tokens", "leave it off", overlapping),
+    Step(26, "core", "rayneuron serve deployments/inf2_three_models.yaml; neuron-ls", "3 processes, 8 cores each", "rayneuron doctor"),
+    Step(27, "core", "kill -9 one replica", "the others serve, its cores are free, it comes back", "NEURON_RT_RESET_CORES=1; the driver"),
+    Step(28, "core", "int8 and float8 weights, float8 KV", "they run, and stay near the CPU's float32", "leave the one out", small_numbers),
+    Step(29, "core", "max_model_len: 32768, one request", "no scratchpad error", "compile.flags: --hbm-scratchpad-page-size=2048"),
+)  # fmt: skip
