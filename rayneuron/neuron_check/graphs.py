@@ -17,7 +17,7 @@ from rayneuron.devices.neuron import releases, verbs
 from rayneuron.devices.neuron.sdk import Sdk, sdk
 from rayneuron.models.collectives import Solo
 from rayneuron.models.kv import KvShape, KvSpace
-from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Probe, run
+from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere, run
 
 _MOST_S = 60.0  # to compile one verb
 _USED: Mapping[str, tuple[str, ...]] = {  # of each function: the parameters that are given by name, or in this order
@@ -204,18 +204,18 @@ def _seconds(machine: Machine, found: Sdk, name: str, function: Callable[..., An
 
 
 SDK = (
-    Probe(7, "sdk", "import torch_neuronx, neuronx_distributed", "SDK 2.28 and this machine's chip",
+    Item(7, "sdk", "import torch_neuronx, neuronx_distributed", "SDK 2.28 and this machine's chip",
          f"{releases.INSTALL} (the packages of these names on the public index are empty)", installed),
-    Probe(8, "sdk", "inspect.signature of every function used; tests/devices/neuron/test_contract.py is the whole of it",
+    Item(8, "sdk", "inspect.signature of every function used; tests/devices/neuron/test_contract.py is the whole of it",
          "the parameters of 0.17", "install the pinned release", parameters),
 )  # fmt: skip
 COMPILE = (
-    Probe(9, "compile", "trace: buffer.copy_, self.buffer = ..., setattr(nested)", "root rebinding is a state, copy_ is none",
+    Item(9, "compile", "trace: buffer.copy_, self.buffer = ..., setattr(nested)", "root rebinding is a state, copy_ is none",
          "stop here, and report: no KV can be kept", aliases),
-    Probe(10, "compile", "trace a graph that reads no weight", "weight_name_to_idx {}", "report", weightless),
-    Probe(11, "compile", "neuronx-cc with every line of flags: prefill, decode, float8, 32k", "return code 0 each",
+    Item(10, "compile", "trace a graph that reads no weight", "weight_name_to_idx {}", "report", weightless),
+    Item(11, "compile", "neuronx-cc with every line of flags: prefill, decode, float8, 32k", "return code 0 each",
          "compile.flags cannot take one away: report which is refused", flags),
-    Probe(12, "compile", "neuron-ls -j after compiling", "no process", "compile in a container without /dev/neuron*", idle),
-    Probe(13, "compile", f"each verb alone: [{ROWS}, {VOCAB}], KV [{ROWS + 1}, 1, {LENGTH + 128}, {DIM}]",
+    Item(12, "compile", "neuron-ls -j after compiling", "no process", "compile in a container without /dev/neuron*", idle),
+    Item(13, "compile", f"each verb alone: [{ROWS}, {VOCAB}], KV [{ROWS + 1}, 1, {LENGTH + 128}, {DIM}]",
          f"at most {_MOST_S:.0f} s each; what they avoid is refused or slower", "report which verb, with its log", operators),
 )  # fmt: skip

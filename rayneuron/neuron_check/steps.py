@@ -37,7 +37,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Item:
     """A question. `look` returns what was found, or raises Differs or NotHere; None: for people, `runs` is the command."""
 
     number: int
@@ -52,13 +52,13 @@ class Probe:
 class Finding:
     """What came of a step."""
 
-    step: Probe
+    step: Item
     outcome: Outcome
     found: str
     seconds: float
 
 
-def ask(steps: Sequence[Probe], machine: Machine, tell: Callable[[str], None]) -> list[Finding]:
+def ask(steps: Sequence[Item], machine: Machine, tell: Callable[[str], None]) -> list[Finding]:
     """Every step in order, told as it is answered; the first that differs is the last."""
     answers = []
     for step in steps:
@@ -72,7 +72,7 @@ def ask(steps: Sequence[Probe], machine: Machine, tell: Callable[[str], None]) -
     return answers
 
 
-def _answer(step: Probe, machine: Machine) -> tuple[Outcome, str]:
+def _answer(step: Item, machine: Machine) -> tuple[Outcome, str]:
     if step.look is None:
         return "by hand", "not run: it needs eyes, or another machine"
     try:
