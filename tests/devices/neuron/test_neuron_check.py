@@ -12,7 +12,6 @@ from rayneuron.errors import ConfigError
 from rayneuron.neuron_check import graphs, host, serving, steps
 from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere
 
-pytest_plugins = ["tests.devices.neuron.conftest"]
 ALL = [*host.HOST, *graphs.SDK, *graphs.COMPILE, *serving.COMPILED, *serving.CORE, *host.GROUP]
 
 
@@ -86,7 +85,7 @@ def test_the_command_writes_a_report(standin: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.slow
 def test_all_stages_on_the_stand_in(standin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that needs no devices: flags, each verb alone, whole models in processes of their own over 1, 2 and 8 ranks."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "devices/neuron/standin"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "standin"))
     report = tmp_path / "report.txt"
     assert main(["neuron-check", "--report", str(report)]) == 0, report.read_text()
     text = report.read_text()
