@@ -61,6 +61,8 @@ class Model(Section):
         hub = HUB_ID.fullmatch(self.path)
         if self.revision is not None and (hub is None or hub["revision"]):
             raise ValueError("revision goes with a hub's org/name as path, without another revision in it; leave one of them out")
+        if not all(name.strip() for name in (self.path, *self.served_names)):
+            raise ValueError("model.path, model.name and model.aliases must not be empty or blank; write the name clients shall use")
         return self
 
     @property
@@ -79,12 +81,6 @@ class Model(Section):
     def source(self) -> str:
         """Where the model is taken from, in one word: `path`, with the revision."""
         return f"{self.path}@{self.revision}" if self.revision is not None else self.path
-
-    @model_validator(mode="after")
-    def _named(self) -> Model:
-        if not all(name.strip() for name in (self.path, *self.served_names)):
-            raise ValueError("model.path, model.name and model.aliases must not be empty or blank; write the name clients shall use")
-        return self
 
 
 class Buckets(Section):

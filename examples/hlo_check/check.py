@@ -148,7 +148,7 @@ def graph_of(raw: dict[str, Any], comm: Any, border: Border = WHOLE, **how: Any)
     return graphs.Graph(pipeline.program(arch, stage, how.get("rule")), comm, loaded, kv, how.get("kv_dtype", dtype), border)
 
 
-def inputs(graph: graphs.Graph, target: targets.Target) -> dict[str, Tensor]:
+def inputs(graph: graphs.Graph, target: targets.Target, top_k: int = 0) -> dict[str, Tensor]:
     """Arguments that differ from row to row."""
     border, space = graph._border, graph.kv.space
     if isinstance(target, Move):
@@ -167,6 +167,7 @@ def inputs(graph: graphs.Graph, target: targets.Target) -> dict[str, Tensor]:
     batch.rows[:] = torch.arange(target.rows)
     batch.tokens[:] = torch.arange(1, target.tokens + 1)
     batch.last[:] = target.tokens - 1
+    batch.top_k[:] = top_k
     batch.temperature[:], batch.top_p[:], batch.uniform[:] = 0.8, torch.linspace(0.9, 1, target.rows), 0.4
     if border.feedback and target.tokens == 1:
         batch.tokens[1:] = FOLLOWS
@@ -213,7 +214,7 @@ def moved_bytes(graph: graphs.Graph, module: hlo.Module, target: targets.Target)
 def check_one(raw: dict[str, Any], target: targets.Target, border: Border = WHOLE, **how: Any) -> str:
     """Lower and run one small graph; returns what was seen, raises AssertionError where it is wrong."""
     eager, graph = graph_of(raw, Solo(), border, **how), graph_of(raw, Solo(), border, **how)
-    given = inputs(eager, target)
+    given = inputs(eager, target, 3 * ("rule" in how))  # with NxD's, 0 draws evenly, so that a last bit decides
     for one in (eager, graph) if border.feedback else ():
         one.ids += torch.arange(7, 7 + SPACE.rows + 1, dtype=torch.int32)
     eager.shown = target

@@ -89,7 +89,7 @@ class Blocks:
         further = like is not None and known > len(found) * size
         if like is not None and further:
             found = like.blocks[: known // size]
-        shared, need = len(found), -(-tokens // self.space.block) - len(found)
+        shared, need = len(found), -(-tokens // size) - len(found)
         if not self._rows or need > self._available() - sum(block in self.cached for block in found):
             return None
         row = heapq.heappop(self._rows)

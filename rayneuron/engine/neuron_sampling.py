@@ -92,7 +92,7 @@ def sample(
     cold = temperature <= 0
     top_k, top_p = torch.where(cold, 1, top_k), torch.where(cold, 1.0, top_p)
     values, which = ops.shortlist(logits, rule.global_topk or logits.shape[-1])
-    forbidden = values < LOWEST  # -inf, which only the host writes
+    forbidden = values < values.new_full((), LOWEST)  # -inf, which only the host writes; a number here would be float64 in a graph
     place = torch.arange(values.shape[-1], dtype=torch.int32, device=logits.device)
     values = torch.where(place < top_k[:, None], values, MASKED) / torch.where(cold, 1.0, temperature)[:, None]
     reached = ops.cumsum(values.softmax(-1))

@@ -150,7 +150,7 @@ class Served:
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused)
+        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen)
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
         """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""

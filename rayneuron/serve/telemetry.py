@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -80,11 +80,14 @@ class Histogram:
 
 
 class Load:
-    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls."""
+    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls; `chosen`: what its start decided."""
 
-    __slots__ = ("calls", "refused", "sequences", "snapshot")
+    __slots__ = ("calls", "chosen", "refused", "sequences", "snapshot")
 
-    def __init__(self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None) -> None:
+    def __init__(
+        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None
+    ) -> None:
+        self.chosen = chosen or {}
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences

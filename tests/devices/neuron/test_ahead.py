@@ -28,7 +28,7 @@ PARAMS = [
 
 
 def tokens(model: Path, **options: Any) -> list[list[list[int]]]:
-    with LLM(str(model), **OPTIONS, **options) as llm:
+    with LLM(str(model), **{**OPTIONS, "buckets": {**OPTIONS["buckets"], "scores": True}}, **options) as llm:
         assert llm.engine.runner.overlaps is bool(options.get("compile", {}).get("async_mode"))
         return [[list(c.token_ids) for c in o.outputs] for o in llm.generate(PROMPTS, PARAMS)]
 
