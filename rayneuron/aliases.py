@@ -54,7 +54,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "enable_chunked_prefill", "max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold",
         "num_scheduler_steps", "scheduler_delay_factor",
     ),
-    "there is no prefix cache yet; leave it out": ("enable_prefix_caching", "prefix_caching_hash_algo"),
+    "prefixes are known by their blake2b; leave it out": ("prefix_caching_hash_algo",),
     "LoRA adapters are not served yet; merge the adapter into the weights": (
         "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ DTYPE_ALIASES = {
 # A model of a hub; a directory of that name goes before it.
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
-_BLOCKS = {"cpu": 64}  # tokens of a KV block by device; elsewhere one block a sequence
+_BLOCKS = {"cpu": 64}  # tokens of a KV block by device, where prefixes are cached by default; elsewhere a block is a sequence, or 32
 
 
 def _known_parameters(value: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +61,8 @@ class Model(Section):
         hub = HUB_ID.fullmatch(self.path)
         if self.revision is not None and (hub is None or hub["revision"]):
             raise ValueError("revision goes with a hub's org/name as path, without another revision in it; leave one of them out")
+        if not all(name.strip() for name in (self.path, *self.served_names)):
+            raise ValueError("model.path, model.name and model.aliases must not be empty or blank; write the name clients shall use")
         return self
 
     @property
@@ -79,12 +82,6 @@ class Model(Section):
         """Where the model is taken from, in one word: `path`, with the revision."""
         return f"{self.path}@{self.revision}" if self.revision is not None else self.path
 
-    @model_validator(mode="after")
-    def _named(self) -> Model:
-        if not all(name.strip() for name in (self.path, *self.served_names)):
-            raise ValueError("model.path, model.name and model.aliases must not be empty or blank; write the name clients shall use")
-        return self
-
 
 class Buckets(Section):
     """The static shapes. Each list: None for powers of two up to its maximum, which is always in it."""
@@ -92,9 +89,7 @@ class Buckets(Section):
     context_encoding: list[int] | None = Field(None, description="New tokens of a prefill step (T).")
     token_generation: list[int] | None = Field(None, description="Attended positions (L), also called sequence buckets.")
     prefix: list[int] | Literal["auto"] | None = Field(
-        None,
-        description="Tokens before a prefill's new ones: graphs are context_encoding x prefix as NxD Inference's prefix_buckets, "
-        "instead of x token_generation; auto: powers of two from 512.",
+        None, description="Tokens before a prefill's: graphs are context_encoding x these, as NxD's; auto: powers of two from 512."
     )
     batch: list[int] | None = Field(None, description="Rows of a decode step (B).")
     smallest: int | None = Field(
@@ -149,6 +144,7 @@ class Serving(Section):
     trust_request_chat_template: bool = Field(False, description="Let clients send a chat_template: a program, which may hold a core.")
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
+    reset_prefix_cache: bool = Field(False, description="Let clients empty the prefix caches: POST /reset_prefix_cache.")
 
     @property
     def most_replicas(self) -> int:
@@ -182,20 +178,16 @@ class GroupLimits(Section):
 class Compile(Section):
     """Graphs compiled ahead: where they are kept, what the compiler is told."""
 
-    cache: str | None = Field(
-        None, description="A folder or s3://bucket/prefix; default: NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron."
-    )
+    cache: str | None = Field(None, description="Folder or s3://bucket/prefix; else NEURON_COMPILE_CACHE_URL, else ~/.cache/rayneuron.")
     required: bool = Field(False, description="Compile nothing at start: what is not in the cache is an error that names the difference.")
     artifact: str | None = Field(None, description="A folder written by `rayneuron compile --out`, instead of the cache.")
     optimization: int | None = Field(None, ge=1, le=3, description="neuronx-cc -O of every graph; default: 1 for prefill, 2 otherwise.")
     tiling: int = Field(2, ge=1, description="Parts a prefill's collectives are cut into, to overlap with compute.")
-    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k on.")
+    mixed_accumulation: bool | None = Field(None, description="Mixed-precision accumulation; default: the compiler's, off from 32k.")
     flags: str = Field("", description="More neuronx-cc flags, appended as they are.")
     workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
-    async_mode: bool = Field(
-        False, description="The device computes a step while the host prepares the next and delivers the last. Not with pipeline_parallel."
-    )
+    async_mode: bool = Field(False, description="A step begins while the one before runs. Not with pipeline_parallel.")
 
 
 class OnDeviceSampling(Section):
@@ -226,9 +218,8 @@ class Deployment(Section):
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: all rows full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
-    block_size: int | None = Field(
-        None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len for one block a sequence; CPU: 64."
-    )
+    block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")
+    enable_prefix_caching: bool | None = Field(None, description="Compute equal beginnings of prompts once; default: on the CPU.")
     fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
@@ -244,7 +235,12 @@ class Deployment(Section):
 
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""
-        return min(self.block_size or _BLOCKS.get(self.device, length), length)
+        return min(self.block_size or _BLOCKS.get(self.device, 32 if self.enable_prefix_caching else length), length)
+
+    def caches_prefixes(self, length: int) -> bool:
+        """Whether the KV of equal prefixes is computed once, with sequences of at most `length`."""
+        by_default = self.device in _BLOCKS and self.capacity_factor is None
+        return (by_default if self.enable_prefix_caching is None else self.enable_prefix_caching) and self.kv_block(length) < length
 
     @property
     def few_graphs(self) -> bool:
@@ -267,19 +263,19 @@ class Deployment(Section):
         longest = info.data.get("max_model_len")
         if value is None or (value >= 16 and value & (value - 1) == 0) or (longest is not None and value >= longest):
             return value
-        raise ValueError(f"write a power of two from 16, or max_model_len for one block a sequence, got {value}")
+        raise ValueError(f"write {max(16, 2 ** round(math.log2(value)))}, the nearest power of two, or max_model_len, got {value}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Deployment:
-        if self.max_model_len is not None and self.buckets.token_generation and max(self.buckets.token_generation) > self.max_model_len:
-            raise ValueError(
-                f"buckets.token_generation goes to {max(self.buckets.token_generation)}, beyond max_model_len {self.max_model_len}"
-            )
+        most = max(self.buckets.token_generation or [0])
+        if self.max_model_len is not None and most > self.max_model_len:
+            raise ValueError(f"buckets.token_generation goes to {most}, beyond max_model_len {self.max_model_len}")
+        if self.enable_prefix_caching and self.capacity_factor is not None:
+            raise ValueError("enable_prefix_caching goes without capacity_factor, by which KV depends on what shares a step; leave one out")
+        if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
+            raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
         if self.compile.async_mode and self.pipeline_parallel > 1:
-            raise ValueError(
-                "compile.async_mode needs the sampled ids where the next step begins, and stages have them at the other end; "
-                "leave it out: the stages of pipeline_parallel overlap by micro_batches"
-            )
+            raise ValueError("compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out")
         return self
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import settings
+from rayneuron import hashing, settings
 from rayneuron.config import Deployment
 from rayneuron.placement.layout import rank_threads
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rayneuron.group.children import Processes
     from rayneuron.group.group import Group
     from rayneuron.group.opening import Runnable
+    from rayneuron.models import Progress
     from rayneuron.models.arch import Arch
     from rayneuron.preflight import Fitted
     from rayneuron.text.text import Text
@@ -32,7 +33,8 @@ StageProgress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), 
 
 @dataclass(slots=True)
 class Opened:
-    """A running engine and what belongs to it. `seconds`: what each part of starting took; `generation`: generation_config.json."""
+    """A running engine and what belongs to it. `seconds`: what each part of starting took; `generation`: generation_config.json;
+    `chosen`: what this start decided, for people to read."""
 
     engine: Engine
     text: Text
@@ -40,17 +42,19 @@ class Opened:
     path: Path
     generation: dict[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)
+    chosen: dict[str, Any] = field(default_factory=dict)
 
 
-def check(config: Deployment) -> tuple[Runnable, Fitted]:
-    """Find the model and hold the deployment against it, in seconds. Raises ConfigError or CheckpointError with what to write instead."""
-    from rayneuron import demo, devices, models, preflight
+def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnable, Fitted]:
+    """Find or fetch the model (`progress`: megabytes) and hold the deployment against it. Raises ConfigError, CheckpointError, NotReady."""
+    from rayneuron import devices, models, preflight, sources
     from rayneuron.group.opening import Runnable
     from rayneuron.models import presharded, words
     from rayneuron.models.config_json import read_config
 
     devices.check(config.device)
-    path = demo.resolve(config.model.path)
+    found = sources.resolve(config.model.source, progress, allow_pickle=config.model.allow_pickle)
+    path = found.path
     raw = read_config(path)
     fitted = preflight.fit(config, raw, path)
     preflight.check_defaults(config, fitted, path)
@@ -58,7 +62,7 @@ def check(config: Deployment) -> tuple[Runnable, Fitted]:
     if presharded.is_presharded(path):
         ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
         presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
-    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype), fitted
+    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source), fitted
 
 
 def open_engine(
@@ -81,15 +85,20 @@ def open_engine(
         from rayneuron.engine.probe import probe
 
     with _timed(seconds, "check"):
-        model, fitted = check(config)
+        model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
         log.info("a rank will hold %s", _estimate(model))
+        if config.capacity_factor is not None:
+            log.info("no prefix is cached: which tokens experts drop (capacity_factor) depends on what shares a step with them")
         if model.arch.uncommon:
             said = "%s models have %s: their layers run operation by operation where others are one call"
             log.info(said, model.arch.model_type, model.arch.uncommon)
     with ThreadPoolExecutor(1, "rayneuron-tokenizer") as beside, ExitStack() as undo:
         reading = beside.submit(_text, config, model.path, seconds)  # while the weights are read
 
+        totals: dict[str, int] = {}
+
         def report(stage: str, done: int, total: int) -> None:
+            totals[stage] = total
             if reading.done():
                 reading.result()  # a model whose tokenizer is broken ends here, not behind its last layer
             if progress is not None:
@@ -101,20 +110,43 @@ def open_engine(
             probe(runner, model.arch.vocab)
         text = reading.result()
         host.prepare()
-        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config))
+        kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
+        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept)
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
-    return Opened(engine, text, model.arch, model.path, fitted.generation, seconds)
+    return Opened(engine, text, model.arch, model.path, fitted.generation, seconds, _chosen(model, fitted, totals.get("graphs", 0)))
+
+
+def _chosen(model: Runnable, fitted: Fitted, graphs: int) -> dict[str, Any]:
+    from rayneuron import devices
+
+    config, held = model.config, model.capacity
+    ranks = config.tensor_parallel * config.pipeline_parallel
+    each = 1 if devices.ranks_per_process(config.device) > 1 else rank_threads(config, fitted.layout, settings.threads())
+    return {
+        "device": config.device,
+        "dtype": model.dtype,
+        "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "cores": ranks * each,
+        "max_model_len": held.length,
+        "rows": held.rows,
+        "kv_tokens": held.blocks * held.block,
+        "graphs": graphs,
+    }
 
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
     with _timed(seconds, "tokenizer"):
+        from rayneuron import sources
         from rayneuron.text.text import Text
         from rayneuron.text.wordless import Wordless
 
         if config.model.skip_tokenizer_init:
             return Wordless(path)
-        return Text(config.model.tokenizer or path, chat_template=config.model.chat_template)
+        elsewhere = config.model.tokenizer
+        folder = sources.resolve(elsewhere, weights=False).path if elsewhere is not None else path
+        return Text(folder, chat_template=config.model.chat_template)
 
 
 def _opened(

@@ -105,6 +105,12 @@ SLOTS_FREE = Metric("rayneuron:slots_free", "gauge", "KV slots nobody holds.")
 SLOTS_TOTAL = Metric("rayneuron:slots_total", "gauge", "KV slots.")
 KV_TOKENS_USED = Metric("rayneuron:kv_tokens_used", "gauge", "KV tokens reserved by running sequences.")
 KV_TOKENS_TOTAL = Metric("rayneuron:kv_tokens_total", "gauge", "KV token budget.")
+KV_BLOCKS = Metric(
+    "rayneuron:kv_blocks", "gauge", "KV blocks: free, cached (nobody's, kept for equal prefixes), held, or waiting for the step under way.",
+    ("state",), known=(("free",), ("cached",), ("held",), ("limbo",)),
+)  # fmt: skip
+KV_LEDGER_WRONG = Metric("rayneuron:kv_ledger_wrong", "counter", "Times the ledger of the KV did not balance: always 0.")
+PREFIX_EVICTIONS = Metric("rayneuron:prefix_evictions", "counter", "Cached blocks that made room.")
 WAITING_TOKENS = Metric("rayneuron:waiting_tokens", "gauge", "Prompt tokens of waiting sequences.")
 OPEN_CALLS = Metric("rayneuron:open_calls", "gauge", "API calls that have not been answered to the end.")
 OPEN_SEQUENCES = Metric("rayneuron:open_sequences", "gauge", "Choices of open calls that have not finished.")

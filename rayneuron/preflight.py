@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayneuron import demo, devices, keys, models, settings
+from rayneuron import devices, keys, models, settings, sources
 from rayneuron.api import body
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
@@ -87,10 +87,10 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
         _check_model(config, path)
     except CheckpointError as wrong:
         raise CheckpointError(wrong.message, param=wrong.param or "model.path") from None
+    absent = [f"{config.model.path} is not here yet, so it was not looked at"] if path is None else []
     if able:
         keys.read(config.serving.api_keys or ())
-        return []
-    absent = [f"{config.model.path} is not here, so it was not looked at"] if path is None else []
+        return [] if config.model.path.startswith("demo:") else absent
     return [f"no replica can run on this machine, which has nothing for device {config.device}", *absent]
 
 
@@ -142,7 +142,7 @@ def _check_device_keys(config: Deployment) -> None:
 def _directory(config: Deployment, able: bool) -> Path | None:
     """The model directory, None where it is not there yet and need not be."""
     try:
-        return demo.located(config.model.path)
+        return sources.located(config.model.source)
     except ConfigError as absent:
         if able:
             raise ConfigError(f"model.path: {absent.message}", param="model.path") from None
@@ -154,7 +154,13 @@ def _check_words(config: Deployment, path: Path) -> None:
     if said.skip_tokenizer_init:
         return
     try:
-        text.check(path, said.tokenizer, said.chat_template)
+        words = sources.located(said.tokenizer) if said.tokenizer is not None else path
+    except ConfigError as absent:
+        raise ConfigError(f"model.tokenizer: {absent.message}", param="model.tokenizer") from None
+    if words is None:
+        return
+    try:
+        text.check(words, said.chat_template)
     except (CheckpointError, OSError) as wrong:
         raise CheckpointError(str(wrong), param="model.tokenizer" if said.tokenizer else "model.path") from None
     except ConfigError as wrong:

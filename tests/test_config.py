@@ -140,6 +140,11 @@ def test_every_key_misspelled_is_named_with_the_right_one() -> None:
         ({"model": {"path": "x", "aliases": [" "]}}, "must not be empty or blank"),
         ({"model": {"path": "x", "skip_tokenizer_init": True, "chat_template": "{{ 1 }}"}}, "goes without tokenizer and chat_template"),
         ({"device": None}, "device: must be text, got nothing"),
+        ({"block_size": 100}, "write 128, the nearest power of two, or max_model_len, got 100"),
+        ({"block_size": 5}, "write 16, the nearest power of two"),
+        ({"block_size": 96, "max_model_len": 97}, "write 128, the nearest power of two"),
+        ({"enable_prefix_caching": True, "capacity_factor": 1.5}, "goes without capacity_factor, by which KV depends on"),
+        ({"enable_prefix_caching": True, "block_size": 512, "max_model_len": 300}, "needs blocks smaller than a sequence"),
         ({"seed": 10**400}, "seed: is beyond any size"),
     ],
 )
@@ -147,6 +152,25 @@ def test_what_is_said(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(merged({"model": {"path": "x"}}, args))
     assert says in caught.value.message and "geheim" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("args", "block", "caches"),
+    [
+        ({}, 64, True),
+        ({"enable_prefix_caching": False}, 64, False),
+        ({"capacity_factor": 2.0}, 64, False),  # a default steps back
+        ({"block_size": 256}, 256, True),
+        ({"block_size": 4096}, 1000, False),  # a row is one block
+        ({"device": "neuron"}, 1000, False),
+        ({"device": "neuron", "block_size": 32}, 32, False),
+        ({"device": "neuron", "enable_prefix_caching": True}, 32, True),
+        ({"device": "neuron", "enable_prefix_caching": True, "block_size": 128}, 128, True),
+    ],
+)
+def test_where_prefixes_are_cached_by_default(args: dict[str, Any], block: int, caches: bool) -> None:
+    config = parse({"model": {"path": "x"}, **args})
+    assert (config.kv_block(1000), config.caches_prefixes(1000)) == (block, caches)
 
 
 def test_hot_settings_are_held_to_the_same() -> None:

@@ -150,7 +150,6 @@ def test_failed_build_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("demo:gpt5", "no demo model is called 'gpt5'; write smollm2"),
         ("demo:random:7b", "no random model has the size '7b'; write one of tiny, tp8"),
-        ("meta-llama/Llama-3.1-8B", "is not a directory, and models are not fetched from a hub"),
     ],
 )
 def test_unknown_paths_say_what_to_write(path: str, message: str) -> None:
@@ -158,8 +157,7 @@ def test_unknown_paths_say_what_to_write(path: str, message: str) -> None:
         demo.resolve(path)
 
 
-def test_resolve_takes_directories_and_names(tiny: Path, cache: Path) -> None:
-    assert demo.resolve(str(tiny)) == tiny
+def test_resolve_takes_names(cache: Path) -> None:
     assert demo.resolve("demo:random:tiny") == cache / "models" / "llama-tiny-bf16-seed0"
 
 

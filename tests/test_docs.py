@@ -199,7 +199,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
 
 def test_the_two_commands_come_first_and_ci_runs_the_second() -> None:
     first, second = (block for _, block in code_blocks(README.read_text())[:2])
-    assert "&& rayneuron serve deployments/smollm2.yaml" in first and first.count("\n") == second.count("\n") == 1
+    assert "&& rayneuron serve demo:smollm2\n" in first and first.count("\n") == second.count("\n") == 1
     assert second == (ROOT / ".ci" / "run").read_text().splitlines(keepends=True)[-1]
 
 

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str, str]] = {
     "index names what is absent": (replaced(INDEX, '{"weight_map": {"a": "b.safetensors"}}'), {}, "does not exist", "path"),
     "no tokenizer": (removed("tokenizer.json"), {}, "holds no tokenizer.json", "path"),
     "tokenizer is no tokenizer": (replaced("tokenizer.json", "{}"), {}, "no tokenizer could be read", "path"),
-    "tokenizer elsewhere": (nothing, {"model": {"tokenizer": "/no/such"}}, "/no/such is not a directory", "tokenizer"),
+    "tokenizer elsewhere": (nothing, {"model": {"tokenizer": "/no/such"}}, "'/no/such' is not a directory", "tokenizer"),
     "template file": (nothing, {"model": {"chat_template": "/no/such.jinja"}}, "neither a template nor a readable file", "chat_template"),
     "template syntax": (nothing, {"model": {"chat_template": "{% if %}"}}, "is not a Jinja template", "chat_template"),
     "generation_config is a list": (replaced("generation_config.json", "[]"), {}, "generation_config.json holds no JSON object", "path"),

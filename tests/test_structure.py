@@ -30,8 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
+    "sources": {"errors", "settings", "config", "demo", "models"},
     "deployment_file": {"errors", "config", "validation", "serve_config", "aliases"},
-    "preflight": LEAVES | {"api", "demo", "deployment_file", "devices", "engine", "models", "placement", "text"},
+    "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
     "models": {"errors", "settings"},
@@ -44,8 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": LEAVES
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices", "engine"},
-    "group": LEAVES | {"models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
-    "loading": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "preflight"},
+    "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
+    "loading": LEAVES | {"text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
@@ -67,7 +68,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "neuronx_distributed": ("devices/neuron/sdk.py",),
     "libneuronxla": ("devices/neuron/sdk.py",),
     "torch_xla": ("devices/neuron/sdk.py",),
-    "boto3": ("compile_cache/s3.py",),
+    "boto3": ("compile_cache/s3.py", "sources/s3.py"),
+    "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
     "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
@@ -87,7 +89,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
-    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py"),
+    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets")),
 )

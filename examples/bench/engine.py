@@ -244,10 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
-    from rayneuron import demo
+    from rayneuron import sources
     from rayneuron.models import hub
 
-    path = demo.resolve(args.model)
+    path = sources.resolve(args.model).path
     config = hub.read_config(path)
     with ExitStack() as stack:
         measured = Measured()

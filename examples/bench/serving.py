@@ -174,10 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start, measure, print, write."""
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
-    from rayneuron import demo
+    from rayneuron import sources
     from rayneuron.text.text import Text
 
-    path = demo.resolve(args.model)
+    path = sources.resolve(args.model).path
     sizes = {"threads": args.threads, "dtype": args.dtype}
     rows, length = max(args.clients), args.prompt + args.new + 16
     deployment = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": rows, "max_model_len": length, **sizes}

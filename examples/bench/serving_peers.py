@@ -149,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start, measure, print, write."""
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
-    from rayneuron import demo
+    from rayneuron import sources
     from rayneuron.text.text import Text
 
-    path = demo.resolve(args.model)
+    path = sources.resolve(args.model).path
     known, running, ready = servers(path, args), {}, {}
     with ExitStack() as stack:
         for name in present(args):

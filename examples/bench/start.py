@@ -205,9 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start, watch, print, write. Exit code 1 where ready was said too early."""
     args = parse_args(argv)
     machine.leave_cleanly_when_told()
-    from rayneuron import demo
+    from rayneuron import sources
 
-    model = {"path": str(demo.resolve(args.model)), "name": MODEL_NAME}
+    model = {"path": str(sources.resolve(args.model).path), "name": MODEL_NAME}
     deployment = {"model": model, "dtype": args.dtype, "threads": args.threads, "max_model_len": args.length, "max_num_seqs": ROWS}
     empty, starts = observe_all(deployment, args)
     facts = machine.facts()

@@ -18,7 +18,8 @@ COMMANDS = (demo_model, config, plan, compile, serve, generate, shard, quantize,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, or 2 with one line on standard error that says what is wrong."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("rayneuron").setLevel(logging.INFO)  # not what libraries say of each request
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:

@@ -51,7 +51,7 @@ class FlagParser(argparse.ArgumentParser):
             off, action = f"--{name[5:]}", self._option_string_actions.get(name)
             if action is None and name.startswith("--no-") and isinstance(self._option_string_actions.get(off), KeyFlag):
                 name, sign, value = off, "=", "false"
-            elif isinstance(action, KeyFlag) and action.switch and not sign and words[i + 1 : i + 2] not in (["true"], ["false"]):
+            elif isinstance(action, KeyFlag) and action.switch and not sign and words[i + 1 : i + 2] not in (["true"], ["false"], ["null"]):
                 sign, value = "=", "true"
             out.append(name + sign + value)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from rayneuron.cli import deployment
@@ -22,11 +23,14 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron import demo, devices, settings
+    from rayneuron import devices, settings, sources
     from rayneuron.placement.listing import describe
 
     file = deployment.read(args)
     where = {"named": args.instance, "nodes": args.nodes, "vcpus": os.cpu_count() or 1}
     visible = settings.given("NEURON_RT_VISIBLE_CORES")
-    found = describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=demo.resolve, visible=visible)
+    def words(source: str) -> Path:
+        return sources.resolve(source, weights=False).path
+
+    found = describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
     print(found)

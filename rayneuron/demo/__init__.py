@@ -44,20 +44,13 @@ def random(size: str, seed: int = 0, dtype: str = "bf16", out: Path | None = Non
 
 
 def resolve(path: str) -> Path:
-    """What `model.path` of a deployment names: a directory, "demo:smollm2", or "demo:random:SIZE"."""
-    if path.startswith("demo:"):
-        kind, size = _named(path)
-        return random(size) if kind == "random" else ensure(kind)
-    folder = Path(path).expanduser()
-    if not os.path.isdir(folder):  # false for a name that no directory can have, too
-        raise ConfigError(f"{path!r} is not a directory, and models are not fetched from a hub; name a model directory or demo:smollm2")
-    return folder
+    """The directory of "demo:smollm2" or "demo:random:SIZE", made now if it is not there yet. Raises ConfigError."""
+    kind, size = _named(path)
+    return random(size) if kind == "random" else ensure(kind)
 
 
 def located(path: str) -> Path | None:
     """As `resolve`, but nothing is made: None where a demo model is not on this machine yet. Raises ConfigError."""
-    if not path.startswith("demo:"):
-        return resolve(path)
     kind, size = _named(path)
     made = _models() / (f"llama-{size}-bf16-seed0" if kind == "random" else "smollm2-135m-instruct-bf16")
     return made if (made / "config.json").is_file() else None

@@ -1,44 +1,62 @@
-"""The KV store of one engine: who holds which row and which blocks."""
+"""The KV store of one engine: who holds which row and which blocks, and which full blocks are known by their hash.
+
+A full block whose KV is computed and whose ids are known is registered: from then on nobody writes it, and whoever needs the same prefix
+takes it. When nobody holds it any more it stays, until the room is needed: the one that has been free longest goes first.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
 from rayneuron.models.kv import KvSpace
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What one sequence holds: a row, and blocks in the order of its positions. `shared`: how many of the first nobody may write, since
-    others read them too. `table`: the store's, int32 [rows, width]; line `row` has the blocks, null behind the last."""
+    """What one sequence holds: a row, and blocks in the order of its positions.
+
+    `shared`: how many of the first nobody may write, since others read them or may: with hashes, those that are registered. `known`:
+    positions whose KV was there at admission. `table`: the store's, int32 [rows, width]; line `row` has the blocks, null behind the last.
+    `age`: resets of the store before it was admitted; what has been forgotten since must not be built upon.
+    """
 
     row: int
     blocks: list[int]
     table: NDArray[np.int32]
+    age: int
     shared: int = 0
+    known: int = 0
 
 
 class Blocks:
     """Owner of every row and block. The lowest free ones go first, so that rows stay dense and memory that was never used stays untouched.
 
-    Invariant (`check`): free + held rows are all rows; a block is free, in limbo, or as many hold it as its count says. Limbo: what is
-    freed while steps are under way, which may still read it, until they have ended.
+    Invariant (`check`): free + held rows are all rows; a block is free, cached (registered, and nobody's), in limbo, or as many hold it
+    as its count says; a hash names one block. Limbo: what is freed while steps are under way, which may still read it, until they have
+    ended. A registered block's parent is registered: a holder of a child holds the whole chain, of which equal blocks are one (`settle`),
+    and gives the last back first. `log`: None where no block is ever registered.
     """
 
-    def __init__(self, space: KvSpace) -> None:
+    def __init__(self, space: KvSpace, log: KvLog | None = None) -> None:
         self.space = space
+        self.log = log
         self.limbo: dict[int, int] = {}  # block: the step it waits for
+        self.cached: OrderedDict[int, None] = OrderedDict()  # the longest free first
+        self.evictions = 0
         self._rows = list(range(space.rows))
         self._free = list(range(space.blocks))
         self._holders = [0] * space.blocks
+        self._hash: list[bytes | None] = [None] * space.blocks
+        self._at: dict[bytes, int] = {}  # by hash
         self._copies: dict[int, int] = {}  # to: from, which is held until it has been copied
-        self._begun = self._ended = 0
+        self._begun = self._ended = self._resets = 0
         self._table = np.full((space.rows, space.width(space.limit)), space.null, np.int32)
 
     @property
@@ -47,56 +65,108 @@ class Blocks:
         return len(self._rows)
 
     @property
-    def used_tokens(self) -> int:
-        """Positions in blocks that somebody holds."""
-        return (self.space.blocks - len(self._free) - len(self.limbo)) * self.space.block
+    def free(self) -> int:
+        """Blocks nobody holds and nobody knows."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Blocks somebody holds."""
+        return self.space.blocks - len(self._free) - len(self.cached) - len(self.limbo)
 
     @property
     def total_tokens(self) -> int:
         """Positions in all blocks."""
         return self.space.blocks * self.space.block
 
-    def admit(self, tokens: int, like: Hold | None = None, known: int = 0) -> Hold | None:
-        """A row with room for `tokens`, or None. Of the first `known` positions of `like` whole blocks are shared, the rest is copied."""
-        shared = known // self.space.block if like is not None else 0
-        if not self._rows or -(-tokens // self.space.block) - shared > len(self._free):
+    def admit(self, tokens: int, hashes: Sequence[bytes] = (), like: Hold | None = None, known: int = 0) -> Hold | None:
+        """A row with room for `tokens`, or None, and nothing changed.
+
+        It begins with the registered blocks that `hashes` name from the first on. Where `like`, which has KV of the same first `known`
+        positions, goes further, its whole blocks are shared and the rest is copied.
+        """
+        size, found = self.space.block, self._find(hashes)
+        further = like is not None and known > len(found) * size
+        if like is not None and further:
+            found = like.blocks[: known // size]
+        shared, need = len(found), -(-tokens // size) - len(found)
+        if not self._rows or need > self._available() - sum(block in self.cached for block in found):
             return None
         row = heapq.heappop(self._rows)
-        hold = Hold(row, list(like.blocks[:shared]) if like is not None else [], self._table, shared)
-        for block in hold.blocks:
-            self._holders[block] += 1
-        self._table[row, :shared] = hold.blocks
+        age = like.age if like is not None and further else self._resets
+        hold = Hold(row, found, self._table, age, shared, known if further else shared * size)
+        for block in found:
+            self._take(block)
+        self._table[row, :shared] = found
         self.extend(hold, tokens)
-        if like is not None:
+        if like is not None and further:
             like.shared = max(like.shared, shared)
-            if known % self.space.block:
-                self._copies[hold.blocks[shared]] = like.blocks[shared]
-                self._holders[like.blocks[shared]] += 1
+            if known % size:
+                self._copies[hold.blocks[shared]] = source = like.blocks[shared]
+                self._holders[source] += 1
         return hold
 
     def extend(self, hold: Hold, tokens: int) -> bool:
-        """Make room for `tokens` positions; False, and nothing changed, where too few blocks are free."""
+        """Make room for `tokens` positions; False, and nothing changed, where too few blocks can be had."""
         have, need = len(hold.blocks), -(-tokens // self.space.block)
-        if need <= have:
-            return True
-        if need - have > len(self._free):
+        if need - have > self._available():
             return False
         for at in range(have, need):
-            block = heapq.heappop(self._free)
+            block = heapq.heappop(self._free) if self._free else self._evict()
             self._holders[block] = 1
             hold.blocks.append(block)
             hold.table[hold.row, at] = block
         return True
 
+    def rematch(self, hold: Hold, hashes: Sequence[bytes]) -> int:
+        """Take what others have registered meanwhile instead of computing it; positions of the leading registered blocks."""
+        if hold.age == self._resets:
+            for at in range(hold.shared, min(len(hashes), len(hold.blocks))):
+                block = self._at.get(hashes[at])
+                if block is None:
+                    break
+                self._swap(hold, at, block)
+                hold.shared = at + 1
+        return hold.shared * self.space.block
+
+    def settle(self, hold: Hold, hashes: Sequence[bytes], root: bytes) -> None:
+        """Register the first blocks of a hold, one a hash: their KV is computed. Where an equal block is there, that one is taken."""
+        if self.log is None or hold.age != self._resets:
+            return
+        fresh: list[bytes] = []
+        for at in range(hold.shared, len(hashes)):
+            block, digest = hold.blocks[at], hashes[at]
+            known = self._at.setdefault(digest, block)
+            if known == block:
+                self._hash[block] = digest
+                fresh.append(digest)
+            else:
+                self._swap(hold, at, known)
+        if fresh:
+            before = len(hashes) - len(fresh)
+            self.log.note(Stored(hashes[before - 1] if before else root, fresh))
+        hold.shared = max(hold.shared, len(hashes))
+
     def release(self, hold: Hold) -> None:
-        """Give a row and its blocks back; shared ones stay with those who still hold them."""
-        for block in hold.blocks:
-            if block in self._copies:
-                self._drop(self._copies.pop(block))
+        """Give a row and its blocks back, the last first; shared ones stay with those who still hold them."""
+        for block in reversed(hold.blocks):
             self._drop(block)
         hold.blocks.clear()
         hold.table[hold.row] = self.space.null
         heapq.heappush(self._rows, hold.row)
+
+    def reset(self) -> int:
+        """Forget every hash, and how many there were. Who runs goes on with what it holds, and registers nothing more."""
+        count = len(self._at)
+        self._at.clear()
+        self._hash = [None] * self.space.blocks
+        self._resets += 1
+        for block in self.cached:
+            heapq.heappush(self._free, block)
+        self.cached.clear()
+        if self.log is not None:
+            self.log.note(Cleared())
+        return count
 
     def copies(self) -> list[tuple[int, int]]:
         """(from, to) of the copies that the next step begins with."""
@@ -105,25 +175,76 @@ class Blocks:
     def begin(self) -> None:
         """A step has begun, with the copies there were."""
         self._begun += 1
-        for source in self._copies.values():
+        copied, self._copies = self._copies, {}
+        for source in copied.values():
             self._drop(source)
-        self._copies.clear()
 
     def end(self) -> None:
         """The step that has been under way longest has ended."""
         self._ended += 1
         for block in [block for block, step in self.limbo.items() if step <= self._ended]:
             del self.limbo[block]
-            heapq.heappush(self._free, block)
+            self._rest(block)
+
+    def hashes(self) -> list[bytes]:
+        """Of all registered blocks."""
+        return list(self._at)
+
+    def news(self, epoch: int = 0, number: int = 0) -> KvNews | None:
+        """What who knows the blocks registered here up to `number` of `epoch` lacks; None where none ever is."""
+        return None if self.log is None else self.log.since(epoch, number, self._at)
+
+    def _find(self, hashes: Sequence[bytes]) -> list[int]:
+        found: list[int] = []
+        for digest in hashes:
+            block = self._at.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _available(self) -> int:
+        return len(self._free) + len(self.cached)
+
+    def _take(self, block: int) -> None:
+        """One more holder of a block that is held, cached or in limbo."""
+        if not self._holders[block]:
+            self.limbo.pop(block, None)
+            self.cached.pop(block, None)
+        self._holders[block] += 1
+
+    def _swap(self, hold: Hold, at: int, block: int) -> None:
+        own = hold.blocks[at]
+        if own != block:
+            self._take(block)
+            hold.blocks[at] = hold.table[hold.row, at] = block
+            self._drop(own)
 
     def _drop(self, block: int) -> None:
         self._holders[block] -= 1
         if self._holders[block]:
             return
+        if block in self._copies:  # it is not needed any more
+            self._drop(self._copies.pop(block))
         if self._begun > self._ended:
             self.limbo[block] = self._begun
         else:
+            self._rest(block)
+
+    def _rest(self, block: int) -> None:
+        if self._hash[block] is None:
             heapq.heappush(self._free, block)
+        else:
+            self.cached[block] = None
+
+    def _evict(self) -> int:
+        block, _ = self.cached.popitem(last=False)
+        digest, self._hash[block] = self._hash[block], None
+        assert digest is not None and self.log is not None
+        del self._at[digest]
+        self.log.note(Removed([digest]))
+        self.evictions += 1
+        return block
 
     def check(self, holds: Iterable[Hold]) -> None:
         """Raise AssertionError if the invariant is broken. `holds`: all there are."""
@@ -132,9 +253,12 @@ class Blocks:
         counted.update(self._copies.values())
         assert sorted([*self._rows, *(hold.row for hold in holds)]) == list(range(self.space.rows)), self._rows
         assert [counted[block] for block in range(self.space.blocks)] == self._holders, (counted, self._holders)
-        assert sorted([*self._free, *self.limbo]) == [block for block, n in enumerate(self._holders) if not n], self._free
+        nobodys = [block for block, n in enumerate(self._holders) if not n]
+        assert sorted([*self._free, *self.cached, *self.limbo]) == nobodys, (self._free, self.cached, self.limbo)
+        assert {block: digest for digest, block in self._at.items()} == {b: d for b, d in enumerate(self._hash) if d is not None}
+        assert all(self._hash[block] for block in self.cached) and not any(self._hash[block] for block in self._free)
         for hold in holds:
             width, line = len(hold.blocks), hold.table[hold.row]
             assert line[:width].tolist() == hold.blocks and (line[width:] == self.space.null).all(), hold
             written = [block for block in hold.blocks[hold.shared :] if block not in self._copies.values()]
-            assert all(counted[block] == 1 for block in written), "somebody may write a block that others read"
+            assert all(counted[block] == 1 and self._hash[block] is None for block in written), "a block that others read may be written"

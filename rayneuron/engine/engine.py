@@ -37,6 +37,7 @@ class Engine:
 
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
+    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept.
     """
 
     def __init__(
@@ -46,16 +47,18 @@ class Engine:
         vocab: int,
         eos_ids: Iterable[int] = (),
         rule: NeuronSampling | None = None,
+        model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity)
+        self.scheduler = Scheduler(runner.capacity, model)
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
+        self.ledger_wrong = 0  # times the books did not balance
         self._rule = rule
         self._host = HostSampling(rule)
         self._order = 0
@@ -200,15 +203,21 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The load right now; every field is one read, so any thread may call it."""
-        scheduler = self.scheduler
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
         waiting = scheduler.waiting
         return Snapshot(
             running=len(scheduler.running),
             waiting=len(waiting),
-            slots_free=scheduler.blocks.free_rows,
+            slots_free=blocks.free_rows,
             slots_total=self.capacity.rows,
-            kv_tokens_used=scheduler.blocks.used_tokens,
-            kv_tokens_total=scheduler.blocks.total_tokens,
+            kv_tokens_used=blocks.used * blocks.space.block,
+            kv_tokens_total=blocks.total_tokens,
+            blocks_free=blocks.free,
+            blocks_cached=len(blocks.cached),
+            blocks_limbo=len(blocks.limbo),
+            blocks_total=blocks.space.blocks,
+            prefix_evictions=blocks.evictions,
+            ledger_wrong=self.ledger_wrong,
             waiting_tokens=scheduler.waiting_tokens,
             steps=self.steps,
             preemptions=scheduler.preemptions,

@@ -6,8 +6,9 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rayneuron.engine.sequence import FAILED
 from rayneuron.errors import NotReady, RequestError
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[list[TokenDelta]], None]
+Made = TypeVar("Made")
+
+AUDIT_STEPS = 1000
 
 
 class EngineLoop:
@@ -38,6 +42,7 @@ class EngineLoop:
         self._wake = threading.Event()
         self._admission = threading.Lock()
         self._closing = False
+        self._audited = 0  # steps then
         self._thread = threading.Thread(target=self._run, name="rayneuron-engine", daemon=True)
         self._thread.start()
 
@@ -60,6 +65,22 @@ class EngineLoop:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its choices before the next step; ids that are unknown or finished are no error."""
         self._command(partial(self.engine.abort, request_id, index))
+
+    def ask(self, what: Callable[[Engine], Made]) -> Future[Made]:
+        """What the engine's own thread says between two steps. Raises NotReady."""
+        answer: Future[Made] = Future()
+
+        def tell() -> None:
+            try:
+                answer.set_result(what(self.engine))
+            except Exception as wrong:
+                answer.set_exception(wrong)
+
+        with self._admission:
+            if self._closing or not self.alive:
+                raise NotReady(self.error or "the engine is closed")
+            self._command(tell)
+        return answer
 
     def snapshot(self) -> Snapshot:
         """The engine's load, without the requests not taken in yet."""
@@ -91,6 +112,7 @@ class EngineLoop:
         try:
             while not self._closing:
                 if not (self.engine.has_work or self._commands):
+                    self._audit()
                     self._wake.wait()
                 self._wake.clear()
                 self._tell(self._take())
@@ -106,6 +128,17 @@ class EngineLoop:
             self._finish(self.error)
         finally:
             self.engine.close()
+
+    def _audit(self) -> None:
+        """Where there is nothing else to do, see whether the books balance; not after every request."""
+        if self.engine.steps < self._audited + AUDIT_STEPS:
+            return
+        self._audited = self.engine.steps
+        try:
+            self.engine.check_ledger()
+        except AssertionError:
+            self.engine.ledger_wrong += 1
+            log.exception("the ledger of the KV does not balance")
 
     def _take(self) -> list[TokenDelta]:
         """Do what was asked for, in order."""

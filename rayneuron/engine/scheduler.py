@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from bisect import insort
 
+from rayneuron import hashing
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
+from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.sequence import Plan, Sequence, Work
 
 
 class Scheduler:
-    """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one."""
+    """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one.
 
-    def __init__(self, capacity: Capacity) -> None:
+    `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`).
+    """
+
+    def __init__(self, capacity: Capacity, model: str | None = None) -> None:
         self.capacity = capacity
-        self.blocks = Blocks(capacity.space)
+        self.model = model
+        self.caching = model is not None
+        self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
         self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
         self.preemptions = 0
         self._prefilled_last = False
+        self._under_way: Plan | None = None  # the step begun last, until it has ended
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence at its place by priority and arrival."""
@@ -40,8 +48,10 @@ class Scheduler:
         self._admit()
         prefills = [s for s in self.running if s.phase == "prefill"]
         if prefills and not (self._prefilled_last and any(s.phase == "decode" for s in self.running)):
-            self._prefilled_last = True
-            return Plan("prefill", self._chunks(prefills), self.blocks.copies())
+            works = self._chunks(prefills)
+            if works:  # none where all that was left has been found in the cache
+                self._prefilled_last = True
+                return Plan("prefill", works, self.blocks.copies())
         self._prefilled_last = False
         before = self.preemptions
         works = self._grow()
@@ -57,6 +67,7 @@ class Scheduler:
         Not known to the device: a token that the host edits, or samples from the scores of a prompt; not wanted: one after the last.
         """
         self.blocks.begin()
+        self._under_way = plan
         hidden = not overlaps or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
         for work in plan.works:
             sequence = work.sequence
@@ -68,15 +79,24 @@ class Scheduler:
     def landed(self, plan: Plan) -> None:
         """The step that has been under way longest, this plan's, has ended: its KV is there, and blocks freed meanwhile can be used."""
         self.blocks.end()
+        if self._under_way is plan:
+            self._under_way = None
+        size = self.capacity.block
         for work in plan.works:
             if work.valid:
-                work.sequence.settled = work.start + work.count
+                sequence, settled = work.sequence, work.start + work.count
+                sequence.settled, hold = settled, sequence.hold
+                if self.caching and hold is not None and settled // size > hold.shared:
+                    self.blocks.settle(hold, self._hashes(sequence)[: settled // size], self._root(sequence))
+        if self.blocks.log is not None and self.blocks.log.open:
+            self.blocks.log.flush()
 
     def _admit(self) -> None:
         while self.waiting:
             head = self.waiting[0]
             like, known = self._shareable(head)
-            hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), like, known)
+            hashes = () if wants_scores(head) else self._hashes(head)
+            hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
             if hold is None:
                 victim = self.running[-1] if self.running else None
                 if victim is None or victim.request.priority <= head.request.priority:
@@ -86,7 +106,7 @@ class Scheduler:
             self.waiting.pop(0)
             self.waiting_tokens -= head.remaining
             head.hold = hold
-            head.run(known)
+            self._skip_to(head, hold.known)
             insort(self.running, head, key=_rank)
 
     @staticmethod
@@ -98,13 +118,49 @@ class Scheduler:
             return None, 0
         return leader.hold, wanted
 
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of all full blocks of its ids, whether or not they have KV."""
+        if self.caching and len(sequence.ids) // self.capacity.block > len(sequence.hashes):
+            sequence.hashes = hashing.chain(sequence.ids, self.capacity.block, self._root(sequence), sequence.hashes)
+        return sequence.hashes
+
+    def _root(self, sequence: Sequence) -> bytes:
+        return hashing.root(self.model or "", sequence.request.adapter or "", sequence.request.cache_salt)
+
+    @staticmethod
+    def _skip_to(sequence: Sequence, known: int) -> None:
+        """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
+        known = min(known, len(sequence.ids) - 1)
+        if sequence.leader is None and not sequence.preemptions:
+            sequence.cached += known - sequence.computed
+        sequence.run(known)
+
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
-        first = prefills[0]
-        if wants_scores(first):
-            return [Work(first, first.computed, min(first.remaining, self.capacity.scores))]
-        alike = [s for s in prefills if not wants_scores(s)]
-        counts = pack_prefill(self.capacity, (s.remaining for s in alike))
+        """What a prefill step computes: the next ids of the first in order, and of some behind it. A block is filled by one of them: the
+        others wait for it, and take it."""
+        works = self._under_way.works if self._under_way is not None else ()
+        filling = {h: w.sequence for w in works if (h := self._next(w.sequence, w.start)) is not None}
+        alike: list[Sequence] = []
+        for sequence in prefills:
+            if wants_scores(sequence):
+                if not alike:
+                    return [Work(sequence, sequence.computed, min(sequence.remaining, self.capacity.scores))]
+                continue
+            hold = sequence.hold
+            if hold is not None and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
+                self._skip_to(sequence, found)
+            digest = self._next(sequence, sequence.computed)
+            if sequence.phase == "prefill" and (digest is None or filling.setdefault(digest, sequence) is sequence):
+                alike.append(sequence)
+                if len(alike) == self.capacity.prefill_rows[-1]:
+                    break
+        counts = pack_prefill(self.capacity, (s.remaining for s in alike)) if alike else []
         return [Work(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
+
+    def _next(self, sequence: Sequence, start: int) -> bytes | None:
+        """The hash of the block that position `start` lies in, where its ids are known to fill it."""
+        at = start // self.capacity.block
+        return sequence.hashes[at] if at < len(sequence.hashes) else None
 
     def _grow(self) -> list[Work]:
         """A token more for all that decode, in order of service; the last in order makes room for those before it."""

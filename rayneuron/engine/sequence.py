@@ -47,6 +47,8 @@ class Sequence:
     unseen: int = 0
     epoch: int = 0
     hold: Hold | None = None
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    cached: int = 0  # prompt tokens whose KV was there before its first step
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
     stamps: Stamps = field(default_factory=Stamps)
@@ -212,6 +214,7 @@ def _scored(sequence: Sequence) -> TokenDelta:
     """The only delta of a request that asked for no token."""
     sequence.finish_reason = "length"
     delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="length", preemptions=sequence.preemptions)
+    delta.cached_tokens = sequence.cached
     delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return delta
 
@@ -223,6 +226,7 @@ def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host
     delta = TokenDelta(request.id, sequence.index, [token])
     if generated == 1 and not sequence.stamps.first_token:
         sequence.stamps.prefill_done = sequence.stamps.first_token = now
+        delta.cached_tokens = sequence.cached
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     if sequence.needs == "logits" and (count := request.params.logprobs) is not None:
         assert row is not None

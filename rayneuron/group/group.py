@@ -183,7 +183,7 @@ class Group:
 
     def _common(self) -> assignment.Common:
         threads = rank_threads(self.config, self.layout, settings.threads())
-        return assignment.Common(self.capacity, self.model.dtype, threads, str(self.model.path), float8(self.config, self.model.raw))
+        return assignment.Common(self.capacity, self.model.dtype, threads, self.model.source, float8(self.config, self.model.raw))
 
     def _send(self, message: messages.ToWorker) -> None:
         frame = wire.frame(message)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """A deployment and the model directory it runs, held against each other. `raw`: config.json; `dtype`: our word of the compute dtype."""
+    """A deployment and the model directory it runs, held against each other. `raw`: config.json; `dtype`: our word of the compute dtype;
+    `source`: what gives another node the very same directory."""
 
     config: Deployment
     path: Path
@@ -31,6 +32,7 @@ class Runnable:
     arch: Arch
     capacity: Capacity
     dtype: str
+    source: str
 
 
 def open_rank(

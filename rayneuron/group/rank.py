@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import devices, settings, wire
+from rayneuron import devices, settings, sources, wire
 from rayneuron.config import Deployment, parse
 from rayneuron.devices.base import Ended, Pending, StepOutput
 from rayneuron.devices.neuron import releases
@@ -100,12 +100,14 @@ class Rank:
         from rayneuron.group.opening import Runnable, open_rank
         from rayneuron.models.config_json import read_config
 
-        begin, config, path = self._begin, self._config, Path(self._begin.model)
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path} is not on this node; every node of a group needs the model under the same path")
+        begin, config, source = self._begin, self._config, self._begin.model
+        try:
+            path = sources.resolve(source, progress, allow_pickle=config.model.allow_pickle).path
+        except ConfigError as absent:
+            raise CheckpointError(f"{source} is not on this node, and every node of a group needs the model: {absent.message}") from None
         raw = read_config(path)
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=begin.capacity.length, **config.model_options())
-        model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype)
+        model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype, source)
         self.runner = open_rank(
             model, begin.threads, progress, stage=begin.stage, worker=begin.rank, workers=begin.ranks, comm=self._comm
         )  # fmt: skip

@@ -54,7 +54,7 @@ def family(config: dict[str, Any]) -> ModuleType:
     """The family's file. Raises CheckpointError with the nearest known `model_type`."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        near = difflib.get_close_matches(str(name), FAMILIES, 1)
+        near = [known for known in FAMILIES if name and known.startswith(str(name))] or difflib.get_close_matches(str(name), FAMILIES, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CheckpointError(f"model_type {name!r} is not supported; {hint}supported: {', '.join(sorted(FAMILIES))}")
     return import_module(f"rayneuron.models.{FAMILIES[name]}")
@@ -121,7 +121,9 @@ def check(
         raise CheckpointError(f"config.json asks for rope over {arch.rope.dim} channels of head_dim {arch.head_dim}, which is odd")
     if arch.act not in words.ACTIVATIONS:
         known = ", ".join(words.ACTIVATIONS)
-        raise CheckpointError(f"activation {arch.act!r} is not supported (hidden_act, activation_function, ffn_act_fn); supported: {known}")
+        raise CheckpointError(
+            f"activation {arch.act!r} is not supported (hidden_act, hidden_activation, activation_function, ffn_act_fn); supported: {known}"
+        )
     limit = position_limit(arch)
     if limit is not None and max_model_len > limit:
         raise ConfigError(

@@ -18,6 +18,7 @@ from rayneuron.models.formats import Format
 from rayneuron.models.quantization import is_quantised
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight the value of each output lies
+FLOAT4 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 PART = 1 << 22  # values that are dequantised at a time, so that what is needed beside the product is small
 
 
@@ -34,23 +35,23 @@ class Dequantised(Mapping[str, Tensor]):
     def __init__(self, source: hub.Checkpoint, how: Format, dtype: torch.dtype) -> None:
         self._source, self._how, self._dtype = source, how, dtype
         shapes = source.meta()
-        end = "." + how.main
+        end = how.main
         stems = [name.removesuffix(end) for name in source if name.endswith(end)]
         if how.kind == "plain":
             stems = [stem for stem in stems if is_quantised(shapes[stem + end].dtype)]
         self._names: dict[str, str | None] = dict.fromkeys(source)  # to the stem of a product, None for what is read as it is
         for stem in stems:
             for part in (how.main, *how.beside, *how.maybe):
-                found = self._names.pop(f"{stem}.{part}", stem)
+                found = self._names.pop(stem + part, stem)
                 if found is not None and part in how.beside:
-                    raise CheckpointError(f"tensor '{stem}.{part}' is missing from the checkpoint, which holds '{stem}{end}'")
-            if f"{stem}.weight" in self._names:
-                raise CheckpointError(f"the checkpoint holds '{stem}.weight' and '{stem}{end}'; one product is stored once")
-            self._names[f"{stem}.weight"] = stem
+                    raise CheckpointError(f"tensor '{stem}{part}' is missing from the checkpoint, which holds '{stem}{end}'")
+            if stem + how.whole in self._names:
+                raise CheckpointError(f"the checkpoint holds '{stem}{how.whole}' and '{stem}{end}'; one product is stored once")
+            self._names[stem + how.whole] = stem
             if shapes[stem + end].dtype == torch.int8:
                 self._names[f"{stem}.weight_scale"] = None
-        kinds = {"awq": self._awq, "gptq": self._gptq, "packed": self._packed, "plain": self._plain}
-        self._parts: Callable[[str, slice], Tensor] = kinds[how.kind]
+        kinds = {"awq": self._awq, "gptq": self._gptq, "packed": self._packed}
+        self._parts: Callable[[str, slice], Tensor] = kinds.get(how.kind, self._plain)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -61,14 +62,16 @@ class Dequantised(Mapping[str, Tensor]):
     def release(self, name: str) -> None:
         """Give the pages of what a tensor is made of back."""
         stem = self._names[name]
-        for part in (name,) if stem is None else (f"{stem}.{p}" for p in (self._how.main, *self._how.beside)):
+        for part in (name,) if stem is None else (stem + p for p in (self._how.main, *self._how.beside)):
             self._source.release(part)
 
     def __getitem__(self, name: str) -> Tensor:
         stem = self._names[name]
-        if stem is None or self._source[f"{stem}.{self._how.main}"].dtype == torch.int8:
+        if stem is None or self._source[stem + self._how.main].dtype == torch.int8:
             return self._source[name]
         try:
+            if self._how.kind == "mxfp4":
+                return self._experts(stem)
             outputs, inputs = self._shape(stem)
             out = torch.empty(outputs, inputs, dtype=self._dtype)
             step = max(32, PART // max(inputs, 1) // 32 * 32)
@@ -76,13 +79,13 @@ class Dequantised(Mapping[str, Tensor]):
                 part = slice(start, min(start + step, outputs))
                 out[part] = self._parts(stem, part)
         except (RuntimeError, IndexError, ValueError) as e:
-            said = ", ".join(f"{p} {tuple(self._source[f'{stem}.{p}'].shape)}" for p in (self._how.main, *self._how.beside))
+            said = ", ".join(f"{p} {tuple(self._source[stem + p].shape)}" for p in (self._how.main, *self._how.beside))
             raise CheckpointError(f"tensors of {stem!r} do not fit each other or quantization_config: {said} ({e})") from None
         return out
 
     def _shape(self, stem: str) -> tuple[int, int]:
         """Outputs and inputs."""
-        main, per = self._source[f"{stem}.{self._how.main}"], 32 // self._how.bits
+        main, per = self._source[stem + self._how.main], 32 // self._how.bits
         if self._how.kind == "plain":
             return main.shape[0], main.shape[1]
         if self._how.kind == "packed":
@@ -94,15 +97,15 @@ class Dequantised(Mapping[str, Tensor]):
 
     def _groups(self, stem: str, index: str, inputs: int, groups: int) -> Tensor:
         """The group of every input [I]."""
-        if index and f"{stem}.{index}" in self._source:
-            return self._source[f"{stem}.{index}"].long()
+        if index and stem + index in self._source:
+            return self._source[stem + index].long()
         size = self._how.group or inputs
         if -(-inputs // size) != groups:
             raise ValueError(f"{inputs} inputs are {-(-inputs // size)} groups of {size}")
         return torch.arange(inputs) // size
 
     def _awq(self, stem: str, part: slice) -> Tensor:
-        weight, zeros, scales = (self._source[f"{stem}.{p}"] for p in ("qweight", "qzeros", "scales"))
+        weight, zeros, scales = (self._source[stem + p] for p in (".qweight", ".qzeros", ".scales"))
         words = slice(part.start // 8, -(-part.stop // 8))
         shifts = torch.tensor([4 * i for i in AWQ_ORDER], dtype=torch.int32)
         values, zero = (((t[:, words, None] >> shifts) & 15).flatten(1) for t in (weight, zeros))  # I O, G O
@@ -110,20 +113,20 @@ class Dequantised(Mapping[str, Tensor]):
         return ((values - zero[group]) * scales[:, part].float()[group]).T
 
     def _gptq(self, stem: str, part: slice) -> Tensor:
-        weight, zeros, scales = (self._source[f"{stem}.{p}"] for p in ("qweight", "qzeros", "scales"))
+        weight, zeros, scales = (self._source[stem + p] for p in (".qweight", ".qzeros", ".scales"))
         per = 32 // self._how.bits
         values = unpacked(weight[:, part].T, self._how.bits).T  # I O
         words = slice(part.start // per, -(-part.stop // per))
         zero = unpacked(zeros[:, words], self._how.bits)[:, : part.stop - part.start] + self._how.shift  # G O
-        group = self._groups(stem, "g_idx", len(values), len(scales))
+        group = self._groups(stem, ".g_idx", len(values), len(scales))
         return ((values - zero[group]) * scales[:, part].float()[group]).T
 
     def _packed(self, stem: str, part: slice) -> Tensor:
         weight, scale = self._source[f"{stem}.weight_packed"], self._source[f"{stem}.weight_scale"]
         inputs = self._shape(stem)[1]
         values = unpacked(weight[part], self._how.bits)[:, :inputs] - self._how.offset  # O I
-        group = self._groups(stem, "weight_g_idx", inputs, scale.shape[1])
-        if "weight_zero_point" in self._how.beside:
+        group = self._groups(stem, ".weight_g_idx", inputs, scale.shape[1])
+        if ".weight_zero_point" in self._how.beside:
             per = 32 // self._how.bits
             words = slice(part.start // per, -(-part.stop // per))
             zero = unpacked(self._source[f"{stem}.weight_zero_point"][words].T, self._how.bits).T - self._how.offset
@@ -131,7 +134,7 @@ class Dequantised(Mapping[str, Tensor]):
         return values * scale[part].float()[:, group]
 
     def _plain(self, stem: str, part: slice) -> Tensor:
-        weight, scale = self._source[f"{stem}.weight"][part].float(), self._source[f"{stem}.{self._how.beside[0]}"].float()
+        weight, scale = self._source[f"{stem}.weight"][part].float(), self._source[stem + self._how.beside[0]].float()
         if scale.numel() == 1:
             return weight * scale.view(())
         if self._how.block is None:
@@ -139,6 +142,16 @@ class Dequantised(Mapping[str, Tensor]):
         rows, columns = self._how.block
         wide = scale[torch.arange(part.start, part.stop) // rows]
         return weight * wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+
+    def _experts(self, stem: str) -> Tensor:
+        """The products of all experts [X,I,O], of blocks [X,O,G,16], two float4 a byte and the low one first, with exponents [X,O,G]."""
+        blocks, scales = self._source[f"{stem}_blocks"], self._source[f"{stem}_scales"]
+        table = torch.tensor(FLOAT4, dtype=self._dtype)
+        out = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=self._dtype)
+        for i, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
+            pairs = torch.stack((block & 15, block >> 4), -1).long()
+            out[i] = torch.ldexp(table[pairs].flatten(2), scale[..., None].int() - 127).flatten(1)
+        return out.transpose(1, 2)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

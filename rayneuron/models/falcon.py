@@ -24,7 +24,9 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     parallel, head_dim, positions = bool(c["parallel_attn"]), head_size(hidden, heads), c["max_position_embeddings"]
     kv_heads = 1 if c["multi_query"] and not new else c["num_kv_heads"] or heads
     if not new and kv_heads not in (1 if c["multi_query"] else heads, heads):
-        raise CheckpointError(f"config.json sets num_kv_heads: {kv_heads}, which needs new_decoder_architecture or multi_query: true")
+        raise CheckpointError(
+            f"config.json sets num_kv_heads: {kv_heads} of num_attention_heads: {heads}, which needs new_decoder_architecture"
+        )
     if (new and not parallel) or (norms or 1) > 2 or (norms == 2 and not new and parallel):
         raise CheckpointError(
             f"config.json sets num_ln_in_parallel_attn: {norms}, parallel_attn: {parallel} and new_decoder_architecture: {bool(new)}, "

@@ -14,6 +14,7 @@ SUPPORTED = {
     "compressed-tensors": "pack-quantized with 4 or 8 bits, int-quantized with 8, float-quantized and naive-quantized with 8",
     "fp8": "e4m3, in blocks or with one scale",
     "gptq": "2, 4 or 8 bits",
+    "mxfp4": "of gpt_oss models",
     "rayneuron": "written by `rayneuron quantize`",
 }
 TRANSPOSED = ("gpt2",)  # model types whose checkpoints store products as [in, out], which these formats do not say
@@ -21,13 +22,14 @@ TRANSPOSED = ("gpt2",)  # model types whose checkpoints store products as [in, o
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How products are stored. `main`: what of a product makes it one of these; `beside`: what else it has, `maybe`: or may have.
+    """How products are stored, by ends of names. `main`: what makes a product one of these; `beside`: what else is there,
+    `maybe`: or may be; `whole`: the product itself.
 
     group: inputs that share a scale, 0 where all do. offset: what is taken from stored values; shift: what is added to stored zero points.
     block: rows and columns that share a scale of float8.
     """
 
-    kind: Literal["awq", "gptq", "packed", "plain"]
+    kind: Literal["awq", "gptq", "packed", "plain", "mxfp4"]
     main: str
     beside: tuple[str, ...]
     maybe: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Format:
     offset: int = 0
     shift: int = 0
     block: tuple[int, int] | None = None
+    whole: str = ".weight"
 
 
 def read(config: Mapping[str, Any]) -> Format | None:
@@ -47,7 +50,7 @@ def read(config: Mapping[str, Any]) -> Format | None:
     if method not in _READ:
         near = difflib.get_close_matches(method, SUPPORTED, 1)
         _refuse(f"is quantised by {method!r}" + (f"; the nearest that is read is {near[0]!r}" if near else ""))
-    if config.get("model_type") in TRANSPOSED:
+    if config.get("model_type") in TRANSPOSED or (method == "mxfp4") != (config.get("model_type") == "gpt_oss"):
         _refuse(f"of a {config['model_type']} model is quantised by {method!r}, which is not read for this model type")
     return _READ[method](found)
 
@@ -86,7 +89,7 @@ def _group(found: Mapping[str, Any], method: str) -> int:
 def _awq(found: Mapping[str, Any]) -> Format:
     version = str(found.get("version", "gemm")).lower()
     _need({**found, "version": version}, "awq", bits=(4,), version=("gemm",), zero_point=(True,))
-    return Format("awq", "qweight", ("qzeros", "scales"), bits=4, group=_group(found, "awq"))
+    return Format("awq", ".qweight", (".qzeros", ".scales"), bits=4, group=_group(found, "awq"))
 
 
 def _gptq(found: Mapping[str, Any]) -> Format:
@@ -94,7 +97,7 @@ def _gptq(found: Mapping[str, Any]) -> Format:
     if found.get("bits") is None:
         _refuse("is quantised by gptq and says no bits")
     shift = int(found.get("checkpoint_format", "gptq") == "gptq")  # the first version stores zero points less one
-    return Format("gptq", "qweight", ("qzeros", "scales"), ("g_idx",), found["bits"], _group(found, "gptq"), shift=shift)
+    return Format("gptq", ".qweight", (".qzeros", ".scales"), (".g_idx",), found["bits"], _group(found, "gptq"), shift=shift)
 
 
 def _block(size: Any, method: str) -> tuple[int, int] | None:
@@ -108,8 +111,12 @@ def _block(size: Any, method: str) -> tuple[int, int] | None:
 def _fp8(found: Mapping[str, Any]) -> Format:
     _need(found, "fp8", fmt=("e4m3", "float8_e4m3fn"), activation_scheme=("dynamic", "static"))
     block = _block(found.get("weight_block_size"), "fp8")
-    scale = "weight_scale_inv" if block else "weight_scale"
-    return Format("plain", "weight", (scale,), ("input_scale", "activation_scale"), block=block)
+    scale = ".weight_scale_inv" if block else ".weight_scale"
+    return Format("plain", ".weight", (scale,), (".input_scale", ".activation_scale"), block=block)
+
+
+def _mxfp4(found: Mapping[str, Any]) -> Format:
+    return Format("mxfp4", "_blocks", ("_scales",), bits=4, whole="")
 
 
 def _weights(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,10 +145,10 @@ def _compressed(found: Mapping[str, Any]) -> Format:
     _need(weights, said, actorder=(None, False, True, "weight", "static", "group", "dynamic"), dynamic=(False,))
     if form != "pack-quantized":
         block = _block(weights.get("block_structure") or [128, 128], said) if weights["strategy"] == "block" else None
-        return Format("plain", "weight", ("weight_scale",), ("input_scale",), block=block)
+        return Format("plain", ".weight", (".weight_scale",), (".input_scale",), block=block)
     group = _group(weights, said) if weights["strategy"] == "group" else 0
-    beside = ("weight_scale", "weight_shape", *(() if weights["symmetric"] else ("weight_zero_point",)))
-    return Format("packed", "weight_packed", beside, ("weight_g_idx",), weights["num_bits"], group, offset=1 << (weights["num_bits"] - 1))
+    beside = (".weight_scale", ".weight_shape", *(() if weights["symmetric"] else (".weight_zero_point",)))
+    return Format("packed", ".weight_packed", beside, (".weight_g_idx",), weights["num_bits"], group, offset=1 << (weights["num_bits"] - 1))
 
 
-_READ = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
+_READ = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}

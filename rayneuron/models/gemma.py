@@ -40,8 +40,8 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
 
 def block(c: dict[str, Any], kind: str) -> dict[str, Any]:
     """The rope settings of one kind of layers of Gemma 3: those of transformers 5, or the hub's keys, of which scaling is for full ones."""
-    found, scaling = c.get("rope_parameters") or {}, c.get("rope_scaling")
-    if not isinstance(found, dict) or found.keys() - THETAS.keys() or not isinstance(scaling or {}, dict):
+    found, scaling = ({} if c.get(name) is None else c[name] for name in ("rope_parameters", "rope_scaling"))
+    if not isinstance(found, dict) or found.keys() - THETAS.keys() or not isinstance(scaling, dict):
         raise CheckpointError(
             f"config.json sets rope_parameters: {found!r:.60}, rope_scaling: {scaling!r:.60}; rope_parameters of a gemma3_text model "
             f"has an object for each of {' and '.join(THETAS)}"
@@ -50,7 +50,7 @@ def block(c: dict[str, Any], kind: str) -> dict[str, Any]:
     if not isinstance(own, dict):
         raise CheckpointError(f"config.json sets rope_parameters of {kind}: {own!r:.60}, where an object is needed")
     name, default = THETAS[kind]
-    return {"rope_theta": c.get(name, ROPE_THETA["gemma3_text"][default]), **own, **((scaling or {}) if kind == "full_attention" else {})}
+    return {"rope_theta": c.get(name, ROPE_THETA["gemma3_text"][default]), **own, **(scaling if kind == "full_attention" else {})}
 
 
 def layer(a: Arch, i: int) -> Rules:

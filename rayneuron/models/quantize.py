@@ -48,6 +48,8 @@ def quantize(
         raise CheckpointError(f"{path} is quantised already; quantise the original checkpoint")
     arch, family = models.architecture(config), models.family(config)
     source, target = hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
+    if arch.expert_bias:
+        raise CheckpointError(f"a {arch.model_type} checkpoint cannot be written quantised; set quantization: {dtype} where it is loaded")
     ways = scale_shapes(arch, family)
     prefix = getattr(family, "BASE", "") if not any(n.startswith(getattr(family, "BASE", "")) for n in source) else ""
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}

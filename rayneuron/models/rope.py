@@ -158,7 +158,10 @@ def _longrope(found: dict[str, Any], dim: int, top: int, wanted: int) -> dict[st
             _number(found, name)
         table = tables[name] = found[name]
         if not isinstance(table, list) or len(table) != dim // 2 or not all(type(f) in (int, float) and 0 < f < LARGEST for f in table):
-            raise CheckpointError(f"longrope needs {dim // 2} positive numbers as {name}, config.json holds {table!r:.60}")
+            raise CheckpointError(
+                f"longrope needs {dim // 2} positive numbers as {name}, config.json holds {table!r:.60}; a head has hidden_size / "
+                "num_attention_heads channels, and half as many numbers as it rotates"
+            )
     chosen = tables["long_factor" if wanted > original else "short_factor"]
     factors = tuple(float(f) for f in chosen)
     return {"factor": factor, "original": original, "scale": _number(found, "attention_factor", scale), "factors": factors}

@@ -153,7 +153,7 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
     """config.json of a deployment's model: `model.config` of the file, else the one in the model directory. Raises CheckpointError."""
     if config.model.config is not None:
         return config.model.config
-    path = resolve(config.model.path) / "config.json"
+    path = resolve(config.model.source) / "config.json"
     try:
         return read_json(path)
     except CheckpointError as problem:

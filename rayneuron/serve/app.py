@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -106,16 +106,31 @@ class ServedEngine(Replica):
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`: every replica's series, told apart by `engine`, whichever of them is asked."""
         texts = dict([await self.replica_metrics()])
-        context = serve.get_replica_context()
         try:
-            handle = serve.get_deployment_handle(context.deployment, context.app_name)
-            # From an empty context: Serve takes calls made inside one request for the same call.
-            asked = contextvars.Context().run(handle.broadcast, "replica_metrics")
-            answers = await asked.results_async(timeout_s=PEERS_S, return_exceptions=True)
-            texts |= dict(answer for answer in answers if not isinstance(answer, BaseException))
+            texts |= dict(answer for answer in await self._everybody("replica_metrics") if not isinstance(answer, BaseException))
         except Exception as wrong:
             log.warning("/metrics holds this replica only, the others did not answer: %r", wrong)
         return merged(texts.values())
+
+    async def replica_forget_prefixes(self) -> int:
+        """Empty this replica's prefix cache."""
+        return await super().forget_prefixes()
+
+    async def forget_prefixes(self) -> int:
+        """Empty the prefix cache of every replica. Raises where one does not answer: what it knows is still known."""
+        answers = [await self.replica_forget_prefixes(), *await self._everybody("replica_forget_prefixes")]
+        silent = [answer for answer in answers if isinstance(answer, BaseException)]
+        if silent:
+            raise RayNeuronError(f"{len(silent)} replicas did not answer and may still know prefixes: {silent[0]!r}")
+        return sum(answers)
+
+    async def _everybody(self, method: str) -> Sequence[Any]:
+        """What every replica, this one too, answers to a call of a method, or what it raised."""
+        context = serve.get_replica_context()
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        # From an empty context: Serve takes calls made inside one request for the same call.
+        asked = contextvars.Context().run(handle.broadcast, method)
+        return await asked.results_async(timeout_s=PEERS_S, return_exceptions=True)
 
     def _publish(self, progress: str) -> None:
         readiness.publish(serve.get_replica_context().app_name, progress)

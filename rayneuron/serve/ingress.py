@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from rayneuron import __version__
 from rayneuron.api import call as api
 from rayneuron.api import errors, neuron_server, openai
-from rayneuron.errors import NotReady, RayNeuronError
+from rayneuron.errors import NotReady, RayNeuronError, RequestError
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
 from rayneuron.serve.page_files import page_routes
@@ -76,6 +76,13 @@ async def _metrics(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, await server.metrics_text(), METRICS_TYPE)
 
 
+async def _reset_prefix_cache(server: Server, exchange: Exchange) -> None:
+    """vLLM's: every replica forgets what prefixes it knows. Whoever may do that slows others down, hence not everybody may."""
+    if not server.config.serving.reset_prefix_cache:
+        raise RequestError("clients of this server may not reset its prefix cache (serving.reset_prefix_cache: true would allow it)")
+    await exchange.reply(200, errors.encode({"blocks": await server.forget_prefixes()}))
+
+
 async def _version(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(openai.version(__version__)))
 
@@ -110,5 +117,6 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/ping", _health, ("GET", "POST")),
     ("/metrics", _metrics, ("GET",)),
     ("/load", _load, ("GET",)),
+    ("/reset_prefix_cache", _reset_prefix_cache, ("POST",)),
     ("/version", _version, ("GET",)),
 )

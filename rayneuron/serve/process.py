@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import json
 import logging
 import os
 import re
@@ -149,28 +150,40 @@ def _check(name: str, state: readiness.State) -> None:
 
 
 def _answers(schema: ServeDeploySchema, prefix: str) -> bool:
+    return schema.http_options.ssl_certfile is not None or _get(schema, f"{prefix}/health") is not None
+
+
+def _get(schema: ServeDeploySchema, path: str) -> bytes | None:
+    """What a path says through the proxy, None where it is no 200."""
     options = schema.http_options
-    if options.ssl_certfile:
-        return True
     connection = http.client.HTTPConnection(_reachable(options.host), options.port, timeout=5)
     try:
-        connection.request("GET", f"{options.root_path}{prefix}/health")
-        return connection.getresponse().status == 200
+        connection.request("GET", f"{options.root_path}{path}")
+        reply = connection.getresponse()
+        return reply.read() if reply.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 
 
 def ready_lines(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> list[str]:
-    """Where each of our models answers: the last lines of a start."""
+    """Where each of our models answers, and what its start chose: the last lines of a start."""
     options, lines = schema.http_options, []
     host = _reachable(options.host)
     base = f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{options.port}{options.root_path}"
     for name, prefix in _prefixes(schema, deployments).items():
         chat = f"{base}{prefix}/ (chat), " if deployments[name].serving.page else ""
-        lines.append(f"{deployments[name].model.served_name} is ready: {chat}{base}{prefix}/v1 (OpenAI)")
+        lines.append(f"{deployments[name].model.served_name} is ready: {chat}{base}{prefix}/v1 (OpenAI){_chosen(schema, prefix)}")
     return lines
+
+
+def _chosen(schema: ServeDeploySchema, prefix: str) -> str:
+    """What /load says of it, where it may be asked."""
+    said = _get(schema, f"{prefix}/load") if schema.http_options.ssl_certfile is None else None
+    chosen = json.loads(said).get("chosen") if said else None
+    shape = "; {device}, {dtype}, tp {tensor_parallel} x pp {pipeline_parallel}, {cores} cores, "
+    return (shape + "max_model_len {max_model_len}, {rows} rows, {kv_tokens} KV tokens, {graphs} graphs").format(**chosen) if chosen else ""
 
 
 def _prefixes(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -84,6 +85,10 @@ class Replica(Handles):
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
         return self.served.load()
+
+    async def forget_prefixes(self) -> int:
+        """Empty the prefix cache; how many blocks were known."""
+        return await asyncio.wrap_future(self.served.engine.ask(lambda engine: engine.scheduler.blocks.reset()))
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""

@@ -150,7 +150,7 @@ class Served:
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused)
+        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen)
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
         """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""
@@ -174,7 +174,7 @@ async def start(config: Deployment, opened: Opened, telemetry: Telemetry, tracer
     try:
         read = hot(config, opened)
         capacity = opened.engine.capacity
-        telemetry.kv_cache(capacity.rows, capacity.length, config.kv_dtype or config.dtype)
+        telemetry.kv_cache(capacity.blocks, capacity.block, config.kv_dtype or config.dtype, opened.engine.scheduler.caching)
         for part, seconds in opened.seconds.items():
             telemetry.series[metrics.STARTUP].set(seconds, part)
         flights = Flights(telemetry, event_loop, events_per_s(config))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -80,11 +80,14 @@ class Histogram:
 
 
 class Load:
-    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls."""
+    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls; `chosen`: what its start decided."""
 
-    __slots__ = ("calls", "refused", "sequences", "snapshot")
+    __slots__ = ("calls", "chosen", "refused", "sequences", "snapshot")
 
-    def __init__(self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None) -> None:
+    def __init__(
+        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None
+    ) -> None:
+        self.chosen = chosen or {}
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences
@@ -102,6 +105,7 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._process = ProcessCollector(registry=None)
+        self.prefix_cache = False
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
         self._step_time = self.histograms[metrics.STEP_TIME]
@@ -136,8 +140,9 @@ class Telemetry:
         if request.params.max_tokens is not None:
             self.histograms[metrics.REQUEST_MAX_TOKENS].observe(request.params.max_tokens)
 
-    def kv_cache(self, blocks: int, block_tokens: int, dtype: str) -> None:
-        """What the KV cache is made of; contiguous rows are one block a row."""
+    def kv_cache(self, blocks: int, block_tokens: int, dtype: str, prefix_cache: bool) -> None:
+        """What the KV cache is made of; contiguous rows are one block a row. `prefix_cache`: whether prompts are looked up in it."""
+        self.prefix_cache = prefix_cache
         self.series[metrics.CACHE_CONFIG].set(1, str(block_tokens), str(blocks), str(self.prefix_cache), dtype)
 
     def finished(self, reason: FinishReason, tokens: int, stamps: Stamps | None, now_s: float) -> None:
@@ -190,6 +195,12 @@ class Telemetry:
         series[metrics.SLOTS_TOTAL].set(snapshot.slots_total)
         series[metrics.KV_TOKENS_USED].set(snapshot.kv_tokens_used)
         series[metrics.KV_TOKENS_TOTAL].set(snapshot.kv_tokens_total)
+        held = snapshot.blocks_total - snapshot.blocks_free - snapshot.blocks_cached - snapshot.blocks_limbo
+        states = {"free": snapshot.blocks_free, "cached": snapshot.blocks_cached, "held": held, "limbo": snapshot.blocks_limbo}
+        for state, blocks in states.items():
+            series[metrics.KV_BLOCKS].set(blocks, state)
+        series[metrics.KV_LEDGER_WRONG].set(snapshot.ledger_wrong)
+        series[metrics.PREFIX_EVICTIONS].set(snapshot.prefix_evictions)
         series[metrics.WAITING_TOKENS].set(snapshot.waiting_tokens)
         series[metrics.STEPS].set(snapshot.steps)
         series[metrics.OPEN_CALLS].set(load.calls)
@@ -210,8 +221,6 @@ class Telemetry:
     def text(self) -> bytes:
         """The body of `/metrics`, this replica's part."""
         return generate_latest(self._registry)
-
-    prefix_cache = False  # whether prompts are looked up in one
 
 
 def merged(texts: Iterable[bytes]) -> bytes:

@@ -82,3 +82,6 @@ class Server(Protocol):
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""
+
+    async def forget_prefixes(self) -> int:
+        """Empty the prefix cache of every replica; how many blocks they knew."""

@@ -178,9 +178,9 @@ class Text:
         return config
 
 
-def check(path: str | Path, tokenizer: str | Path | None = None, chat_template: str | Path | None = None) -> None:
+def check(path: str | Path, chat_template: str | Path | None = None) -> None:
     """Raise ConfigError or CheckpointError where `Text` could not be had of these, without importing transformers."""
-    folder = Path(tokenizer or path)
+    folder = Path(path)
     find(folder)
     if (folder / "tokenizer.json").is_file():
         Text(folder, chat_template)

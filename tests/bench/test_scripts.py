@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import engine
+import prefix
 import prompts
 import pytest
 import scheduling
@@ -24,7 +26,7 @@ from rayneuron.text.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
-SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py")
+SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -117,6 +119,25 @@ def test_host_steps_are_timed_apart(tiny: Path) -> None:
     assert {name: len(values) for name, values in spent.items()} == {"plan": 7, "pack": 7, "commit": 7, "together": 7}
     for whole, *parts in zip(spent["together"], spent["plan"], spent["pack"], spent["commit"], strict=True):
         assert whole == pytest.approx(sum(parts)) and min(parts) > 0
+
+
+def test_prefixes_are_measured_by_hand_and_by_counting(tiny: Path) -> None:
+    """One small round: what is found costs its own tokens alone, and the table says what the numbers say."""
+    said = {"dtype": "fp32", "threads": 1, "max_num_seqs": 16, "max_model_len": 1120}
+    engines = {name: scheduling.open_engine(str(tiny), **said, enable_prefix_caching=name == "on") for name in ("on", "off")}
+    found = prefix.Measured()
+    prefix.measure_hits(engines["on"], 640, "0", found)
+    prefix.measure_misses(engines, 16, 0, found)
+    found.computed = prefix.count_computed(engines["on"])
+    assert found.computed == 1024 + 16 * 32 and prefix.count_computed(engines["off"]) == 16 * (1024 + 32)
+    assert {kind: len(values) for kind, values in found.first_s.items()} == dict.fromkeys(prefix.KINDS, 1)
+    found.first_s = {"new": [0.5], "nine tenths known": [0.1], "known whole": [0.012]}
+    found.step_s, found.rates["decode"] = [0.01], {"on": [99.0], "off": [110.0]}
+    text = prefix.show(found)
+    assert re.search(r"nine tenths known / new +\| 0.20 +\| <= 0.15 +\| MISSED", text), text
+    assert re.search(r"beyond a decode step, ms +\| 2.00", text) and re.search(r"decode, nothing known, on / off +\| 0.90 .*MISSED", text)
+    for opened in engines.values():
+        opened.close()
 
 
 def test_prompts_are_exact_and_repeatable(smollm2: Path) -> None:

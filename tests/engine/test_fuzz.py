@@ -29,18 +29,20 @@ def build(
     dtype: torch.dtype = torch.float32,
     ahead: bool = False,
     prefix: tuple[int, ...] = (),
+    cached: bool = False,
+    length: int = LENGTH,
 ) -> Engine:
     raw = hub.read_config(path)
     arch = models.architecture(raw)
     made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype)
     c = capacity(
-        rows=rows, length=LENGTH, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8, prefix=prefix, block=block
+        rows=rows, length=length, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8, prefix=prefix, block=block
     )  # fmt: skip
     runner = Runner(arch, devices.open("cpu", ahead=devices.Ahead(async_mode=ahead), dtype=dtype, threads=1), c)
     assert runner.overlaps is ahead
     runner.load(made)
     runner.warm(lambda *_: None)
-    return Engine(runner, vocab=arch.vocab, eos_ids=(7, 11))
+    return Engine(runner, vocab=arch.vocab, eos_ids=(7, 11), model="tiny" if cached else None)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +82,11 @@ def finished(deltas: list) -> tuple:
     return tuple(t for d in deltas for t in d.token_ids), deltas[-1].finish_reason
 
 
-def draw(rng: random.Random, i: int) -> Request:
+def draw(rng: random.Random, i: int, families: list[list[int]] | None = None) -> Request:
+    """`families`: prompts begin with a piece of one of these."""
     prompt = [rng.randrange(12, 512) for _ in range(rng.choice(EDGES))]
+    if families is not None:
+        prompt = (rng.choice(families)[: rng.choice(EDGES)] + prompt[: rng.choice([0, 0, 1, 9])])[:64]
     most = min(rng.choice([1, 2, 5, 9, 20]), LENGTH - len(prompt))
     kind = rng.randrange(5)
     params: dict = {"max_tokens": most, "temperature": 0.0}
@@ -99,23 +104,26 @@ def draw(rng: random.Random, i: int) -> Request:
 
 
 WAYS = [
-    *((seed, False, ()) for seed in range(10)),
-    *((seed, True, ()) for seed in range(8)),
-    *((seed, seed % 2 == 1, (16, 48)) for seed in range(20, 26)),
+    *((seed, False, (), False) for seed in range(8)),
+    *((seed, True, (), False) for seed in range(6)),
+    *((seed, seed % 2 == 1, (16, 48), False) for seed in range(20, 23)),
+    *((seed, seed % 2 == 1, () if seed % 3 else (16, 48), True) for seed in range(30, 42)),
 ]
 
 
-@pytest.mark.parametrize(("seed", "ahead", "prefix"), WAYS)
-def test_every_finished_request_equals_its_solo_run(tiny, solo, seed, ahead, prefix):
-    """With steps begun before the one before has ended, too: stops, aborts, preemption and rows whose token the host decides; and with
-    prefix buckets, whose chunks compute the end of the prefix again."""
+@pytest.mark.parametrize(("seed", "ahead", "prefix", "cached"), WAYS)
+def test_every_finished_request_equals_its_solo_run(tiny, solo, seed, ahead, prefix, cached):
+    """With steps begun before the one before has ended, too: stops, aborts, preemption and rows whose token the host decides; with prefix
+    buckets; and with a prefix cache, whose blocks never change, whatever is written elsewhere."""
     rng = random.Random(seed)
     rows = rng.choice([2, 3, 5])
     budget = rng.choice([None, 96, 144, 192])  # 96: exactly one full sequence, so that growing sequences preempt each other
-    block = rng.choice([16, 16, 32, None])  # None: one block a row, which never grows
-    engine = build(tiny, rows, budget, block, chunk=rng.choice([8, 16, 32]), ahead=ahead, prefix=prefix)
+    block = rng.choice([16, 16, 32, 64 if cached else None])  # None: one block a row, which never grows
+    engine = build(tiny, rows, budget, block, chunk=rng.choice([8, 16, 32]), ahead=ahead, prefix=prefix, cached=cached)
     followed = watch(engine)
-    requests = [draw(rng, i) for i in range(40)]
+    families = [[rng.randrange(12, 512) for _ in range(64)] for _ in range(3)] if cached else None
+    requests = [draw(rng, i, families) for i in range(40)]
+    guard = Guard(engine) if cached else None
     by_id = {r.id: r for r in requests}
     waiting, out, aborted = list(requests), {}, set()
     while waiting or engine.has_work:
@@ -128,8 +136,12 @@ def test_every_finished_request_equals_its_solo_run(tiny, solo, seed, ahead, pre
                 index = rng.choice([None, 0])
                 engine.abort(victim, index)
                 aborted.add(victim)
+        if guard is not None:
+            guard.spoil()
         collect(out, engine.step())
         engine.check_ledger()
+        if guard is not None:
+            guard.look()
     assert set(out) == {(r.id, i) for r in requests for i in range(r.params.n)}, "every choice ended"
     checked = 0
     for (rid, index), deltas in out.items():
@@ -148,6 +160,39 @@ def test_every_finished_request_equals_its_solo_run(tiny, solo, seed, ahead, pre
     if budget in (96, 144) and block == 16:
         assert snapshot.preemptions > 0
     assert (sum(followed) > 10) is ahead
+    if guard is not None:
+        assert guard.known and (block == 64 or sum(deltas[0].cached_tokens for deltas in out.values()) > 100)
+
+
+class Guard:
+    """What a block of one name holds never changes, nor does it depend on who computed it, and when: its bits are those of the first time.
+
+    No step may write one, not even the same again. `spoil` fills what nobody holds and nobody knows, and scratch, with NaN: whoever reads
+    it would say so.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.known: dict[bytes, bytes] = {}
+        self._blocks, self._device = engine.scheduler.blocks, engine.runner.device
+        self._native = getattr(self._device, "_device", self._device).kernels is not None
+        start = self._device.start
+
+        def guarded(shape, batch):
+            written = {slot // self._blocks.space.block for slot in batch.slots.flatten().tolist()}
+            assert not written & set(self._blocks._at.values()), "a step would write a block that others may read"
+            return start(shape, batch)
+
+        self._device.start = guarded
+
+    def spoil(self) -> None:
+        space = self._blocks.space
+        where = [space.scratch, *(self._blocks._free if self._native else ())]
+        self._device.kv_write(where, torch.full_like(self._device.kv_read(where), float("nan")))
+
+    def look(self) -> None:
+        for digest, block in self._blocks._at.items():
+            held = self._device.kv_read([block]).numpy().tobytes()
+            assert self.known.setdefault(digest, held) == held, "somebody wrote a shared block"
 
 
 def watch(engine: Engine) -> list[int]:

@@ -77,7 +77,7 @@ def test_everything_finishes_and_the_ledger_returns_to_zero(data):
         steps += 1
         assert steps < 5000, "no progress"
     assert scheduler.plan() is None
-    assert scheduler.blocks.used_tokens == 0 and scheduler.blocks.free_rows == rows
+    assert scheduler.blocks.used == 0 and scheduler.blocks.free_rows == rows
 
 
 def test_decode_never_waits_for_two_chunks():
@@ -174,4 +174,24 @@ def test_waiting_tokens_are_counted_as_they_change():
     scheduler.add(make(3, 4, 9, priority=-1))  # takes the row: the first one waits again, with the token it wrote
     advance(scheduler)
     assert scheduler.waiting_tokens == 12 + 10
+    scheduler.check()
+
+
+def test_a_step_of_before_registers_nothing_of_after():
+    """Preempted while a step is under way, and admitted again before it ends: what that step computed lies in blocks given back, which
+    nobody gets until then, and the new ones hold nothing yet."""
+    scheduler = Scheduler(capacity(rows=2, length=64, chunk=32, block=16), "model")
+    sequence = make(0, 40, 10)
+    scheduler.add(sequence)
+    first = scheduler.plan()
+    scheduler.launch(first, overlaps=True)
+    given_back = set(sequence.hold.blocks)
+    scheduler._preempt(sequence)
+    second = scheduler.plan()
+    assert second.works[0].start == 0 and not given_back & set(sequence.hold.blocks) and set(scheduler.blocks.limbo) == given_back
+    scheduler.launch(second, overlaps=True)
+    scheduler.landed(first)
+    assert scheduler.blocks.hashes() == [] and sequence.settled == 0 and not scheduler.blocks.limbo
+    scheduler.landed(second)
+    assert len(scheduler.blocks.hashes()) == 2 and sequence.hold.shared == 2
     scheduler.check()

@@ -65,7 +65,7 @@ def answers(llm: LLM, **params: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> dict[str, list[list[int]]]:
     """What one process says: greedily, with sampling, and with penalties that need the logits on the host."""
-    with LLM(tiny, **SMALL) as llm:
+    with LLM(tiny, enable_prefix_caching=False, **SMALL) as llm:
         return {name: answers(llm, **params) for name, params in KINDS.items()}
 
 
@@ -78,6 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2},
     "tp2 sequence parallel": {"tensor_parallel": 2, "sequence_parallel": True},
     "tp4": {"tensor_parallel": 4},
+    "tp4 flash decoding": {"tensor_parallel": 4, "shard_over_sequence": True},
     "pp2": {"pipeline_parallel": 2},
     "pp2 micro-batches": {"pipeline_parallel": 2, "micro_batches": 3},
     "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True, "micro_batches": 2},
@@ -85,14 +86,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 # What the plain forms do is done by the other tests of this file too.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ("tp2", "pp2") else ()) for name in SHAPES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ("tp2", "tp4", "pp2") else ()) for name in SHAPES])
 def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str, list[list[int]]]) -> None:
-    with LLM(tiny, **SMALL, **SHAPES[name], group=PATIENT) as llm:
+    """With a prefix cache, which the second and third kinds find filled: only worker 0 knows of it, the others are sent tables."""
+    with LLM(tiny, block_size=16, **SMALL, **SHAPES[name], group=PATIENT) as llm:
         group = llm.engine.runner
         assert isinstance(group, Group)
         assert len(children()) == len(group.layout.workers) - 1
         for kind, params in KINDS.items():
             assert answers(llm, **params) == alone[kind], kind
+        again = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=10))
+        assert [r.num_cached_tokens for r in again] == [(len(p) - (len(p) % 16 == 0)) // 16 * 16 for p in PROMPTS]
+        assert [list(r.outputs[0].token_ids) for r in again] == alone["greedy"]
         assert group.lost is None and group.refused == 0
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor
 
 from tests.models.runs import Runner, on_ranks, run
 
-__all__ = ["CONFIGS", "GPT", "MHA", "MOE", "OPT", "SMALL", "Runner", "Saved", "on_ranks", "reference", "run", "save"]
+__all__ = ["CONFIGS", "GPT", "LATER", "MHA", "MOE", "OPT", "PARAMS", "SMALL", "Runner", "Saved", "on_ranks", "reference", "run", "save"]
 
 VOCAB = 97  # odd, so that every degree pads the vocabulary
 SMALL: dict[str, Any] = {
@@ -84,6 +85,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     ),
 }  # fmt: skip
+
+# Families that came later: of most of them the default run takes a part, and one of each kind of layer whole.
+NAMES = ("qwen2_moe", "phi3", "gemma", "granite", "olmo2", "starcoder2", "stablelm", "falcon", "gpt_oss")
+LATER = tuple(n for n in CONFIGS if n.startswith(NAMES))
+WHOLE = ("gemma3_text", "granite", "olmo2", "qwen2_moe", "gpt_oss")
+PARAMS = [pytest.param(n, marks=pytest.mark.slow) if n in LATER and n not in WHOLE else n for n in CONFIGS]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError
-from rayneuron.models import dequantised, hub, presharded
+from rayneuron.models import dequantised, hub, presharded, quantize
 from tests.models import cases
 
 GROUP = 16
@@ -118,6 +119,38 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cases.save(cases.CONFIGS["llama"](), tmp_path_factory.mktemp("llama"), tokens=4).path
 
 
+def test_mxfp4_equals_transformers(tmp_path: Path) -> None:
+    """The experts of GPT-OSS, by the function that transformers turns them into plain ones with."""
+    config = cases.CONFIGS["gpt_oss"]()
+    config.intermediate_size = 96
+    saved = cases.save(config, tmp_path / "saved", tokens=4).path
+    there, plain, draw = {}, {}, torch.Generator().manual_seed(0)
+    for key, t in load_file(saved / "model.safetensors").items():
+        there[key], plain[key] = t, t
+        if key.endswith("proj") and t.dim() == 3:
+            x, inputs, outputs = t.shape
+            blocks = torch.randint(0, 256, (x, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+            scales = torch.randint(116, 122, blocks.shape[:-1], generator=draw, dtype=torch.uint8)
+            plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            del there[key]
+            there |= {key + "_blocks": blocks, key + "_scales": scales}
+    quantised = copies(saved, tmp_path, there, plain, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    for where in ({}, {"rank": 1, "ranks": 2}):
+        for ours, theirs in zip(opened(quantised[0], **where), opened(quantised[1], **where), strict=True):
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], t) for key, t in theirs.items())
+    with pytest.raises(CheckpointError, match="gpt_oss checkpoint cannot be written quantised; set quantization: int8"):
+        quantize.quantize(saved, "int8", "per_channel", tmp_path / "out")
+
+
+def copies(source: Path, folder: Path, there: Stored, plain: Stored, said: dict[str, Any]) -> tuple[Path, Path]:
+    """The directory with other tensors, once quantised and once plain."""
+    for target, held, more in ((folder / "quantised", there, {"quantization_config": said}), (folder / "plain", plain, {})):
+        shutil.copytree(source, target)
+        save_file(held, target / "model.safetensors")
+        (target / "config.json").write_text(json.dumps({**hub.read_config(source), **more}))
+    return folder / "quantised", folder / "plain"
+
+
 def write(llama: Path, folder: Path, name: str) -> tuple[Path, Path]:
     """The model with its products in a format, and the same numbers as plain float32."""
     said, make = FORMATS[name]
@@ -129,11 +162,7 @@ def write(llama: Path, folder: Path, name: str) -> tuple[Path, Path]:
             del there[key]
             there |= {f"{key.removesuffix('weight')}{part}": value for part, value in stored.items()}
             plain[key] = torch.from_numpy(weight.astype(np.float32, order="C"))
-    for target, held, more in ((folder / "quantised", there, {"quantization_config": said}), (folder / "plain", plain, {})):
-        shutil.copytree(llama, target)
-        save_file(held, target / "model.safetensors")
-        (target / "config.json").write_text(json.dumps({**hub.read_config(llama), **more}))
-    return folder / "quantised", folder / "plain"
+    return copies(llama, folder, there, plain, said)
 
 
 def opened(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> list[dict[str, Tensor]]:
@@ -195,7 +224,7 @@ def test_every_tensor_is_read_once_or_named(llama: Path, tmp_path: Path) -> None
         ({**held, "model.layers.0.x.scales": torch.ones(2)}, "nothing in a llama model reads model.layers.0.x.scales"),
         ({**held, stem + ".g_idx": torch.ones(2)}, f"reads {stem}.g_idx"),
         ({**held, stem + ".weight": torch.ones(64, 112)}, "one product is stored once"),
-        ({**held, stem + ".scales": torch.ones(3, 64)}, f"tensors of '{stem}' do not fit each other or quantization_config: qweight"),
+        ({**held, stem + ".scales": torch.ones(3, 64)}, f"tensors of '{stem}' do not fit each other or quantization_config: .qweight"),
         ({**held, stem + ".qweight": torch.ones(112, 7, dtype=torch.int32)}, "do not fit|promises"),
     ):
         save_file(changed, file)

@@ -11,8 +11,8 @@ import transformers as tf
 from rayneuron import LLM
 from tests.models import cases
 
-QUICK = ("gemma3_text", "qwen2_moe")
-OTHERS = ("phi3_long", "gemma2", "granite", "olmo2", "starcoder2", "stablelm", "falcon", "falcon_new")
+QUICK = ("gemma3_text", "gpt_oss")
+OTHERS = ("qwen2_moe", "phi3_long", "gemma2", "granite", "olmo2", "starcoder2", "stablelm", "falcon", "falcon_new")
 NEW = 12
 
 

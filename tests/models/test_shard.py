@@ -112,7 +112,7 @@ def test_stages_cover_all_layers_in_order() -> None:
             assert [i for p in parts for i in p] == list(range(layers)) and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "bloom", "gemma2"])
 def test_stages_of_a_pipeline_equal_the_whole(name: str, tmp_path: Path) -> None:
     """The first stage hands its residual to the last; head and embedding live on different stages."""
     from rayneuron.models import decoder, ops

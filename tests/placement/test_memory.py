@@ -60,7 +60,7 @@ def test_published_parameter_counts(config: dict[str, Any], published: int) -> N
     assert count.products + count.others == published
 
 
-@pytest.fixture(scope="module", params=list(cases.CONFIGS))
+@pytest.fixture(scope="module", params=cases.PARAMS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of each family, written by transformers."""
     made = cases.tf.AutoModelForCausalLM.from_config(cases.CONFIGS[request.param]())

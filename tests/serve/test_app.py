@@ -29,7 +29,7 @@ MUCH = GO | {"max_tokens": 240, "ignore_eos": True, "n": 128, "temperature": 1.0
 def arguments(path: Path, **more: Any) -> dict[str, Any]:
     return {
         "model": {"path": str(path), "name": "tiny"}, "dtype": "fp32", "max_model_len": 256, "max_num_seqs": 4, "threads": 1,
-        "limits": {"max_waiting": 248}, "serving": {"drain_timeout_s": 20, "num_cpus": 0.5}, **more,
+        "limits": {"max_waiting": 248}, "serving": {"drain_timeout_s": 20, "num_cpus": 0.5, "reset_prefix_cache": True}, **more,
     }  # fmt: skip
 
 
@@ -248,6 +248,17 @@ def test_metrics_are_those_of_every_replica(client: httpx.Client, url: str, tiny
     assert all(scrape == scrapes[0] for scrape in scrapes) and sum(scrapes[0].values()) == sum(before.values()) + 10
     text = client.get("/metrics").text
     assert sum(line.startswith("process_resident_memory_bytes{") for line in text.splitlines()) == 2
+
+    def known() -> list[float]:
+        """Blocks of prefixes each replica keeps."""
+        lines = client.get("/metrics").text.splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith("rayneuron:kv_blocks{") and 'state="cached"' in line]
+
+    for i in range(12):  # until both have been asked
+        client.post("/v1/completions", json={"prompt": [20 + i] * 70, "max_tokens": 1})
+    kept = known()
+    reply = client.post("/reset_prefix_cache")
+    assert reply.status_code == 200 and reply.json()["blocks"] == sum(kept) > 0 and len(kept) == 2 and known() == [0, 0], (reply.text, kept)
 
 
 def test_unknown_keys_are_refused_at_build(tiny: Path) -> None:

@@ -22,8 +22,10 @@ import httpx
 import pytest
 import yaml
 
+from rayneuron import settings
 from tests.cluster.conftest import descendants
 from tests.serve.scripted import PATIENCE_S, eventually, free_port
+from tests.sources import hub_server
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 20.0  # a busy machine needs seconds to end what Ray has started
@@ -137,7 +139,17 @@ def test_a_start_says_503_and_how_far_it_is_and_then_where_it_answers(served: Se
     early = [reply for reply in served.starting if reply.status_code == 503]
     for reply in early:
         assert reply.json()["error"]["code"] == 503 and reply.headers["retry-after"] and "model is still loading" in reply.text
-    assert served.said("out") == f"tiny is ready: {served.url}/m/tiny/ (chat), {served.url}/m/tiny/v1 (OpenAI)\n"
+    chosen = httpx.get(f"{served.url}/m/tiny/load").json()["chosen"]
+    assert chosen.pop("graphs") > 0 and chosen.pop("cores") == 1
+    assert chosen == {
+        "device": "cpu", "dtype": "fp32", "tensor_parallel": 1, "pipeline_parallel": 1, "max_model_len": 2048, "rows": 16,
+        "kv_tokens": 16 * 2048,
+    }  # fmt: skip
+    assert re.fullmatch(
+        rf"tiny is ready: {served.url}/m/tiny/ \(chat\), {served.url}/m/tiny/v1 \(OpenAI\); cpu, fp32, tp 1 x pp 1, 1 cores, "
+        r"max_model_len 2048, 16 rows, 32768 KV tokens, \d+ graphs\n",
+        served.said("out"),
+    )
     assert "Traceback" not in served.said("err") and "RoutePattern" not in served.said("err")
 
 
@@ -303,6 +315,28 @@ def test_a_signal_while_it_starts_ends_it(tiny: Path) -> None:
         os.kill(running.pid, signal.SIGTERM)
         assert running.process.wait(PATIENCE_S) == 128 + signal.SIGTERM and "Traceback" not in running.said("err")
         eventually(lambda: not any(map(lives, below)), PATIENCE_S, lambda: [pid for pid in below if lives(pid)])
+
+
+@pytest.mark.slow
+def test_a_model_by_name_is_fetched_by_its_replica(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "native").symlink_to(settings.cache_dir() / "native")
+    with hub_server.running() as hub:
+        hub.add("org/small", hub_server.folder(tiny))
+        there = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "RAYNEURON_CACHE": str(tmp_path / "cache")}
+        for name, value in there.items():
+            monkeypatch.setenv(name, value)
+        with serving(tiny, "--model-path", "org/small", "--served-model-name", "tiny", "small") as running:
+            await_ready(running)
+            said = running.said("err")
+            assert "file.yaml is overridden by --model-path (model.path), --served-model-name (model.name)" in said
+            assert "fetching org/small at " in said and "tiny: MB fetched " in said
+            body = {"model": "small", "prompt": "hello", "max_tokens": 3}
+            assert httpx.post(f"{running.url}/m/tiny/v1/completions", json=body, timeout=60).status_code == 200
+        with serving(tiny, "--model-path", "org/none") as running:
+            assert running.process.wait(200) == 2
+            last = running.said("err").splitlines()[-1]
+            assert "application model cannot start: org/none is neither a directory here nor a model of http://" in last
 
 
 def test_what_cannot_start_is_one_line_and_an_exit_code(tiny: Path, tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ WANTED = {
     "vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum",
     "vllm:request_inference_time_seconds_sum", "vllm:request_prompt_tokens_sum", "vllm:request_generation_tokens_bucket",
     "vllm:request_params_max_tokens_sum", "vllm:request_params_n_sum", "vllm:iteration_tokens_total_count",
-    "vllm:cache_config_info", "vllm:lora_requests_info", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
+    "vllm:cache_config_info", "rayneuron:kv_blocks", "rayneuron:kv_ledger_wrong_total", "rayneuron:prefix_evictions_total",
+    "vllm:lora_requests_info", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
     "vllm:prompt_tokens_cached_total", "vllm:prompt_tokens_by_source_total", "vllm:num_requests_waiting_by_reason",
     "vllm:request_max_num_generation_tokens_sum", "vllm:request_prefill_kv_computed_tokens_count", "http_requests_total",
 }  # fmt: skip

@@ -54,36 +54,66 @@ void columns(const char* w, size_t panel, int vectors, const char* x, size_t str
 
 constexpr unsigned FLUSHED = 0x8040;  // of MXCSR: denormals are zero, in and out
 constexpr size_t SOON = 2048;  // bytes of each stream asked for early
+constexpr int WAITING = 64;    // tiles of sums that wait
 
-// One row x S panels, `apart` bytes apart: so many streams of memory, since one alone keeps too few misses in flight. In the order of TDPBF16PS:
-// even and odd products apart over the steps of a tile, by FMA from zero, then sum += even + odd. Not inline, so that no arithmetic moves across
-// the caller's change of MXCSR.
-template <int S> __attribute__((noinline)) void streams(const char* w, size_t apart, const char* x, int steps, float* out, size_t out_apart) {
-    V sum[S][2], even[S][2], odd[S][2];
-    for (auto& of : sum) of[0] = of[1] = zero();
-    for (int s = 0; s < steps; s += DEEP) {
+// What one tile of k adds to the sums of one row and S panels, in the order of TDPBF16PS: even and odd products apart, by FMA from zero.
+template <int S> inline __attribute__((always_inline)) void deepen_row(const char* const (&w)[S], const char* const (&x)[S], int steps, V (&sum)[S][2]) {
+    V even[S][2], odd[S][2];
 #pragma GCC unroll 2
-        for (int t = 0; t < S; t++) even[t][0] = even[t][1] = odd[t][0] = odd[t][1] = zero();
-        for (int i = s; i < std::min(steps, s + DEEP); i++, w += STEP) {
+    for (int t = 0; t < S; t++) even[t][0] = even[t][1] = odd[t][0] = odd[t][1] = zero();
+    for (size_t i = 0; i < (size_t)steps; i++) {
+#pragma GCC unroll 2
+        for (int t = 0; t < S; t++) {
             uint32_t u;
-            memcpy(&u, x + 4 * (size_t)i, 4);
+            memcpy(&u, x[t] + 4 * i, 4);
             const V low = as_float(dset1(u << 16)), high = as_float(dset1(u & 0xffff0000));
+            const char* at = w[t] + i * STEP;
+            _mm_prefetch(at + SOON, _MM_HINT_T0), _mm_prefetch(at + SOON + 64, _MM_HINT_T0);
 #pragma GCC unroll 2
-            for (int t = 0; t < S; t++) {
-                const char* at = w + t * apart;
-                _mm_prefetch(at + SOON, _MM_HINT_T0), _mm_prefetch(at + SOON + 64, _MM_HINT_T0);
-#pragma GCC unroll 2
-                for (int n = 0; n < 2; n++) {
-                    const D ww = dload(at + n * VECTOR);
-                    even[t][n] = fma(low, even_halves(ww), even[t][n]), odd[t][n] = fma(high, odd_halves(ww), odd[t][n]);
-                }
+            for (int n = 0; n < 2; n++) {
+                const D ww = dload(at + n * VECTOR);
+                even[t][n] = fma(low, even_halves(ww), even[t][n]), odd[t][n] = fma(high, odd_halves(ww), odd[t][n]);
             }
         }
-#pragma GCC unroll 2
-        for (int t = 0; t < S; t++)
-            for (int n = 0; n < 2; n++) sum[t][n] = add(sum[t][n], add(even[t][n], odd[t][n]));
     }
-    for (int t = 0; t < S; t++) store(out + t * out_apart, sum[t][0]), store(out + t * out_apart + LANES, sum[t][1]);
+#pragma GCC unroll 2
+    for (int t = 0; t < S; t++)
+        for (int n = 0; n < 2; n++) sum[t][n] = add(even[t][n], odd[t][n]);
+}
+
+// Memory is read as two streams, since one alone keeps too few misses in flight: two panels, or the halves of one. Not inline, so that no
+// arithmetic moves across the caller's change of MXCSR.
+__attribute__((noinline)) void row_of_two(const char* w, const char* other, const char* x, int steps, float* out, float* other_out) {
+    V sum[2][2] = {{zero(), zero()}, {zero(), zero()}}, more[2][2];
+    for (int s = 0; s < steps; s += DEEP) {
+        deepen_row<2>({w + s * STEP, other + s * STEP}, {x + (size_t)s * 4, x + (size_t)s * 4}, std::min(DEEP, steps - s), more);
+        for (int t = 0; t < 2; t++)
+            for (int n = 0; n < 2; n++) sum[t][n] = add(sum[t][n], more[t][n]);
+    }
+    store(out, sum[0][0]), store(out + LANES, sum[0][1]), store(other_out, sum[1][0]), store(other_out + LANES, sum[1][1]);
+}
+
+__attribute__((noinline)) void row_of_one(const char* w, const char* x, int steps, float* out) {
+    V sum[2] = {zero(), zero()}, waiting[WAITING][2];  // the second half's tiles are added after the first's
+    auto plus = [&](const V(&more)[2]) { sum[0] = add(sum[0], more[0]), sum[1] = add(sum[1], more[1]); };
+    for (int s = 0; s < steps;) {
+        const int tiles = std::min(WAITING, (steps - s) / DEEP / 2), half = tiles * DEEP;
+        for (int i = 0; i < tiles; i++) {
+            const int near = s + i * DEEP, far = near + half;
+            V more[2][2];
+            deepen_row<2>({w + near * STEP, w + far * STEP}, {x + (size_t)near * 4, x + (size_t)far * 4}, DEEP, more);
+            plus(more[0]);
+            waiting[i][0] = more[1][0], waiting[i][1] = more[1][1];
+        }
+        for (int i = 0; i < tiles; i++) plus(waiting[i]);
+        s += 2 * half;
+        if (tiles) continue;
+        V last[1][2];
+        deepen_row<1>({w + s * STEP}, {x + (size_t)s * 4}, std::min(DEEP, steps - s), last);
+        plus(last[0]);
+        s += DEEP;
+    }
+    store(out, sum[0]), store(out + LANES, sum[1]);
 }
 
 // Small numbers that a bf16 holds exactly and whose sums do not.
@@ -101,7 +131,7 @@ double as_double(uint16_t b) {
     return x;
 }
 
-constexpr int ROWS = 16, VECTORS = 5, STEPS = 24;
+constexpr int ROWS = 16, VECTORS = 7, STEPS = 88;
 
 // Whether sums [ROWS][VECTORS * 16] are those of x [ROWS][STEPS] and w [panels][STEPS][PANEL], dwords both.
 bool right(Kind kind, const uint32_t* x, const uint32_t* w, const float* sums) {
@@ -139,8 +169,8 @@ void tile_row(const char* w, size_t panel, int vectors, const char* x, int steps
     const int panels = vectors / 2, half = panels / 2;
     const unsigned was = _mm_getcsr();
     _mm_setcsr(was | FLUSHED);
-    for (int p = 0; p < half; p++) streams<2>(w + p * panel, half * panel, x, steps, out + p * PANEL, (size_t)half * PANEL);
-    if (panels % 2) streams<1>(w + (panels - 1) * panel, 0, x, steps, out + (panels - 1) * PANEL, 0);
+    for (int p = 0; p < half; p++) row_of_two(w + p * panel, w + (half + p) * panel, x, steps, out + p * PANEL, out + (half + p) * PANEL);
+    if (panels % 2) row_of_one(w + (panels - 1) * panel, x, steps, out + (panels - 1) * PANEL);
     _mm_setcsr(was);
 }
 

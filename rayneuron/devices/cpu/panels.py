@@ -60,7 +60,8 @@ def write(layer: Layer, slots: Tensor, k: Tensor, v: Tensor) -> Layer:
 
 
 def read(layer: Layer, blocks: Tensor) -> tuple[Layer, Tensor]:
-    """The blocks [B,M] of some rows, copied, as a store of their own: keys and values [B*M,K,S,D], and the blocks' numbers in it."""
-    keys, values = layer
-    held = blocks.flatten()
-    return rows((keys[held], values[held])), torch.arange(held.numel(), dtype=blocks.dtype).view_as(blocks)
+    """The blocks [B,M] of some rows, copied, as a store of one block a row: keys and values [B,K,M*S,D], and blocks [B,1] of it."""
+    keys, values = (store[blocks] for store in layer)
+    keys = keys.permute(0, 2, 1, 3, 5, 4, 6).flatten(5).flatten(2, 4)
+    values = values.permute(0, 2, 1, 3, 5, 7, 4, 6).flatten(6).flatten(2, 5)
+    return (keys, values), torch.arange(len(blocks), dtype=blocks.dtype)[:, None]

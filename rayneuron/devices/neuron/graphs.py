@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +50,8 @@ def pack(batch: Batch, shape: Shape, border: Border = WHOLE) -> dict[str, Tensor
     """The inputs of a graph of `shape`: all integers in one array, all numbers in another, hidden states apart."""
     out = {}
     for kind, names in packed(shape, border).items():
-        out[kind] = torch.cat([t if t.dim() > 1 else t[:, None] for t in (getattr(batch, n) for n in names)], 1)
+        parts = [getattr(batch, n).numpy() for n in names]
+        out[kind] = torch.from_numpy(np.concatenate([a if a.ndim > 1 else a[:, None] for a in parts], 1))
     return out if border.first else {**out, "hidden": cast(Tensor, batch.hidden)}
 
 

@@ -18,7 +18,7 @@ from tests.models.cases import Runner, Saved
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=list(cases.CONFIGS))
+@pytest.fixture(scope="module", params=cases.PARAMS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return cases.save(cases.CONFIGS[request.param](), tmp_path_factory.mktemp(request.param))
 

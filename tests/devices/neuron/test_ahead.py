@@ -28,7 +28,7 @@ PARAMS = [
 
 
 def tokens(model: Path, **options: Any) -> list[list[list[int]]]:
-    with LLM(str(model), **OPTIONS, **options) as llm:
+    with LLM(str(model), **{**OPTIONS, "buckets": {**OPTIONS["buckets"], "scores": True}}, **options) as llm:
         assert llm.engine.runner.overlaps is bool(options.get("compile", {}).get("async_mode"))
         return [[list(c.token_ids) for c in o.outputs] for o in llm.generate(PROMPTS, PARAMS)]
 
@@ -52,7 +52,7 @@ def test_in_a_group_of_cpu_ranks(tiny: Path) -> None:
 
 
 def test_not_with_stages() -> None:
-    with pytest.raises(ConfigError, match="async_mode needs the sampled ids .*leave it out"):
+    with pytest.raises(ConfigError, match="async_mode goes without pipeline_parallel, .*leave it out"):
         parse({"model": {"path": "x"}, "pipeline_parallel": 2, **AHEAD})
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,24 @@ def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPat
     assert "b2_t16_l64_sampled_logits_last" not in listed
     with LLM(str(tiny), compile={"required": True}, **options) as llm:
         assert tokens(llm) == want
+
+
+@pytest.mark.parametrize("more", [{}, {"compile": {"async_mode": True}}, {"block_size": 16, "tensor_parallel": 2}], ids=str)
+def test_a_prefix_cache_where_it_is_asked_for(standin: Path, tiny: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, shared: the same tokens as without, and what is known is found. By default it is off, a row is one block."""
+    cores(monkeypatch, more.get("tensor_parallel", 1))
+    shared = list(range(30, 72))
+    prompts = [{"prompt_token_ids": shared[:n] + [5] * more_ids} for n, more_ids in ((32, 0), (33, 0), (40, 3), (32, 9))]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(str(tiny), device="neuron", **{**OPTIONS, **{k: v for k, v in more.items() if k == "tensor_parallel"}}) as llm:
+        assert not llm.engine.scheduler.caching and llm.engine.capacity.block == llm.engine.capacity.length
+        want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    with LLM(str(tiny), device="neuron", enable_prefix_caching=True, **{**OPTIONS, **more}) as llm:
+        assert llm.engine.capacity.block == more.get("block_size", 32)
+        for known in ([None] * 4, [31, 32, 32, 32]):
+            told = llm.generate(prompts, params)
+            assert [o.outputs[0].token_ids for o in told] == want
+            assert known[0] is None or [o.num_cached_tokens for o in told] == known
 
 
 def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tests.models import cases, runs
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
             "gpt_neox", "gptj", "dbrx",
-            *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "gemma3_text", "olmo2", "qwen2_moe")))  # fmt: skip
+            *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss")))  # fmt: skip
 SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
 TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES))

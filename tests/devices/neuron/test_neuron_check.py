@@ -10,7 +10,7 @@ import pytest
 from rayneuron.cli import main
 from rayneuron.errors import ConfigError
 from rayneuron.neuron_check import graphs, host, serving, steps
-from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Step
+from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere
 
 ALL = [*host.HOST, *graphs.SDK, *graphs.COMPILE, *serving.COMPILED, *serving.CORE, *host.GROUP]
 
@@ -20,17 +20,17 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(standin=True, instance=None, model="demo:random:tp8", degrees=(1, 2), folder=tmp_path)
 
 
-def answering(number: int, found: str | Exception) -> Step:
+def answering(number: int, found: str | Exception) -> Item:
     def look(machine: Machine) -> str:
         if isinstance(found, Exception):
             raise found
         return found
 
-    return Step(number, "host", f"command {number}", "what is right", "the cable", look)
+    return Item(number, "host", f"command {number}", "what is right", "the cable", look)
 
 
 def test_it_stops_at_the_first_difference(machine: Machine) -> None:
-    asked = [answering(1, "fine"), answering(2, NotHere("no such thing")), Step(3, "host", "look at it", "green", "the lamp"),
+    asked = [answering(1, "fine"), answering(2, NotHere("no such thing")), Item(3, "host", "look at it", "green", "the lamp"),
              answering(4, Differs("it is red")), answering(5, "never asked")]  # fmt: skip
     said: list[str] = []
     answers = steps.ask(asked, machine, said.append)

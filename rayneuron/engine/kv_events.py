@@ -1,0 +1,69 @@
+"""What the store has registered and forgotten, as numbered batches that others can follow."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+RING = 4096  # batches that are kept for who comes late
+
+
+class Stored(msgspec.Struct, tag=True, frozen=True):
+    """Blocks that can be had from now on: a chain behind `parent`, a hash or a root."""
+
+    parent: bytes
+    hashes: list[bytes]
+
+
+class Removed(msgspec.Struct, tag=True, frozen=True):
+    """Blocks whose room is used anew."""
+
+    hashes: list[bytes]
+
+
+class Cleared(msgspec.Struct, tag=True, frozen=True):
+    """Nothing is known any more."""
+
+
+class KvNews(msgspec.Struct, frozen=True):
+    """What a follower lacks: after `batches`, each the events of one step, it knows everything up to `number` of `epoch`.
+
+    `held`: where the batches do not reach back far enough, all hashes there are, to begin anew with.
+    """
+
+    epoch: int
+    number: int
+    batches: list[list[Stored | Removed | Cleared]]
+    held: list[bytes] | None = None
+
+
+class KvLog:
+    """The events of one engine's life, its `epoch`. Belongs to the engine's thread."""
+
+    def __init__(self) -> None:
+        self.epoch = secrets.randbits(63)
+        self.number = 0  # of the last batch, from 1
+        self._ring: deque[list[Stored | Removed | Cleared]] = deque(maxlen=RING)
+        self.open: list[Stored | Removed | Cleared] = []  # not in a batch yet
+
+    def note(self, event: Stored | Removed | Cleared) -> None:
+        """Something has changed."""
+        self.open.append(event)
+
+    def flush(self) -> None:
+        """What has changed since the last time is a batch."""
+        if self.open:
+            self.number += 1
+            self._ring.append(self.open)
+            self.open = []
+
+    def since(self, epoch: int, number: int, held: Iterable[bytes]) -> KvNews:
+        """What who knows everything up to `number` of `epoch` lacks. `held`: the hashes there are."""
+        self.flush()
+        behind = self.number - number
+        if epoch != self.epoch or not 0 <= behind <= len(self._ring):
+            return KvNews(self.epoch, self.number, [], list(held))
+        return KvNews(self.epoch, self.number, list(self._ring)[len(self._ring) - behind :])

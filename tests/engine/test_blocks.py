@@ -1,0 +1,304 @@
+"""The store against a model of it with a real trie: what is found, what is kept, what goes first; nothing is lost or held twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayneuron import hashing
+from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
+from rayneuron.models.kv import KvSpace
+
+SIZE, LIMIT = 2, 16
+ROOT = hashing.root("model")
+Path = tuple[int, ...]  # the ids of a chain of full blocks: a node of the trie
+
+
+def called(path: Path) -> bytes:
+    return hashing.chain(path, SIZE, ROOT)[-1]
+
+
+@dataclass
+class Run:
+    """A sequence: its ids, how many have KV, the nodes at its front, and the other blocks it holds. `stale`: admitted before a reset."""
+
+    ids: list[int]
+    hold: Hold
+    nodes: list[Path]
+    private: int
+    computed: int
+    stale: bool = False
+
+
+@dataclass
+class Model:
+    """Sets and stamps. `trie`: every registered chain; `rest`: since when nobody holds one; `limbo`: what waits for which step."""
+
+    blocks: int
+    rows: int
+    trie: set[Path] = field(default_factory=set)
+    rest: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    limbo: list[tuple[int, Path | None]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    begun: int = 0
+    ended: int = 0
+    clock: int = 0
+    nameless: set[int] = field(default_factory=set)  # blocks that were registered before a reset and are still held
+
+    def walk(self, ids: list[int]) -> list[Path]:
+        """The longest way down the trie."""
+        found: list[Path] = []
+        while (path := tuple(ids[: SIZE * (len(found) + 1)])) in self.trie and len(path) == SIZE * (len(found) + 1):
+            found.append(path)
+        return found
+
+    def holders(self, path: Path) -> int:
+        return sum(path in run.nodes for run in self.runs if not run.stale)
+
+    @property
+    def free(self) -> int:
+        private = sum(run.private for run in self.runs)
+        return self.blocks - len(self.trie) - private - len(self.nameless) - sum(path is None for _, path in self.limbo)
+
+    def available(self) -> int:
+        return self.free + len(self.rest)
+
+    def take(self, path: Path) -> None:
+        self.rest.pop(path, None)
+        self.limbo = [(step, other) for step, other in self.limbo if other != path]
+
+    def drop(self, path: Path | None) -> None:
+        """A block that nobody holds any more; None: one without a name."""
+        if self.begun > self.ended:
+            self.limbo.append((self.begun, path))
+        elif path is not None:
+            self.clock += 1
+            self.rest[path] = (self.clock, -len(path))
+
+    def allocate(self, count: int) -> None:
+        """Free ones first, then of the registered ones those that rest longest."""
+        for _ in range(count - max(0, self.free)):
+            oldest = min(self.rest, key=self.rest.__getitem__)
+            assert not any(path[: len(oldest)] == oldest and path != oldest for path in self.trie), "a parent goes before its child"
+            del self.rest[oldest]
+            self.trie.discard(oldest)
+
+
+@dataclass
+class Follower:
+    """Somebody who knows of the store only what it publishes."""
+
+    epoch: int = 0
+    number: int = 0
+    held: set[bytes] = field(default_factory=set)
+
+    def hear(self, news: KvNews) -> None:
+        if news.held is not None:
+            self.held = set(news.held)
+        for event in (event for batch in news.batches for event in batch):
+            if isinstance(event, Stored):
+                assert not self.held & set(event.hashes)
+                self.held |= set(event.hashes)
+            elif isinstance(event, Removed):
+                assert set(event.hashes) <= self.held
+                self.held -= set(event.hashes)
+            else:
+                assert isinstance(event, Cleared)
+                self.held.clear()
+        self.epoch, self.number = news.epoch, news.number
+
+
+class Both:
+    """The store and the model side by side."""
+
+    def __init__(self, blocks: int, rows: int) -> None:
+        self.model = Model(blocks, rows)
+        self.store = Blocks(KvSpace(rows, LIMIT, blocks, SIZE), KvLog())
+        self.follower = Follower()
+
+    def hashes(self, run: Run, tokens: int) -> list[bytes]:
+        return hashing.chain(run.ids[:tokens], SIZE, ROOT)
+
+    def admit(self, ids: list[int], reads: bool) -> None:
+        model = self.model
+        nodes = model.walk(ids) if reads else []
+        width = -(-(len(ids) + 1) // SIZE)
+        fits = len(model.runs) < model.rows and width - len(nodes) <= model.available() - sum(path in model.rest for path in nodes)
+        hold = self.store.admit(len(ids) + 1, hashing.chain(ids, SIZE, ROOT) if reads else ())
+        assert (hold is not None) is fits
+        if hold is None:
+            return
+        assert hold.known == SIZE * len(nodes) == SIZE * hold.shared
+        for path in nodes:
+            model.take(path)
+        model.allocate(width - len(nodes))
+        model.runs.append(Run(list(ids), hold, nodes, width - len(nodes), hold.known))
+
+    def sibling(self, leader: Run) -> None:
+        """Another choice: all but the last id of what the leader has computed is shared, the last block in part by a copy."""
+        model, known = self.model, leader.computed - 1
+        if known < 1 or leader.stale:
+            return
+        ids = leader.ids[: leader.computed]
+        shared = known // SIZE
+        nodes, width = leader.nodes[:shared], -(-(len(ids) + 1) // SIZE)
+        assert len(nodes) == shared, "what is settled is registered"
+        fits = len(model.runs) < model.rows and width - shared <= model.available()
+        hold = self.store.admit(len(ids) + 1, (), leader.hold, known)
+        assert (hold is not None) is fits
+        if hold is not None:
+            assert hold.known == known and hold.blocks[:shared] == leader.hold.blocks[:shared]
+            copy = (leader.hold.blocks[shared], hold.blocks[shared])
+            assert (copy in self.store.copies()) is (known % SIZE > 0)
+            model.allocate(width - shared)
+            model.runs.append(Run(ids, hold, list(nodes), width - shared, known))
+            self.step()
+
+    def step(self) -> None:
+        """A step that begins and ends at once; copies are done."""
+        self.store.begin()
+        self.model.begun += 1
+        if self.model.begun - self.model.ended > 2:
+            self.end()
+
+    def end(self) -> None:
+        model = self.model
+        if model.begun == model.ended:
+            return
+        self.store.end()
+        model.ended += 1
+        waiting, model.limbo = model.limbo, []
+        for step, path in waiting:
+            if step <= model.ended:
+                under_way, model.begun = model.begun, model.ended
+                model.drop(path)
+                model.begun = under_way
+            else:
+                model.limbo.append((step, path))
+
+    def compute(self, run: Run, tokens: int) -> None:
+        model = self.model
+        run.computed = max(run.computed, min(tokens, len(run.ids)))
+        self.store.settle(run.hold, self.hashes(run, run.computed), ROOT)
+        if run.stale:
+            return
+        for at in range(len(run.nodes), run.computed // SIZE):
+            path = tuple(run.ids[: SIZE * (at + 1)])
+            if path in model.trie:
+                model.take(path)
+                run.private -= 1
+                model.drop(None)
+            else:
+                model.trie.add(path)
+                run.private -= 1
+            run.nodes.append(path)
+
+    def rematch(self, run: Run) -> None:
+        model = self.model
+        found = self.store.rematch(run.hold, self.hashes(run, len(run.ids)))
+        if not run.stale:
+            for path in model.walk(run.ids)[len(run.nodes) :]:
+                model.take(path)
+                run.private -= 1
+                model.drop(None)
+                run.nodes.append(path)
+            assert found == SIZE * len(run.nodes)
+            run.computed = max(run.computed, found)
+
+    def grow(self, run: Run, ids: list[int]) -> None:
+        ids = ids[: LIMIT - 1 - len(run.ids)]
+        need = -(-(len(run.ids) + len(ids) + 1) // SIZE) - len(run.hold.blocks)
+        fits = need <= self.model.available()
+        assert self.store.extend(run.hold, len(run.ids) + len(ids) + 1) is fits
+        if fits:
+            self.model.allocate(max(0, need))
+            run.private += max(0, need)
+            run.ids += ids
+
+    def release(self, run: Run) -> None:
+        model = self.model
+        model.runs.remove(run)
+        stale = set(run.hold.blocks[: len(run.nodes)]) if run.stale else set()
+        self.store.release(run.hold)
+        for _ in range(run.private):
+            model.drop(None)
+        for block in stale.difference(*(other.hold.blocks for other in model.runs)):
+            model.nameless.remove(block)
+            model.drop(None)
+        for path in reversed(run.nodes if not run.stale else []):
+            if not model.holders(path):
+                model.drop(path)
+
+    def reset(self) -> None:
+        model = self.model
+        assert self.store.reset() == len(model.trie)
+        for run in model.runs:
+            run.stale = True
+        model.nameless = {block for run in model.runs for block in run.hold.blocks[: len(run.nodes)]}
+        model.limbo = [(step, None) for step, _ in model.limbo]
+        model.trie.clear()
+        model.rest.clear()
+
+    def check(self) -> None:
+        model, store = self.model, self.store
+        store.check([run.hold for run in model.runs])
+        assert set(store.hashes()) == {called(path) for path in model.trie}
+        assert all(path[:-SIZE] in model.trie for path in model.trie if len(path) > SIZE), "a child without its parent"
+        assert (store.free, len(store.cached), len(store.limbo)) == (model.free, len(model.rest), len(model.limbo))
+        assert store.free + len(store.cached) + len(store.limbo) + store.used == model.blocks
+        for run in model.runs:
+            assert run.stale or run.hold.shared == len(run.nodes)
+
+
+IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=LIMIT - 2)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_the_store_is_a_trie(data: st.DataObject) -> None:
+    actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "step", "end", "end"]
+    both = Both(blocks=data.draw(st.integers(LIMIT // SIZE, 16)), rows=data.draw(st.integers(1, 5)))
+    model = both.model
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(actions))
+        if data.draw(st.integers(0, 60)) == 60:
+            both.reset()
+        run = data.draw(st.sampled_from(model.runs)) if model.runs else None
+        if action == "admit":
+            both.admit(data.draw(IDS), data.draw(st.integers(0, 4)) > 0)
+        elif action in ("step", "end"):
+            getattr(both, action)()
+        elif run is not None and action == "compute":
+            both.compute(run, data.draw(st.integers(1, LIMIT)))
+        elif run is not None and action == "grow":
+            both.grow(run, data.draw(IDS))
+        elif run is not None and action in ("rematch", "release", "sibling"):
+            getattr(both, action)(run)
+        both.check()
+        if data.draw(st.booleans()):
+            both.follower.hear(both.store.news(both.follower.epoch, both.follower.number))
+            assert both.follower.held == set(both.store.hashes())
+    for run in list(model.runs):
+        both.release(run)
+    while model.begun > model.ended:
+        both.end()
+    both.check()
+    assert both.store.used == 0 and both.store.free + len(both.store.cached) == model.blocks and both.store.free_rows == model.rows
+
+
+def test_what_is_found_is_no_room() -> None:
+    """Five blocks are left, three of them found: they are taken out of what can be had, so that a newcomer that needs three more waits."""
+    store = Blocks(KvSpace(3, LIMIT, 8, SIZE), KvLog())
+    first = store.admit(6)
+    assert first is not None
+    store.settle(first, hashing.chain([1] * 6, SIZE, ROOT), ROOT)
+    other = store.admit(6)
+    store.release(first)
+    assert other is not None and (store.free, len(store.cached)) == (2, 3)
+    assert store.admit(12, hashing.chain([1] * 12, SIZE, ROOT)) is None and (store.free, len(store.cached)) == (2, 3)
+    hold = store.admit(10, hashing.chain([1] * 10, SIZE, ROOT))
+    assert hold is not None and hold.known == 6 and len(hold.blocks) == 5 and (store.free, len(store.cached)) == (0, 0)
+    store.check([other, hold])
