@@ -73,6 +73,17 @@ def test_attention_is_the_plain_forms(tokens: int, space: KvSpace, aligned: bool
         assert off.max() < 5e-2 and off.mean() < 5e-3
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 2, 6)], ids=["", "sinks"])
+@pytest.mark.parametrize(("tokens", "space", "aligned"), [(1, WHOLE, True), (5, WHOLE, False), (2, SMALL, False)])
+def test_capped_scores_and_sinks(tokens: int, space: KvSpace, aligned: bool, sinks: Tensor | None) -> None:
+    """Of Gemma 2 and GPT-OSS; a length that no block ends at."""
+    order = [0, 1, 2, 3] if aligned else [2, 0, 3]
+    blocks, _, positions = batch(space, tokens, order)
+    q, layer, width = torch.randn(len(order), tokens, 6, DIM, generator=drawn(3)), stores(space, torch.float32), space.width(40)
+    told = (q, layer, blocks[:, :width], 40, mask(positions, 40, 6, False, torch.float32), 0.3, 5.0, sinks)
+    assert (verbs.attend(aligned, *told) - ops.attend(*told)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("tokens", "space", "aligned"), [(1, WHOLE, True), (3, WHOLE, True), (7, WHOLE, False), (7, SMALL, False)])
 def test_kv_is_written_as_the_plain_form_writes_it(tokens: int, space: KvSpace, aligned: bool, dtype: torch.dtype) -> None:
