@@ -32,7 +32,7 @@ from rayneuron.models.kv import KvShape
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
+Portion = TypeVar("Portion")
 
 class Neuron:
     """`ranks` tensor-parallel ranks, of which this process drives `local_ranks` from `start_rank` on. Its cores end with the process."""
@@ -219,7 +219,7 @@ class Neuron:
     def _together(self) -> bool:
         return self.local_ranks == self.comm.ranks
 
-    def _parts(self, items: Sequence[Item], padding: Item) -> Iterator[list[Item]]:
+    def _parts(self, items: Sequence[Portion], padding: Portion) -> Iterator[list[Portion]]:
         for at in range(0, len(items), self._at_once):
             part = list(items[at : at + self._at_once])
             yield part + [padding] * (self._at_once - len(part))
