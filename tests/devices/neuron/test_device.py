@@ -402,7 +402,7 @@ def test_artifact_and_flags_that_disagree(standin: Path, tiny: Path, monkeypatch
 
     cores(monkeypatch, 2)
     device, program, shapes, _ = opened(standin, tiny, 2)
-    folder = device.artifact(program, device.targets(shapes), silent, shapes[0])
+    folder = device.artifact(program, device.targets(shapes), silent)
     out = standin / "out"
     shutil.copytree(folder, out)
     shutil.rmtree(standin / "cache")
@@ -434,7 +434,7 @@ def test_who_waits_for_another_compiler_gives_signs_of_life(standin: Path, tiny:
     targets = device.targets(shapes)
     heard, found = threading.Event(), []
     with device._cache.folder.lock(device.key(program, targets).digest):
-        waiting = threading.Thread(target=lambda: found.append(device.artifact(program, targets, lambda *_: heard.set(), shapes[0])))
+        waiting = threading.Thread(target=lambda: found.append(device.artifact(program, targets, lambda *_: heard.set())))
         waiting.start()
         assert heard.wait(60) and not found
     waiting.join(60)

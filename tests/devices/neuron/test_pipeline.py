@@ -47,7 +47,7 @@ def compiled(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def build(standin: Path, tiny: Path, shapes: list[Shape], ranks: int = 1, **options: Any) -> Path:
     device, program, _, _ = opened(standin, tiny, ranks, **options)
-    return device.artifact(program, device.targets(shapes), silent, shapes[0])
+    return device.artifact(program, device.targets(shapes), silent)
 
 
 def test_what_failed_alone_is_compiled_again(standin: Path, tiny: Path, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
