@@ -48,7 +48,7 @@ LEGAL: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt_logprobs of many": lambda: {"prompt": [PROMPT[: SCORES // 21 // 12]] * 12, "max_tokens": 1, "prompt_logprobs": 20},
     "echo": lambda: {"prompt": [PROMPT[: SCORES // 21 // 12]] * 12, "max_tokens": 0, "echo": True, "logprobs": 20},
     "prompts": lambda: {"prompt": [[9] * 100] * 130, "max_tokens": 1},
-    "cache_salt": lambda: {"prompt": PROMPT, "cache_salt": "\U0001f511" * 256, "n": 128},
+    "cache_salt": lambda: {"prompt": PROMPT, "cache_salt": "\U0001f511" * 256, "n": 16},
     "request_id": lambda: {"request_id": "e " * 3_900_000},
 }
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
