@@ -17,7 +17,7 @@ from rayneuron.devices.neuron import releases, verbs
 from rayneuron.devices.neuron.sdk import Sdk, sdk
 from rayneuron.models.collectives import Solo
 from rayneuron.models.kv import KvShape, KvSpace
-from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Step, run
+from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere, run
 
 _MOST_S = 60.0  # to compile one verb
 _USED: Mapping[str, tuple[str, ...]] = {  # of each function: the parameters that are given by name, or in this order
@@ -56,7 +56,7 @@ class Probe(nn.Module):
         return y + 1
 
 
-class Verb(nn.Module):
+class VerbAlone(nn.Module):
     """One function of named inputs."""
 
     def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
@@ -199,23 +199,23 @@ def operators(machine: Machine) -> str:
 
 def _seconds(machine: Machine, found: Sdk, name: str, function: Callable[..., Any], inputs: tuple[Tensor, ...], said: str) -> float:
     started, names = time.monotonic(), ("a", "b", "c")[: len(inputs)]
-    _compiled(machine, found, name.replace(" ", "_"), Verb(function, names), dict(zip(names, inputs, strict=True)), said)
+    _compiled(machine, found, name.replace(" ", "_"), VerbAlone(function, names), dict(zip(names, inputs, strict=True)), said)
     return time.monotonic() - started
 
 
 SDK = (
-    Step(7, "sdk", "import torch_neuronx, neuronx_distributed", "SDK 2.28 and this machine's chip",
+    Item(7, "sdk", "import torch_neuronx, neuronx_distributed", "SDK 2.28 and this machine's chip",
          f"{releases.INSTALL} (the packages of these names on the public index are empty)", installed),
-    Step(8, "sdk", "inspect.signature of every function used; tests/devices/neuron/test_contract.py is the whole of it",
+    Item(8, "sdk", "inspect.signature of every function used; tests/devices/neuron/test_contract.py is the whole of it",
          "the parameters of 0.17", "install the pinned release", parameters),
 )  # fmt: skip
 COMPILE = (
-    Step(9, "compile", "trace: buffer.copy_, self.buffer = ..., setattr(nested)", "root rebinding is a state, copy_ is none",
+    Item(9, "compile", "trace: buffer.copy_, self.buffer = ..., setattr(nested)", "root rebinding is a state, copy_ is none",
          "stop here, and report: no KV can be kept", aliases),
-    Step(10, "compile", "trace a graph that reads no weight", "weight_name_to_idx {}", "report", weightless),
-    Step(11, "compile", "neuronx-cc with every line of flags: prefill, decode, float8, 32k", "return code 0 each",
+    Item(10, "compile", "trace a graph that reads no weight", "weight_name_to_idx {}", "report", weightless),
+    Item(11, "compile", "neuronx-cc with every line of flags: prefill, decode, float8, 32k", "return code 0 each",
          "compile.flags cannot take one away: report which is refused", flags),
-    Step(12, "compile", "neuron-ls -j after compiling", "no process", "compile in a container without /dev/neuron*", idle),
-    Step(13, "compile", f"each verb alone: [{ROWS}, {VOCAB}], KV [{ROWS + 1}, 1, {LENGTH + 128}, {DIM}]",
+    Item(12, "compile", "neuron-ls -j after compiling", "no process", "compile in a container without /dev/neuron*", idle),
+    Item(13, "compile", f"each verb alone: [{ROWS}, {VOCAB}], KV [{ROWS + 1}, 1, {LENGTH + 128}, {DIM}]",
          f"at most {_MOST_S:.0f} s each; what they avoid is refused or slower", "report which verb, with its log", operators),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rayneuron import settings
 from rayneuron.devices.neuron.releases import COMPILER_BYTES
-from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Step, run
+from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere, run
 from rayneuron.placement import cores, instances, ports
 from rayneuron.policies.packing import compact
 
@@ -110,26 +110,26 @@ def between(machine: Machine) -> str:
 
 
 HOST = (
-    Step(1, "host", "uname -r; python -V; product_name", "Python 3.10-3.12, the instance's name",
+    Item(1, "host", "uname -r; python -V; product_name", "Python 3.10-3.12, the instance's name",
          "install another Python: there are no wheels for this one", system),
-    Step(2, "host", f"dpkg-query -W {' '.join(PACKAGES)}", f"runtime-lib and collectives {RUNTIME} of SDK 2.28",
+    Item(2, "host", f"dpkg-query -W {' '.join(PACKAGES)}", f"runtime-lib and collectives {RUNTIME} of SDK 2.28",
          "apt-get install what is missing: without collectives the first load of two ranks says 'Error opening libnccom.so'", packages),
-    Step(3, "host", "neuron-ls -j, against the instance type", "every device of the instance, its cores and memory",
+    Item(3, "host", "neuron-ls -j, against the instance type", "every device of the instance, its cores and memory",
          "name the instance (--instance), or pass all devices to the container", devices),
-    Step(4, "host", "rayneuron doctor; rayneuron plan FILE --instance TYPE", "the cores of step 3; GiB a core below what it has",
+    Item(4, "host", "rayneuron doctor; rayneuron plan FILE --instance TYPE", "the cores of step 3; GiB a core below what it has",
          "instance: of the file"),
-    Step(5, "host", "nproc; free; df; ip_local_reserved_ports", "24 GiB a compiler, 50 GiB of disk, ports of the runtime kept from others",
+    Item(5, "host", "nproc; free; df; ip_local_reserved_ports", "24 GiB a compiler, 50 GiB of disk, ports of the runtime kept from others",
          "compile.workers: 1, another compile.cache, or the sysctl that is named", space),
-    Step(6, "host", "nccom-test -r N allr -d bf16 -b 16KB -e 1MB --check", "passed at each degree",
+    Item(6, "host", "nccom-test -r N allr -d bf16 -b 16KB -e 1MB --check", "passed at each degree",
          "the driver or the hardware first: nothing of ours matters before", collectives),
 )  # fmt: skip
 GROUP = (
-    Step(30, "group", "fi_info -p efa -t FI_EP_RDM; ls /dev/infiniband", "EFA endpoints, adapters in the container",
+    Item(30, "group", "fi_info -p efa -t FI_EP_RDM; ls /dev/infiniband", "EFA endpoints, adapters in the container",
          "security group to itself, all traffic; --device=/dev/infiniband/uverbs*; ulimit -l unlimited", network),
-    Step(31, "group", "nccom-test -r N -N NODES allr ... --hosts", "passed; its latency at 128 KB, twice a layer, is the floor of a token",
+    Item(31, "group", "nccom-test -r N -N NODES allr ... --hosts", "passed; its latency at 128 KB, twice a layer, is the floor of a token",
          "the network first", between),
-    Step(32, "group", "rayneuron serve a tiny model with nodes: 2, both caches warm; then one of them cold",
+    Item(32, "group", "rayneuron serve a tiny model with nodes: 2, both caches warm; then one of them cold",
          "the tokens of one node; a cold node is waited for", "the logs of both workers"),
-    Step(33, "group", "rayneuron serve deployments/llama405b_trn1x4.yaml", "load time a node, memory of step 21, time a token",
+    Item(33, "group", "rayneuron serve deployments/llama405b_trn1x4.yaml", "load time a node, memory of step 21, time a token",
          "tensor_parallel 32 x pipeline_parallel 4"),
 )  # fmt: skip

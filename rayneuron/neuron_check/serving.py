@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Step
+from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere
 
 _OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "prefill_chunk_tokens": 32}
 _TOKENS = 64
@@ -118,28 +118,28 @@ def small_numbers(machine: Machine) -> str:
 
 
 COMPILED = (
-    Step(14, "compile", "rayneuron compile of a tiny model", "every graph of the list, without a core",
+    Item(14, "compile", "rayneuron compile of a tiny model", "every graph of the list, without a core",
          "[F137]: compile.workers: 1, or more memory; the log that is named", compiled),
 )  # fmt: skip
 CORE = (
-    Step(16, "core", f"greedy, {_TOKENS} tokens, one core", "the CPU's tokens up to ties, log-probabilities within 0.05",
+    Item(16, "core", f"greedy, {_TOKENS} tokens, one core", "the CPU's tokens up to ties, log-probabilities within 0.05",
          "report the first token that differs, with the log of step 13", tokens),
-    Step(17, "core", "read_from_neuron_buffer('kv_0_k'), before and after a step", "above zero, and changed",
+    Item(17, "core", "read_from_neuron_buffer('kv_0_k'), before and after a step", "above zero, and changed",
          "0: states are not aliased (step 9)", kept),
-    Step(18, "core", "kv_read of a row, kv_write to another, continue from both", "equal tokens",
+    Item(18, "core", "kv_read of a row, kv_write to another, continue from both", "equal tokens",
          "report: offsets or dtype of the graphs that move KV", moved),
-    Step(19, "core", "the same tokens over 2, 8, ... cores", "the CPU's tokens", "NEURON_RT_LOG_LEVEL=INFO: replica groups", degrees),
-    Step(20, "core", "temperature 0.7, top_p 0.9, 200 choices; neuron-monitor's error_summary", "no NRT 1003",
+    Item(19, "core", "the same tokens over 2, 8, ... cores", "the CPU's tokens", "NEURON_RT_LOG_LEVEL=INFO: replica groups", degrees),
+    Item(20, "core", "temperature 0.7, top_p 0.9, 200 choices; neuron-monitor's error_summary", "no NRT 1003",
          "report: an infinity is left in the graph that samples", sampled),
-    Step(21, "core", f"/sys/devices/virtual/neuron_device/{_MEMORY}", "within 10 % of the plan",
+    Item(21, "core", f"/sys/devices/virtual/neuron_device/{_MEMORY}", "within 10 % of the plan",
          "report: SHARED_BYTES and GRAPH_BYTES in placement/memory.py are guesses", memory),
-    Step(22, "core", "rayneuron serve deployments/inf2_three_models.yaml --application chat",
+    Item(22, "core", "rayneuron serve deployments/inf2_three_models.yaml --application chat",
          "compiled < 60 min, loaded < 3 min, a token of one row < 10 ms, of 32 < 25 ms (from bandwidth, a guess)", "step 23"),
-    Step(23, "core", "neuron-profile capture of the decode graph", "KV and weights read once", "KV several times: report with the profile"),
-    Step(24, "core", "time of a step on the host, without the device's", "< 2 ms", "report the model and its ranks", host_time),
-    Step(25, "core", "compile.async_mode", "the same tokens", "leave it off", overlapping),
-    Step(26, "core", "rayneuron serve deployments/inf2_three_models.yaml; neuron-ls", "3 processes, 8 cores each", "rayneuron doctor"),
-    Step(27, "core", "kill -9 one replica", "the others serve, its cores are free, it comes back", "NEURON_RT_RESET_CORES=1; the driver"),
-    Step(28, "core", "int8 and float8 weights, float8 KV", "they run, and stay near the CPU's float32", "leave the one out", small_numbers),
-    Step(29, "core", "max_model_len: 32768, one request", "no scratchpad error", "compile.flags: --hbm-scratchpad-page-size=2048"),
+    Item(23, "core", "neuron-profile capture of the decode graph", "KV and weights read once", "KV several times: report with the profile"),
+    Item(24, "core", "time of a step on the host, without the device's", "< 2 ms", "report the model and its ranks", host_time),
+    Item(25, "core", "compile.async_mode", "the same tokens", "leave it off", overlapping),
+    Item(26, "core", "rayneuron serve deployments/inf2_three_models.yaml; neuron-ls", "3 processes, 8 cores each", "rayneuron doctor"),
+    Item(27, "core", "kill -9 one replica", "the others serve, its cores are free, it comes back", "NEURON_RT_RESET_CORES=1; the driver"),
+    Item(28, "core", "int8 and float8 weights, float8 KV", "they run, and stay near the CPU's float32", "leave the one out", small_numbers),
+    Item(29, "core", "max_model_len: 32768, one request", "no scratchpad error", "compile.flags: --hbm-scratchpad-page-size=2048"),
 )  # fmt: skip

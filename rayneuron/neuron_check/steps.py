@@ -37,7 +37,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Item:
     """A question. `look` returns what was found, or raises Differs or NotHere; None: for people, `runs` is the command."""
 
     number: int
@@ -49,22 +49,22 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Finding:
     """What came of a step."""
 
-    step: Step
+    step: Item
     outcome: Outcome
     found: str
     seconds: float
 
 
-def ask(steps: Sequence[Step], machine: Machine, tell: Callable[[str], None]) -> list[Answer]:
+def ask(steps: Sequence[Item], machine: Machine, tell: Callable[[str], None]) -> list[Finding]:
     """Every step in order, told as it is answered; the first that differs is the last."""
     answers = []
     for step in steps:
         started = time.monotonic()
         outcome, found = _answer(step, machine)
-        answers.append(Answer(step, outcome, found, time.monotonic() - started))
+        answers.append(Finding(step, outcome, found, time.monotonic() - started))
         for line in told(answers[-1]):
             tell(line)
         if outcome == "differs":
@@ -72,7 +72,7 @@ def ask(steps: Sequence[Step], machine: Machine, tell: Callable[[str], None]) ->
     return answers
 
 
-def _answer(step: Step, machine: Machine) -> tuple[Outcome, str]:
+def _answer(step: Item, machine: Machine) -> tuple[Outcome, str]:
     if step.look is None:
         return "by hand", "not run: it needs eyes, or another machine"
     try:
@@ -85,7 +85,7 @@ def _answer(step: Step, machine: Machine) -> tuple[Outcome, str]:
         return "differs", f"{type(problem).__name__}: {problem}"
 
 
-def told(answer: Answer) -> list[str]:
+def told(answer: Finding) -> list[str]:
     """An answer for people."""
     step = answer.step
     lines = [f"{step.number:>2} {step.stage:<8} {answer.outcome:<8} {step.runs} ({answer.seconds:.1f} s)", f"     found:    {answer.found}"]
@@ -94,7 +94,7 @@ def told(answer: Answer) -> list[str]:
     return lines + ([f"     change:   {step.otherwise}"] if answer.outcome == "differs" else [])
 
 
-def report(answers: Sequence[Answer], machine: Machine, about: Sequence[str]) -> str:
+def report(answers: Sequence[Finding], machine: Machine, about: Sequence[str]) -> str:
     """Everything that was asked and found, to be attached to a bug."""
     head = ["rayneuron neuron-check", *about, f"model {machine.model}, tensor_parallel {', '.join(map(str, machine.degrees))}"]
     if machine.standin:

@@ -10,9 +10,8 @@ import pytest
 from rayneuron.cli import main
 from rayneuron.errors import ConfigError
 from rayneuron.neuron_check import graphs, host, serving, steps
-from rayneuron.neuron_check.steps import Differs, Machine, NotHere, Step
+from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere
 
-pytest_plugins = ["tests.devices.neuron.conftest"]
 ALL = [*host.HOST, *graphs.SDK, *graphs.COMPILE, *serving.COMPILED, *serving.CORE, *host.GROUP]
 
 
@@ -21,17 +20,17 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(standin=True, instance=None, model="demo:random:tp8", degrees=(1, 2), folder=tmp_path)
 
 
-def answering(number: int, found: str | Exception) -> Step:
+def answering(number: int, found: str | Exception) -> Item:
     def look(machine: Machine) -> str:
         if isinstance(found, Exception):
             raise found
         return found
 
-    return Step(number, "host", f"command {number}", "what is right", "the cable", look)
+    return Item(number, "host", f"command {number}", "what is right", "the cable", look)
 
 
 def test_it_stops_at_the_first_difference(machine: Machine) -> None:
-    asked = [answering(1, "fine"), answering(2, NotHere("no such thing")), Step(3, "host", "look at it", "green", "the lamp"),
+    asked = [answering(1, "fine"), answering(2, NotHere("no such thing")), Item(3, "host", "look at it", "green", "the lamp"),
              answering(4, Differs("it is red")), answering(5, "never asked")]  # fmt: skip
     said: list[str] = []
     answers = steps.ask(asked, machine, said.append)
@@ -86,7 +85,7 @@ def test_the_command_writes_a_report(standin: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.slow
 def test_all_stages_on_the_stand_in(standin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that needs no devices: flags, each verb alone, whole models in processes of their own over 1, 2 and 8 ranks."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "devices/neuron/standin"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "standin"))
     report = tmp_path / "report.txt"
     assert main(["neuron-check", "--report", str(report)]) == 0, report.read_text()
     text = report.read_text()
