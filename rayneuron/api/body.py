@@ -48,6 +48,8 @@ def read_head(fields: Fields, context: Context) -> Head:
     read = Fields(options or {}, "stream_options.")
     include = read.flag("include_usage")
     salt = fields.string("cache_salt", "")
+    if len(salt) > MOST_NAME:  # it is hashed on the engine's thread
+        raise RequestError(f"cache_salt may hold at most {MOST_NAME} characters, got {len(salt)}; send a hash of it", param="cache_salt")
     fields.string("session_id")
     fields.refuse("kv_transfer_params")
     fields.refuse("logits_processors")

@@ -66,7 +66,7 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("priority", ["x", 1.5, 2**40, -5, 1]),
     ("request_id", [5, ["a"]]),
     ("session_id", [5]),
-    ("cache_salt", [5]),
+    ("cache_salt", [5, "x" * 257]),
     ("user", [5, {}]),
     ("response_format", ["json", {"type": "json_object"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}}]),
     ("structured_outputs", ["x", {"regex": "a+"}, {"json": {}, "regex": "a"}, {"choice": ["a", "b"]}]),

@@ -48,7 +48,7 @@ LEGAL: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt_logprobs of many": lambda: {"prompt": [PROMPT[: SCORES // 21 // 12]] * 12, "max_tokens": 1, "prompt_logprobs": 20},
     "echo": lambda: {"prompt": [PROMPT[: SCORES // 21 // 12]] * 12, "max_tokens": 0, "echo": True, "logprobs": 20},
     "prompts": lambda: {"prompt": [[9] * 100] * 130, "max_tokens": 1},
-    "cache_salt": lambda: {"cache_salt": "x" * 7_900_000},
+    "cache_salt": lambda: {"prompt": PROMPT, "cache_salt": "\U0001f511" * 256, "n": 16},
     "request_id": lambda: {"request_id": "e " * 3_900_000},
 }
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
@@ -63,6 +63,7 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "probabilities": lambda: {"prompt": [[9] * 900] * 12, "max_tokens": 1, "prompt_logprobs": 20},
     "choices": lambda: {"prompt": ["a"] * 30, "n": 128},
     "top_k": lambda: {"top_k": 10**4000},
+    "a long cache_salt": lambda: {"cache_salt": "x" * 7_900_000},
     "stop": lambda: {"stop": [f"{n}" + "ab" * 950_000 for n in range(MAX_STOPS)], "n": 16},
     "a text of eight megabytes": lambda: {"prompt": "ab cd " * 1_300_000},
     "a text without a space": lambda: {"prompt": "ab" * 3_900_000},
