@@ -235,7 +235,7 @@ def test_wrong_requests_name_the_field(llm, prompt, params, field, says):
 
 def test_wrong_options_name_the_right_one(demo):
     with pytest.raises(ConfigError, match="did you mean tensor_parallel"):
-        LLM(demo, tensor_parallel_size=1)
+        LLM(demo, tensor_paralel=1)
     with pytest.raises(ConfigError, match="device"):
         LLM(demo, device="cuda")
 
