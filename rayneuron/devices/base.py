@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from rayneuron.models.collectives import Collectives
@@ -116,6 +114,8 @@ def sizes(name: str, shape: Shape, space: KvSpace, hidden: int = 0) -> tuple[int
 
 def blank(shape: Shape, space: KvSpace) -> dict[str, NDArray[Any]]:
     """The arrays of a Batch of idle rows, without hidden states."""
+    import numpy as np  # what judges a deployment file reads the shapes of this module, and has no arrays to make
+
     special = {"rows": space.rows, "positions": space.limit, "blocks": space.null, "slots": space.nowhere}
     return {
         name: np.full(sizes(name, shape, space), special.get(name, f.blank), f.dtype) for name, f in SCHEMA.items() if f.dtype

@@ -6,8 +6,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,12 @@ def refused_port(*_: object, **__: object) -> socket.socket:
     raise ConfigError("no port")
 
 
+def hold_beside_another(hold: Callable[..., Any], which: int, ip: str, pair: tuple[int, int]) -> Any:
+    """Of every pair of ports somebody has one."""
+    with socket.create_server((ip, pair[which])):
+        return hold(ip, pair)
+
+
 PARTS: dict[str, type[Exception]] = {
     "ledger": Busy,
     "shared memory": OSError,
@@ -169,9 +176,11 @@ def test_a_rank_of_a_group(part: str, model: Path, tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         if part == "shared memory":
             patch.setattr(os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("none left")))
-        elif part in ("listener", "store", "port", "second port"):
-            listen, left = wire.listen, iter(range(("listener", "store", "port", "second port").index(part)))
+        elif part in ("listener", "store"):
+            listen, left = wire.listen, iter(range(("listener", "store").index(part)))
             patch.setattr(wire, "listen", lambda *args, **kw: listen(*args, **kw) if next(left, None) is not None else refused_port())
+        elif part in ("port", "second port"):
+            patch.setattr(wire, "hold", partial(hold_beside_another, wire.hold, ("port", "second port").index(part)))
         elif part == "keys":
             begin = {"config": {"model": {"path": str(model)}, "devise": "cpu"}}
         elif part == "next stage":
