@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 
-VERSION = 5  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 6  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
