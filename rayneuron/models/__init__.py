@@ -30,6 +30,7 @@ FAMILIES = {
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neox": "gpt_neox",
     "gptj": "gptj",
+    "gpt_oss": "gpt_oss",
     "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
@@ -139,8 +140,9 @@ def check(
         )
     arch = replace(arch, gqa=group_query_attention, capacity_factor=capacity_factor)
     if shard_over_sequence:
-        if arch.position == "alibi" or tp == 1:
-            why = "alibi positions" if arch.position == "alibi" else "tensor parallel degree 1"
+        scores = "attention sinks" if arch.sinks else "soft-capped scores" if arch.softcap_scores else ""
+        if arch.position == "alibi" or scores or tp == 1:
+            why = "alibi positions" if arch.position == "alibi" else scores or "tensor parallel degree 1"
             raise ConfigError(f"shard_over_sequence does not go with {why}; leave it out")
         arch = replace(arch, sequence_shards=shard.sequence_shards(arch.heads, arch.kv_heads, tp))
     shard.head_plan(arch.heads, arch.kv_heads, tp, arch.gqa, arch.sequence_shards)

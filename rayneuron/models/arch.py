@@ -75,6 +75,8 @@ class Arch:
     renormalise: bool = True
     dense_layers: tuple[int, ...] = ()  # layers of a mixture that are not one
     dense_ffn: int = 0
+    swiglu_limit: float = 0.0  # what gate and up are clamped to, before up counts from 1 (GPT-OSS)
+    expert_bias: bool = False  # experts and their router have biases
     shared_ffn: int = 0  # of the expert every token has beside its own (Qwen2-MoE)
     capacity_factor: float | None = None  # None: no token is ever dropped
     tied: bool = False

@@ -66,6 +66,10 @@ FIELDS: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True, "attention_bias": True,
     },
     "gptj": _GPT | {"rotary_dim": 64, "tie_word_embeddings": False},
+    "gpt_oss": {name: default for name, default in _LLAMA.items() if name != "hidden_act"} | {
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "sliding_window": Maybe(int, 128), "layer_types": Maybe(list), "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True,
+    },
     "granite": _PLAIN | {
         "attention_bias": False, "mlp_bias": False, "embedding_multiplier": _FACTOR, "logits_scaling": _FACTOR,
         "residual_multiplier": _FACTOR, "attention_multiplier": _FACTOR,
@@ -117,9 +121,10 @@ SPELLINGS = {
     "falcon": {"n_embed": "hidden_size"},
     "gpt2": _GPT_NAMES,
     "gpt_bigcode": _GPT_NAMES,
+    "gpt_oss": {"num_experts": "num_local_experts"},
     "gptj": _GPT_NAMES,
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }  # fmt: skip
-ROPE_THETA: dict[str, Any] = {"mixtral": 1e6, "gemma3_text": {"global": 1e6, "local": 1e4}}  # of the others:
+ROPE_THETA: dict[str, Any] = {"mixtral": 1e6, "gpt_oss": 150000.0, "gemma3_text": {"global": 1e6, "local": 1e4}}  # of the others:
 ANY_ROPE_THETA = 1e4

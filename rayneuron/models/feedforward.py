@@ -66,7 +66,8 @@ def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     if arch.capacity_factor is not None and x.shape[1] > 1:
         share = share * within_capacity(which, arch.experts, arch.capacity_factor)
     share = share.to(x.dtype)
-    out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act])
+    limit = (arch.swiglu_limit,) if arch.swiglu_limit else ()
+    out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act], *limit)
     if arch.shared_ffn:
         return out.view(x.shape) + ops.linear(w, "shared_router", x).sigmoid() * dense(arch, ops, w, x, "shared_")
     return out.view(x.shape)

@@ -16,6 +16,8 @@ from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvShape, KvSpace
 from rayneuron.models.rules import PRODUCTS, Rules, cut_of, entering, shape_of
 
+OF_EXPERTS = ("gate.w", "up.w", "down.w", "gate.b", "up.b", "experts.down.b")
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
@@ -50,7 +52,7 @@ class Share:
         total = Parameters()
         for name in names:
             shape = self.shape(name, ffn)
-            each = copies if name in ("gate.w", "up.w", "down.w") else 1
+            each = copies if name in OF_EXPERTS else 1
             size = prod(shape) * each
             total += Parameters(size, 0, shape[0] * each) if name in PRODUCTS else Parameters(others=size)
         return total

@@ -29,8 +29,8 @@ class Ops:
 
     linear(w, name, x); norm(w, name, x, kind, eps); rotate(x, cos, sin, pairs); write_kv(layer, slots, k, v) -> the layer's KV afterwards,
     which may be the same, written in place; attend(q, layer, blocks, length, bias, scale, softcap=0, sinks=None) -> [B,T,H*D];
-    top_k(x, k) -> values, int64 indices (last dim); experts(w, x, which, share, act) -> the weighted sum of the chosen experts of every
-    token.
+    top_k(x, k) -> values, int64 indices (last dim); experts(w, x, which, share, act, limit=0) -> the weighted sum of the chosen experts
+    of every token.
     Three fused forms a device may have, with the arguments and results of `decoder.layers`, `decoder.greedy` and `engine.sampling.sample`;
     None is returned for what they do not cover, which the verbs above then do.
     """

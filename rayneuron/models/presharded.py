@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import Progress, hub, weights, words
+from rayneuron.models import Progress, dequantised, hub, weights, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.quantization import dtype_name, parse, stored
 
@@ -29,7 +29,7 @@ MANIFEST, FOLDER, FORMAT = "rayneuron_shards.json", "weights", 2
 SHAPES = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "gated", "norm", "parallel", "position", "qk_norm", "embed",
     "norm_weights", "final_norm", "post_norm", "experts", "dense_layers", "dense_ffn", "tied", "biased",
-    "norms", "one_norm", "whole_qk_norm", "sinks", "shared_ffn",
+    "norms", "one_norm", "whole_qk_norm", "sinks", "shared_ffn", "expert_bias",
 )  # fmt: skip
 
 
@@ -78,7 +78,8 @@ def shard(
     heads = {"group_query_attention": group_query_attention, "shard_over_sequence": shard_over_sequence}
     arch = models.check(config, tp=tp, max_model_len=1, dtype=dtype, quantization=quantization, **heads)  # type: ignore[arg-type]
     word = words.compute(dtype, config)
-    kind, source, target = models.compute_type(word), hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
+    kind, target = models.compute_type(word), hub.new_directory(out)
+    source = dequantised.checkpoint(path, config, kind, allow_pickle)
     (target / FOLDER).mkdir()
     files, slowest = [], 0.0
     for rank in range(tp):
@@ -242,8 +243,8 @@ def open_weights(
         log.info("presharded weights mapped in %.2f s, checksums included; cutting them took %.2f s", took, manifest.convert_s)
         return held
     held = weights.load(
-        arch, models.family(config), hub.Checkpoint(path, allow_pickle), dtype=dtype, rank=rank, ranks=ranks, fused=fused,
-        progress=progress, quantization=quantization, stage=stage, stages=stages,
+        arch, models.family(config), dequantised.checkpoint(path, config, dtype, allow_pickle), dtype=dtype, rank=rank, ranks=ranks,
+        fused=fused, progress=progress, quantization=quantization, stage=stage, stages=stages,
     )  # fmt: skip
     log.info("rank %d of %d: %.0f MiB of weights in %.2f s", rank, ranks, weights.held_bytes(held) / 2**20, time.perf_counter() - started)
     return held

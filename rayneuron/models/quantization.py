@@ -60,7 +60,7 @@ def parse_kv(name: str) -> torch.dtype:
 
 
 def stored(config: Mapping[str, Any]) -> Quantization | None:
-    """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
+    """How a checkpoint is quantised that stays so; None where it does not."""
     found = words.stored(config)
     return None if found is None else parse(*found)
 

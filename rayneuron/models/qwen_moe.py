@@ -17,7 +17,7 @@ __all__ = ["IGNORE", "PREFIX", "arch", "layer", "top"]
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json. The window of Qwen3's mixtures, unlike Qwen3's, is that of every layer."""
     if c["model_type"] == "qwen2_moe":
-        c = {**c, "layer_types": c["layer_types"] or alternating(c)}
+        c = {**c, "layer_types": alternating(c) if c["layer_types"] is None else c["layer_types"]}
     base, step, only = llama.arch(c, max_model_len), c["decoder_sparse_step"], c["mlp_only_layers"] or ()
     if not all(type(i) is int for i in only):
         raise CheckpointError(f"config.json sets mlp_only_layers: {only!r:.60}, where numbers of layers are needed")

@@ -79,7 +79,10 @@ def read(config: Mapping[str, Any], head_dim: int, max_positions: int, *, max_mo
         raise CheckpointError(f"partial_rotary_factor {part} of config.json is not supported for {config.get('model_type')} models")
     base = {"kind": kind, "dim": dim, "theta": _number(found, "rope_theta")}
     if dim < 2 or base["theta"] <= 1:
-        raise CheckpointError(f"config.json asks for rope over {dim} channels of head_dim {head_dim}, with rope_theta {base['theta']}")
+        raise CheckpointError(
+            f"config.json asks for rope over {dim} channels of head_dim {head_dim} (hidden_size through num_attention_heads where it has "
+            f"none), with rope_theta {base['theta']}"
+        )
     if kind == "default":
         return Rope(**base)
     return Rope(**base, **_SETTINGS[kind](found, dim, max_positions, max_model_len or max_positions))

@@ -70,7 +70,7 @@ def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
         "k_norm.w": (a.head_dim,), "embed.w": (a.vocab, e), "head.w": (a.vocab, e), "head.b": (a.vocab,), "project_in.w": (h, e),
         "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h), "q_norms.w": (q,), "k_norms.w": (kv,),
         "sinks.w": (q,), "shared_gate.w": (a.shared_ffn, h), "shared_up.w": (a.shared_ffn, h), "shared_down.w": (h, a.shared_ffn),
-        "shared_router.w": (1, h),
+        "shared_router.w": (1, h), "router.b": (a.experts,),
     }  # fmt: skip
     return shapes.get(name, (h,))  # norms, and biases of what returns to the residual
 
@@ -85,8 +85,10 @@ def cut_of(name: str) -> tuple[Unit, int] | None:
         return "query heads", 1 if layer == "o" else 0
     if layer in ("k", "v", "k_norms"):
         return "KV heads", 0
-    if layer in ("embed", "head") or (layer in ("gate", "up") and kind == "b"):
+    if layer in ("embed", "head"):
         return "equal parts", 0
+    if layer in ("gate", "up") and kind == "b":
+        return "equal parts", -1
     if layer in ("gate", "up"):
         return "equal parts", -2
     return ("equal parts", -1) if (layer, kind) == ("down", "w") else None

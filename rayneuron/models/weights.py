@@ -45,6 +45,8 @@ class Cut:
         layer, _, kind = name.rpartition(".")
         if kind == "scale" and (t.numel() == 1 or t.shape[-2] == 1 or layer in ("o", "down", "shared_down")):
             return t  # one scale for all rows, or one an output channel that is not split
+        if name == "experts.down.b":
+            return t / self.ranks  # every rank adds its part of the sum
         units, dim = cut_of(name) or ("", 0)
         if units == "equal parts":
             return shard.take_part(t, self.rank, self.ranks, dim)
@@ -278,7 +280,7 @@ def fuse(w: dict[str, Tensor], fused: bool = True) -> dict[str, Tensor]:
 def _join(kind: str, parts: list[Tensor | None], sizes: list[int]) -> Tensor:
     one = next(t for t in parts if t is not None)
     if kind == "b":
-        return torch.cat([one.new_zeros(n) if t is None else t for t, n in zip(parts, sizes, strict=True)])
+        return torch.cat([one.new_zeros(n) if t is None else t for t, n in zip(parts, sizes, strict=True)], -1)
     whole = [t for t in parts if t is not None]
     if len(whole) != len(parts):
         raise CheckpointError("some of the tensors fused into one product are quantised and some are not; load with fused_qkv: false")

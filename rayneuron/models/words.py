@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import formats
 from rayneuron.models.config_json import dtype_of
 
 ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
@@ -50,10 +51,10 @@ def kv(name: str) -> str:
 
 
 def stored(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """How a checkpoint written by `rayneuron quantize` is quantised; None where it is not."""
+    """How a checkpoint is quantised that stays so: of `rayneuron quantize`, or another tool's int8; None where it is not."""
     found = config.get("quantization_config") or {}
     if found.get("quant_method") != METHOD:
-        return None
+        return formats.small(config)
     if not all(isinstance(found.get(key), str) for key in _SAYS):
         raise CheckpointError(f"config.json sets quantization_config: {found!r:.80}, where an object with {', '.join(_SAYS)} is needed")
     return quantised(found["dtype"], found["scheme"])
@@ -67,10 +68,4 @@ def check_stored(config: Mapping[str, Any], wanted: str | None = None) -> None:
             f"the checkpoint is quantised to {has[0]} already; leave quantization out, or take the unquantised checkpoint",
             param="quantization",
         )
-    found = config.get("quantization_config") or {}
-    method = found.get("quant_method")
-    if found and method != METHOD:
-        raise CheckpointError(
-            f"the checkpoint is quantised by {method!r}, which is not readable here; take the unquantised checkpoint and "
-            "run `rayneuron quantize MODEL --dtype int8 --out DIR`, or set quantization: int8"
-        )
+    formats.read(config)

@@ -50,7 +50,7 @@ def memory(
     """What one rank of one stage holds. The weights and KV are exact, the scratch an upper bound for plain (unfused) attention."""
     arch, width = arch_of(config, raw, ranks), words.WIDTHS[words.compute(config.dtype, raw)]
     held = parameters(arch, models.family(dict(raw)), ranks, layers, first=first, last=last)
-    quantised = config.quantization is not None or (raw.get("quantization_config") or {}).get("quant_method") == "rayneuron"
+    quantised = config.quantization is not None or words.stored(raw) is not None
     weights = held.products * (_SMALL if quantised else width) + held.others * width + (4 * held.channels if quantised else 0)
     kv = kv_shape(arch, capacity.space, ranks, len(layers)).elements
     return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last))

@@ -64,6 +64,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "falcon": lambda: tf.FalconConfig(**FALCON),
     "falcon_new": lambda: tf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "falcon_serial": lambda: tf.FalconConfig(**FALCON, multi_query=False, parallel_attn=False, bias=True),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.5, pad_token_id=0,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+    ),
     "gpt2": lambda: tf.GPT2Config(**GPT),
     "gpt_bigcode": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=True),
     "gpt_bigcode_mha": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=False),

@@ -287,7 +287,7 @@ REFUSED = [
     ({}, {"dtype": "bf61"}, "dtype 'bf61' is unknown; write bf16"),
     ({}, {"quantization": "int3"}, "quantization dtype 'int3' is unknown; one of int8, f8e4m3, f8e5m2"),
     ({}, {"kv_dtype": "int8"}, "kv_dtype int8 is not available; write f8e4m3"),
-    ({"quantization_config": {"quant_method": "gptq"}}, {}, "quantised by 'gptq', which is not readable here; .*rayneuron quantize"),
+    ({"quantization_config": {"quant_method": "gguf"}}, {}, "quantised by 'gguf'.*Supported: awq .*rayneuron quantize"),
     ({}, {"capacity_factor": 1.5}, "capacity_factor 1.5 needs a mixture of experts"),
     ({}, {"shard_over_sequence": True}, "shard_over_sequence does not go with tensor parallel degree 1"),
 ]  # fmt: skip

@@ -17,14 +17,15 @@ from rayneuron.models.collectives import Solo
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
-DENSE = ("llama", "gpt2", "gpt_bigcode", "bloom", "gpt_neox", "gptj", "opt", "qwen2")
-FAST = ("llama", "gpt2", "bloom", "dbrx", "mixtral")  # every way to store a product
+DENSE = ("llama", "gpt2", "gpt_bigcode", "bloom", "gpt_neox", "gptj", "opt", "qwen2", "phi3", "gemma2", "olmo2", "falcon_new")
+MIXTURES = ("dbrx", "mixtral", "qwen2_moe")
+FAST = ("llama", "gpt2", "bloom", "dbrx", "mixtral", "phi3")  # every way to store a product
 # Largest change of a logit over its largest value, tiny random models of two layers. int8 keeps 7 bits, e4m3 3, e5m2 2.
 BOUNDS = {("int8", "per_channel"): 0.03, ("int8", "per_tensor"): 0.05, ("f8e4m3", "per_channel"): 0.12, ("f8e4m3", "per_tensor"): 0.12,
           ("f8e5m2", "per_channel"): 0.22, ("f8e5m2", "per_tensor"): 0.22}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in (*DENSE, "dbrx", "mixtral")])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in (*DENSE, *MIXTURES)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return cases.save(cases.CONFIGS[request.param](), tmp_path_factory.mktemp(request.param), tokens=16)
 
@@ -45,7 +46,7 @@ def test_written_checkpoint_loads_and_equals_quantising_while_loading(saved: Sav
     if scheme == "per_channel":
         assert (written - loading).abs().max() < 1e-4
     model_type = hub.read_config(saved.path)["model_type"]
-    if model_type not in ("dbrx", "mixtral"):  # a router that flips an expert moves a logit by more than rounding
+    if model_type not in (*MIXTURES, "olmo2"):  # a flipped expert, or the norm of a small summand, moves a logit by more than rounding
         assert 0 < (written - saved.logits).abs().max() / saved.logits.abs().max() < BOUNDS[dtype, scheme]
 
 

@@ -69,6 +69,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
+CONSTANTS = ("embed.first", "rope.freq", "rope.local", "slopes")
+
+
 def loaded(folder: Path, ranks: int, stage: int, stages: int, quantization: Quantization | None = None) -> int:
     """Bytes of the distinct tensors the loader makes for rank 0, constants that are not parameters aside."""
     raw = hub.read_config(folder)
@@ -83,9 +86,7 @@ def loaded(folder: Path, ranks: int, stage: int, stages: int, quantization: Quan
         stages=stages,
         quantization=quantization,
     )
-    tensors = [
-        t for part in (made["top"], *made["layers"]) for name, t in part.items() if name not in ("embed.first", "rope.freq", "slopes")
-    ]
+    tensors = [t for part in (made["top"], *made["layers"]) for name, t in part.items() if name not in CONSTANTS]
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 

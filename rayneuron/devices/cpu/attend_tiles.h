@@ -40,8 +40,7 @@ inline void mix_on_tiles(const Sizes& z, const Panels& tile, int start, const Qu
             if (next) _mm_prefetch(next + i, _MM_HINT_T0);
         }
     };
-    if (sight.all) soften<true>(BF16, sight, start, rows, slate.scores, of, z.width, slate.weights, meanwhile);
-    else soften<false>(BF16, sight, start, rows, slate.scores, of, z.width, slate.weights, meanwhile);
+    soften<BF16>(sight, start, rows, slate.scores, of, z.width, slate.weights, meanwhile);
     for (int p = 0; p < z.width; p += PANEL) {
         const char* values = tile.values + (size_t)p / PANEL * z.panel_bytes();
         load_pane(of.acc + p, z.width, high);

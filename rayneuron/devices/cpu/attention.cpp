@@ -87,8 +87,8 @@ void mix(const Attention& a, const Sizes& z, const Panels& tile, int start, cons
     const size_t query = (size_t)z.steps * 4;
     multiply(a.kind, tile.keys, query * PANEL, (sight.count + LANES - 1) / LANES, of.q, query, rows, z.steps, slate.scores, TILE, false, next);
     const auto nothing = [](int) {};
-    if (sight.all) soften<true>(a.kind, sight, start, rows, slate.scores, of, z.width, slate.weights, nothing);
-    else soften<false>(a.kind, sight, start, rows, slate.scores, of, z.width, slate.weights, nothing);
+    if (a.kind == F32) soften<F32>(sight, start, rows, slate.scores, of, z.width, slate.weights, nothing);
+    else soften<BF16>(sight, start, rows, slate.scores, of, z.width, slate.weights, nothing);
     multiply(a.kind, tile.values, z.panel_bytes(), z.vectors, slate.weights, (size_t)TILE * z.bytes, rows, (sight.count * z.bytes + 3) / 4, of.acc, z.width, true,
              next ? next + a.kv.half() : nullptr);
 }

@@ -177,8 +177,8 @@ def write_kv(layer: plain.Layer, slots: Tensor, k: Tensor, v: Tensor) -> plain.L
     return layer
 
 
-def attend(q: Tensor, layer: plain.Layer, blocks: Tensor, length: int, bias: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, layer: plain.Layer, blocks: Tensor, length: int, bias: Tensor, scale: float, *more: Any) -> Tensor:
     """As `models.ops.attend`."""
     if panels.lie(layer):
         layer, blocks = panels.read(layer, blocks)
-    return plain.attend(q, layer, blocks, length, bias, scale)
+    return plain.attend(q, layer, blocks, length, bias, scale, *more)

@@ -176,6 +176,7 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
         if (at >= w.n) return;
         V v = value(w, x, row, at, acc);
         if (out.finish == BEST) {
+            if (out.index[slot] >= 0 && !any_above(v, set1(out.best[slot]))) continue;
             alignas(64) float t[LANES];
             store(t, v);
             for (int j = 0; j < LANES && at + j < w.n; j++)

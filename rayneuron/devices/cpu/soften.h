@@ -48,11 +48,11 @@ inline void lean(float slope, int start, float* scores) {
     for (int i = 0; i < TILE; i += LANES) store(scores + i, fma(set1(slope), add(load(lane), set1((float)(start + i))), load(scores + i)));
 }
 
-// Scores [rows][TILE] (powers of two) -> weights of `kind`. `meanwhile(r)` is called before each row, for what costs no vector unit.
-template <bool ALL, class F>
-inline void soften(Kind kind, const Sight& sight, int start, int rows, float* scores, const Queries& of, int width, char* out, const F& meanwhile) {
+// Scores [rows][TILE] (powers of two) -> weights of KIND. `meanwhile(r)` is called before each row, for what costs no vector unit.
+template <Kind KIND, bool ALL, class F>
+inline void soften(const Sight& sight, int start, int rows, float* scores, const Queries& of, int width, char* out, const F& meanwhile) {
     constexpr int VECTORS = TILE / LANES;
-    for (int r = 0; r < rows; r++, scores += TILE, out += TILE * (kind == F32 ? 4 : 2)) {
+    for (int r = 0; r < rows; r++, scores += TILE, out += TILE * (KIND == F32 ? 4 : 2)) {
         meanwhile(r);
         if (!ALL && of.slopes) lean(of.slopes[r], start, scores);
         auto seen = [&](int i) { return (uint16_t)(sight.seen[r] >> i * LANES); };
@@ -69,17 +69,23 @@ inline void soften(Kind kind, const Sight& sight, int start, int rows, float* sc
         }
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS; i++) {
-            const V p = power_of_two(sub(s[i], most));
+            const V p = KIND == F32 ? power_of_two(sub(s[i], most)) : power_of_two_short(sub(s[i], most));
             s[i] = ALL ? p : zero_but(seen(i), p);
             sums = add(sums, s[i]);
         }
         store(of.total + r * LANES, sums);
 #pragma GCC unroll 4
         for (int i = 0; i < VECTORS; i += 2) {
-            if (kind == F32) store((float*)out + i * LANES, s[i]), store((float*)out + (i + 1) * LANES, s[i + 1]);
+            if (KIND == F32) store((float*)out + i * LANES, s[i]), store((float*)out + (i + 1) * LANES, s[i + 1]);
             else narrow2((bf16*)out + i * LANES, s[i], s[i + 1]);
         }
     }
+}
+
+template <Kind KIND, class F>
+inline void soften(const Sight& sight, int start, int rows, float* scores, const Queries& of, int width, char* out, const F& meanwhile) {
+    if (sight.all) soften<KIND, true>(sight, start, rows, scores, of, width, out, meanwhile);
+    else soften<KIND, false>(sight, start, rows, scores, of, width, out, meanwhile);
 }
 
 }  // namespace rn
