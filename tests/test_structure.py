@@ -86,7 +86,7 @@ TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets", "commit")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
@@ -414,7 +414,7 @@ def test_most_functions_are_short() -> None:
     ("modules", "free_of"),
     [
         ("rayneuron, rayneuron.cli", {"torch", "ray", "transformers", "numpy", "pydantic"}),
-        ("rayneuron.engine.commit, rayneuron.engine.scheduler", {"torch"}),
+        ("rayneuron.engine.scheduler", {"torch"}),
     ],
 )
 def test_imports_are_light(modules: str, free_of: set[str]) -> None:

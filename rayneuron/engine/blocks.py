@@ -59,7 +59,7 @@ class Blocks:
     def admit(self, tokens: int, like: Hold | None = None, known: int = 0) -> Hold | None:
         """A row with room for `tokens`, or None. Of the first `known` positions of `like` whole blocks are shared, the rest is copied."""
         shared = known // self.space.block if like is not None else 0
-        if not self._rows or self.space.width(tokens) - shared > len(self._free):
+        if not self._rows or -(-tokens // self.space.block) - shared > len(self._free):
             return None
         row = heapq.heappop(self._rows)
         hold = Hold(row, list(like.blocks[:shared]) if like is not None else [], self._table, shared)
@@ -76,7 +76,7 @@ class Blocks:
 
     def extend(self, hold: Hold, tokens: int) -> bool:
         """Make room for `tokens` positions; False, and nothing changed, where too few blocks are free."""
-        have, need = len(hold.blocks), self.space.width(tokens)
+        have, need = len(hold.blocks), -(-tokens // self.space.block)
         if need <= have:
             return True
         if need - have > len(self._free):

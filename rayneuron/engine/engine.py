@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rayneuron.devices.base import Pending, StepOutput
-from rayneuron.engine import commit
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.runner import RowError, Runs
-from rayneuron.engine.scheduler import Plan, Scheduler
-from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.scheduler import Scheduler
+from rayneuron.engine.sequence import Plan, Sequence, advance, failed
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
@@ -169,7 +168,7 @@ class Engine:
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
         """A plan that could not be laid out: the choice at fault ends, the others are planned again in the next step."""
-        delta = commit.failed(sequence, wrong)
+        delta = failed(sequence, wrong)
         self._forget(sequence, self._clock())
         delta.stamps = sequence.stamps
         return delta
@@ -228,7 +227,7 @@ class Engine:
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
         deltas = []
-        for work, delta in zip(plan.works, commit.advance(plan, output, now, self._host), strict=True):
+        for work, delta in zip(plan.works, advance(plan, output, now, self._host), strict=True):
             sequence = work.sequence
             if delta is None:
                 continue

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rayneuron.engine.commit import FAILED
+from rayneuron.engine.sequence import FAILED
 from rayneuron.errors import NotReady, RequestError
 from rayneuron.types import Request, Snapshot, TokenDelta
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.runner import Runs
-from rayneuron.engine.scheduler import Plan, Work
-from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.errors import CheckpointError
 from rayneuron.types import Request, SamplingParams
 

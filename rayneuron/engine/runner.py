@@ -30,7 +30,8 @@ from rayneuron.devices.base import (
 )
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
 from rayneuron.engine.sampling import uniforms
-from rayneuron.engine.scheduler import Plan, Work, wants_scores
+from rayneuron.engine.scheduler import wants_scores
+from rayneuron.engine.sequence import Plan, Work
 from rayneuron.engine.step import step
 from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
@@ -74,12 +75,13 @@ class Runner:
         self.arch = arch
         self.device = device
         self.capacity = capacity
+        self._space = capacity.space
         self.program = program or partial(step, arch)
         self.overlaps = device.overlaps
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""
-        self.device.load(weights, kv_shape(self.arch, self.capacity.space, self.device.comm.ranks, len(weights["layers"])))
+        self.device.load(weights, kv_shape(self.arch, self._space, self.device.comm.ranks, len(weights["layers"])))
 
     def warm(self, progress: Progress) -> None:
         """Make every shape of the inventory ready. Afterwards no request meets a first time."""
@@ -88,7 +90,7 @@ class Runner:
     def start(self, plan: Plan) -> Pending:
         """Pack, copy shared prompt KV, begin. Raises RowError before anything has been done."""
         shape = choose(self.capacity, plan)
-        return self.begin(plan.copies, shape, pack(plan.works, shape, self.capacity.space))
+        return self.begin(plan.copies, shape, pack(plan.works, shape, self._space))
 
     def begin(self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch) -> Pending:
         """Begin a step that somebody has packed, after copying blocks."""

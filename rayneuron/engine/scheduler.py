@@ -3,43 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
-from typing import Literal
 
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
-from rayneuron.engine.sequence import Sequence
-
-
-class Work:
-    """One sequence's part of a step: compute KV for ids[start : start + count].
-
-    `last`: a token is sampled at the end: every id has KV afterwards. `followed`: the device hands that token to the next step itself.
-    """
-
-    __slots__ = ("count", "epoch", "followed", "last", "sequence", "start")
-
-    def __init__(self, sequence: Sequence, start: int, count: int) -> None:
-        self.sequence = sequence
-        self.start = start
-        self.count = count
-        self.last = start + count == len(sequence.ids) + sequence.unseen
-        self.followed = False
-        self.epoch = sequence.epoch
-
-    @property
-    def valid(self) -> bool:
-        """Whether its result still counts: the sequence has not ended, been preempted or rewound since."""
-        return self.epoch == self.sequence.epoch and self.sequence.finish_reason is None
-
-
-@dataclass(slots=True)
-class Plan:
-    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step."""
-
-    tag: Literal["prefill", "decode"]
-    works: list[Work]
-    copies: list[tuple[int, int]] = field(default_factory=list)
+from rayneuron.engine.sequence import Plan, Sequence, Work
 
 
 class Scheduler:

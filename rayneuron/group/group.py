@@ -14,7 +14,7 @@ from typing import TypeVar
 from rayneuron import settings, wire
 from rayneuron.devices.base import StepOutput
 from rayneuron.engine.runner import pack
-from rayneuron.engine.scheduler import Plan
+from rayneuron.engine.sequence import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
 from rayneuron.group.children import Children, Processes

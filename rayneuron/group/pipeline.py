@@ -17,7 +17,7 @@ from rayneuron.devices.base import Batch, Pending, Program, Shape, StepOutput, W
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.engine.runner import choose
-from rayneuron.engine.scheduler import Plan
+from rayneuron.engine.sequence import Plan
 from rayneuron.engine.step import finish, places, step
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch

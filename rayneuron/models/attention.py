@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What every layer of one step shares: where its tokens are, biases by window, cos/sin or None.
+    """What every layer of one step shares: where its tokens are, biases by window, cos/sin or None, and this architecture's norm.
 
     `split`: how to attend where KV is split over ranks by position (flash decoding), None where it is not. `local`: cos and sin of layers
     with a window, where they are others. `whole_norm`: the norm of queries or keys over the heads of all ranks.
@@ -35,6 +35,7 @@ class StepTables:
     sin: Tensor | None
     q_heads: int
     kv_heads: int
+    norm: Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
     split: Callable[..., tuple[Tensor, Layer]] | None = None
     local: tuple[Tensor, Tensor] | None = None
     whole_norm: Callable[[Mapping[str, Tensor], str, Tensor], Tensor] | None = None
@@ -73,7 +74,7 @@ def attention(
     if step.whole_norm is not None:
         q, k = step.whole_norm(w, "q_norms", q), step.whole_norm(w, "k_norms", k)
     elif arch.qk_norm:
-        q, k = norm(arch, ops, w, "q_norm", q), norm(arch, ops, w, "k_norm", k)
+        q, k = step.norm(w, "q_norm", q), step.norm(w, "k_norm", k)
     cos, sin = step.local if step.local is not None and window else (step.cos, step.sin)
     if cos is not None:
         q, k = ops.rotate(q, cos, sin, arch.rope.pairs), ops.rotate(k, cos, sin, arch.rope.pairs)
@@ -84,13 +85,6 @@ def attention(
         more = (arch.softcap_scores, sinks(arch, w)) if arch.softcap_scores or arch.sinks else ()
         mixed = ops.attend(q, kv, step.places.blocks, step.places.length, step.biases[window], arch.scale, *more)
     return ops.linear(w, "o", mixed), kv
-
-
-def norm(arch: Arch, ops: Ops, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """The norm `name` of this architecture. A weight that counts from 1 is brought there in float32, where small dtypes lose nothing."""
-    if arch.norm_offset:
-        w = {f"{name}.w": w[f"{name}.w"].float() + 1}
-    return ops.norm(w, name, x, arch.norm, arch.eps)
 
 
 def whole_norm(

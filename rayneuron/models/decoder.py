@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayneuron.models import flash_decoding, rotary, shard
 from rayneuron.models.arch import Arch
-from rayneuron.models.attention import StepTables, attention, bias, norm, whole_norm
+from rayneuron.models.attention import StepTables, attention, bias, whole_norm
 from rayneuron.models.feedforward import feed_forward
 from rayneuron.models.kv import Kv, KvShape, Places
 
@@ -43,7 +43,7 @@ def forward(
 
 def layers(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places) -> Tensor:
     """This rank's layers on the residual x [B,T,E], in the device's fused form where it has one."""
-    if ops.layers is not None and not arch.uncommon:
+    if ops.layers is not None:
         fused = ops.layers(arch, ops, comm, weights, kv, x, places)
         if fused is not None:
             return fused
@@ -70,7 +70,14 @@ def prepare(
     other = arch.local_rope and replace(arch, rope=arch.local_rope)
     local = rotary.tables(other, top["rope.local"], positions, dtype) if other else None
     whole = partial(whole_norm, arch, comm, plan) if arch.whole_qk_norm else None
-    return StepTables(places, biases, cos, sin, plan.q_heads, plan.kv_heads, split, local, whole)
+    return StepTables(places, biases, cos, sin, plan.q_heads, plan.kv_heads, partial(norm, arch, ops), split, local, whole)
+
+
+def norm(arch: Arch, ops: Ops, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """The norm `name` of this architecture. A weight that counts from 1 is brought there in float32, where small dtypes lose nothing."""
+    if arch.norm_offset:
+        w = {f"{name}.w": w[f"{name}.w"].float() + 1}
+    return ops.norm(w, name, x, arch.norm, arch.eps)
 
 
 def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:

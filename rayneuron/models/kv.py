@@ -5,7 +5,7 @@ N blocks, S positions of a block, B rows, T new tokens, M blocks of a row, H KV 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,26 +26,15 @@ class KvSpace:
     limit: int
     blocks: int
     block: int
+    null: int = field(init=False)
+    scratch: int = field(init=False)  # the last one
+    total: int = field(init=False)
+    nowhere: int = field(init=False)  # a slot in scratch
 
-    @property
-    def null(self) -> int:
-        """The block that nobody writes."""
-        return self.blocks
-
-    @property
-    def scratch(self) -> int:
-        """The block that no true row reads, the last one."""
-        return self.blocks + (self.block < self.limit)
-
-    @property
-    def total(self) -> int:
-        """All blocks there are."""
-        return self.scratch + 1
-
-    @property
-    def nowhere(self) -> int:
-        """The slot of what is to be forgotten."""
-        return self.scratch * self.block
+    def __post_init__(self) -> None:
+        scratch = self.blocks + (self.block < self.limit)
+        for name, value in (("null", self.blocks), ("scratch", scratch), ("total", scratch + 1), ("nowhere", scratch * self.block)):
+            object.__setattr__(self, name, value)
 
     def width(self, length: int) -> int:
         """Blocks that hold `length` positions."""

@@ -13,8 +13,7 @@ import torch
 from rayneuron import wire
 from rayneuron.devices.base import LOGITS, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity
-from rayneuron.engine.scheduler import Plan, Work
-from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.errors import WorkerLost
 from rayneuron.group import links, pipeline
 from rayneuron.types import Request, SamplingParams

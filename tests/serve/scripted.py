@@ -24,7 +24,7 @@ from rayneuron.devices.base import LOGITS, SCORES, Ended, StepOutput
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.runner import _want
-from rayneuron.engine.scheduler import Plan
+from rayneuron.engine.sequence import Plan
 from rayneuron.loading import Opened
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import Replica

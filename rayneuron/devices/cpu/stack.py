@@ -65,6 +65,8 @@ class CallFields(ctypes.Structure):
 
 def refused(arch: Arch, layers: Sequence[Mapping[str, Any]], kv: Kv) -> str | None:
     """Why these layers cannot run as a stack; None where they can."""
+    if arch.uncommon:
+        return arch.uncommon
     dense = ("down.w", "gate_up.w" if arch.gated else "up.w")
     for w in layers:
         for name in ("qkv.w", "o.w", *(("router.w",) if "router.w" in w else dense)):
