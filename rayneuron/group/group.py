@@ -36,6 +36,7 @@ Made = TypeVar("Made")
 
 FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
 _ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the latter after a loss
+_BLAME_S = 0.5  # for the cause of a broken wait to show
 
 
 class Group:
@@ -212,16 +213,22 @@ class Group:
             raise
 
     def _blame(self) -> None:
-        """A wait broke before the watch has seen why: take the words of a worker that could still say it."""
-        for member in self.members:
-            try:
-                answer = member.channel.receive_now()
-            except wire.WireError as problem:
-                self._lose(f"{member.name} is gone ({problem})", member)
-                return
-            if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
-                self._lose(error_of(member, answer).message)
-                return
+        """A wait broke before the watch has seen why: take the words of a worker that could still say it, or see whose connection ends.
+
+        A process is seen to be gone when its first thread has ended; its connections end with the last.
+        """
+        until = time.monotonic() + _BLAME_S
+        while self.lost is None and time.monotonic() < until:
+            for member in self.members:
+                try:
+                    answer = member.channel.receive_now()
+                except wire.WireError as problem:
+                    self._lose(f"{member.name} is gone ({problem})", member)
+                    return
+                if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
+                    self._lose(error_of(member, answer).message)
+                    return
+            time.sleep(0.01)
 
     def _all(self, kind: type[Made], late: str, timeout_s: float) -> list[Made]:
         """One answer of each worker, in order. Advance restarts the clock."""

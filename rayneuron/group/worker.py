@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +21,7 @@ from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
 from rayneuron.group.messages import Advance, Beat, Begin, Failed, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, ToWorker, Warm
 from rayneuron.group.rank import Rank
+from rayneuron.models import Progress
 from rayneuron.placement.records import process_started
 
 log = logging.getLogger(__name__)
@@ -43,22 +43,22 @@ class Invitation(msgspec.Struct, frozen=True):
     files: int = 1024
 
 
-def serve_rank(invitation: Invitation, leave: Callable[[int], None] = os._exit) -> None:
-    """Serve one rank to the end of its group. Returns after Stop; on any failure it tells worker 0 and calls `leave`."""
+def serve_rank(invitation: Invitation) -> None:
+    """Serve one rank to the end of its group. Returns after Stop; on any failure it tells worker 0, and the process ends."""
     wire.allow_files(invitation.files)
     channel = _join(invitation)
     rank = Rank()
-    threading.Thread(target=_watch, args=(channel, invitation, leave), name="rayneuron-watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(channel, invitation), name="rayneuron-watch", daemon=True).start()
     try:
         _serve(channel, rank)
     except wire.Closed:
         log.error("worker %d: worker 0 is gone", invitation.index)
-        leave(LOST)
+        os._exit(LOST)
     except BaseException as error:
         log.exception("worker %d has failed", invitation.index)
         _tell(channel, Failed(type(error).__name__, str(error)))
         rank.abort()
-        leave(1)
+        os._exit(1)
     rank.close()
     channel.close()
 
@@ -112,7 +112,7 @@ def _step(channel: wire.Channel[ToWorker], rank: Rank, step: Step) -> None:
     channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
 
 
-def _reporter(channel: wire.Channel[ToWorker]) -> Callable[[int, int], None]:
+def _reporter(channel: wire.Channel[ToWorker]) -> Progress:
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -124,7 +124,7 @@ def _reporter(channel: wire.Channel[ToWorker]) -> Callable[[int, int], None]:
     return report
 
 
-def _watch(channel: wire.Channel[ToWorker], invitation: Invitation, leave: Callable[[int], None]) -> None:
+def _watch(channel: wire.Channel[ToWorker], invitation: Invitation) -> None:
     """End this process when worker 0 is gone, whatever the other thread is doing: computing, loading, or waiting for a dead rank."""
     poll = select.poll()
     wire.hang_up(poll, channel.fileno())
@@ -132,7 +132,7 @@ def _watch(channel: wire.Channel[ToWorker], invitation: Invitation, leave: Calla
         poll.register(os.pidfd_open(invitation.leader[0]), select.POLLIN)  # its socket may live on in a process it has forked
     poll.poll()
     if channel.fileno() >= 0:  # else it was closed here, after Stop
-        leave(LOST)
+        os._exit(LOST)
 
 
 def _tell(channel: wire.Channel[ToWorker], message: Failed) -> None:

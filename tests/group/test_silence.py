@@ -8,15 +8,18 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rayneuron import wire
 from rayneuron.errors import Busy, RayNeuronError, WorkerLost
+from rayneuron.group.group import Group
 from rayneuron.group.messages import VERSION, Advance, Beat, Failed, FromWorker, Hello, ToWorker
 from rayneuron.group.rendezvous import Member
 from rayneuron.group.watch import Watch
-from rayneuron.placement.layout import Worker
+from rayneuron.placement.layout import Worker, layout
 
 SO_ATTACH_FILTER = 26
 SILENCE_S = 0.8
@@ -122,6 +125,25 @@ def test_who_fails_has_the_last_word(said: Failed | None, kind: type[RayNeuronEr
         assert type(why) is kind and str(why).startswith("worker 1, rank 1 of stage 0 (pid 4711 on 127.0.0.2)") and str(why).endswith(text)
     watched.watch.stop()
     ours.close()
+
+
+def test_a_worker_is_named_whose_connection_ends_a_little_later(ends: tuple[wire.Channel[FromWorker], wire.Channel[ToWorker]]) -> None:
+    """Shared memory sees a process gone when its first thread has ended, its connections end with the last: the name is waited for."""
+    ours, theirs = ends
+    told: list[str] = []
+    model: Any = SimpleNamespace(config=None, capacity=None)
+    group = Group(model, layout(2), on_lost=told.append)
+    group.members = [Member(layout(2).workers[1], "127.0.0.2", ours, Hello(b"", 1, 4711, 0, VERSION))]
+    group._watch = Watch(group.members, group._break, 60.0)
+
+    def broken() -> None:
+        threading.Timer(0.1, theirs.close).start()
+        raise WorkerLost("rank 1 (pid 4711) is gone")
+
+    with pytest.raises(WorkerLost, match=r"^worker 1, rank 1 of stage 0 \(pid 4711 on 127\.0\.0\.2\) is gone"):
+        group._locally(broken)
+    assert len(told) == 1 and told[0].startswith("worker 1,")
+    group.close()
 
 
 def test_a_busy_process_is_not_lost(ends: tuple[wire.Channel[FromWorker], wire.Channel[ToWorker]]) -> None:
