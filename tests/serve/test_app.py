@@ -10,6 +10,7 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,14 @@ def test_leaving_through_the_proxy_stops_the_work(client: httpx.Client) -> None:
 
 
 def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
-    """4 slots and 248 places: while two calls fill them everybody else is refused, in OpenAI's words; afterwards 12 at once all finish."""
+    """4 slots and 248 places: while two calls fill them nobody gets 64 more, in OpenAI's words; afterwards 12 at once all finish.
+
+    As many, since the two calls give places back while they run.
+    """
     import concurrent.futures
 
-    def ask(number: int) -> httpx.Response:
-        body = GO | {"max_tokens": 100, "ignore_eos": True, "stream": bool(number % 2)}
+    def ask(number: int, **more: Any) -> httpx.Response:
+        body = GO | {"max_tokens": 100, "ignore_eos": True, "stream": bool(number % 2)} | more
         return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -170,7 +174,7 @@ def test_a_full_queue_is_a_429(client: httpx.Client, url: str) -> None:
             next(lines)  # whoever lets go of `lines` has left
             other = pool.submit(httpx.post, f"{url}/v1/completions", json=MUCH | {"n": 124, "max_tokens": 8}, timeout=PATIENCE_S)
             eventually(lambda: client.get("/load").json()["open_sequences"] > 240, PATIENCE_S, lambda: client.get("/load").json())
-            refused = list(pool.map(ask, range(12)))
+            refused = list(pool.map(partial(ask, n=64, temperature=1.0), range(12)))
         assert {reply.status_code for reply in refused} == {429}
         assert all(reply.json()["error"]["type"] == "RateLimitError" and reply.headers["retry-after"] == "1" for reply in refused)
         assert other.result().status_code == 200
