@@ -131,7 +131,7 @@ def test_a_worker_is_named_whose_connection_ends_a_little_later(ends: tuple[wire
     """Shared memory sees a process gone when its first thread has ended, its connections end with the last: the name is waited for."""
     ours, theirs = ends
     told: list[str] = []
-    model: Any = SimpleNamespace(config=None, capacity=None)
+    model: Any = SimpleNamespace(config=SimpleNamespace(instance=None), capacity=None)
     group = Group(model, layout(2), on_lost=told.append)
     group.members = [Member(layout(2).workers[1], "127.0.0.2", ours, Hello(b"", 1, 4711, 0, VERSION))]
     group._watch = Watch(group.members, group._break, 60.0)
