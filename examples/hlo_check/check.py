@@ -49,9 +49,9 @@ from rayneuron.models import weights  # noqa: E402
 from rayneuron.models.collectives import Solo  # noqa: E402
 from rayneuron.models.kv import KvSpace  # noqa: E402
 from rayneuron.models.memory import kv_shape, parameters, share  # noqa: E402
-from rayneuron.models.stored import stored_shape  # noqa: E402
 from rayneuron.placement.fitting import capacity_of  # noqa: E402
 from rayneuron.placement.memory import arch_of  # noqa: E402
+from tests.models.checkpoint import checkpoint_shapes  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads((HERE / "families.json").read_text())
 SPACE = KvSpace(rows=3, limit=32, blocks=3, block=32)
@@ -77,18 +77,6 @@ LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
           "rope_theta": 5e5, "torch_dtype": "bfloat16"}  # fmt: skip
 LAYERS = 2  # of the large ones that are lowered; all are alike
 MOST_MOVED, MOST_FLOPS = 1.1, 1.03
-
-
-def checkpoint_shapes(arch: Any, family: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor a checkpoint of this architecture holds, as its family stores them."""
-    parts = [("", family.top(arch), arch.ffn)]
-    for i in range(arch.layers):
-        parts.append((family.PREFIX.format(i), family.layer(arch, i), arch.dense_ffn if i in arch.dense_layers else arch.ffn))
-    for prefix, rules, ffn in parts:
-        for ours, rule in rules.items():
-            theirs, convert = rule if isinstance(rule, tuple) else (rule, None)
-            for e in range(0 if arch.tied and ours == "head.w" else arch.experts if "{e}" in theirs else 1):
-                yield prefix + theirs.replace("{e}", str(e)), stored_shape(arch, ours.split(), ffn, convert)
 
 
 class Checkpoint(Mapping[str, Tensor]):

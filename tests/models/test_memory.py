@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from rayneuron import models
 from rayneuron.models import hub, memory
-from rayneuron.models.arch import Arch
-from rayneuron.models.stored import stored_shape
+from tests.models.checkpoint import checkpoint_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB_MODEL = {
@@ -61,20 +58,6 @@ def test_planning_needs_no_torch() -> None:
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-def checkpoint_shapes(arch: Arch, family: ModuleType) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor a checkpoint of this architecture holds, as its family stores them."""
-    parts = [("", family.top(arch), arch.ffn)]
-    for i in range(arch.layers):
-        parts.append((family.PREFIX.format(i), family.layer(arch, i), arch.dense_ffn if i in arch.dense_layers else arch.ffn))
-    for prefix, rules, ffn in parts:
-        for ours, rule in rules.items():
-            theirs, convert = rule if isinstance(rule, tuple) else (rule, None)
-            if arch.tied and ours == "head.w":
-                continue
-            for e in range(arch.experts if "{e}" in theirs else 1):
-                yield prefix + theirs.replace("{e}", str(e)), stored_shape(arch, ours.split(), ffn, convert)
 
 
 @pytest.mark.slow
