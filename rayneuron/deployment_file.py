@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rayneuron import aliases, config, serve_config
+from rayneuron import aliases, config, gateway_config, serve_config
 from rayneuron.errors import ConfigError, RayNeuronError
 from rayneuron.validation import KeyPath, dotted, override, validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
+GATEWAY_PATH = "rayneuron.gateway.app:build"
 DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
 ALL = "all"
 PROXIES = {  # what the files of deployments/ say to Serve's proxies too
@@ -24,17 +25,21 @@ MOST_KEYS, MOST_LETTERS = 100_000, 1000  # values of a file; letters of what is 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentFile:
-    """The whole Serve config as plain data, and our applications in it: name -> checked deployment. `lines`: where each key stands."""
+    """The whole Serve config as plain data, and our applications in it: name -> checked deployment, and gateways in front of them.
+
+    `lines`: where each key stands.
+    """
 
     path: Path | str
     content: Mapping[str, Any]
     deployments: Mapping[str, config.Deployment]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     assigned: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    gateways: Mapping[str, gateway_config.GatewayConfig] = field(default_factory=dict)
 
     def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
         """What is wrong with an application, said with its name and the line of the key that it is about."""
-        index = next(i for i, entry in enumerate(self.content["applications"]) if entry.get("name", "default") == name)
+        index = next(i for i, entry in enumerate(self.content["applications"]) if _name(entry) == name)
         param = tuple(error.param.split(".")) if error.param else ()
         where = _place(self.path, self.lines, self.assigned, ("applications", index, "args", *param), error.message)
         said = " ".join(error.message.split())
@@ -43,8 +48,8 @@ class DeploymentFile:
 
     def filled(self) -> dict[str, Any]:
         """The content with every default of our applications' args written out: a file that can be served."""
-        ours = {name: deployment.model_dump() for name, deployment in self.deployments.items()}
-        entries = [{**e, "args": ours[e.get("name", "default")]} if _is_ours(e) else e for e in self.content["applications"]]
+        ours = {name: made.model_dump() for name, made in (*self.deployments.items(), *self.gateways.items())}
+        entries = [{**e, "args": ours[name]} if (name := _name(e)) in ours else e for e in self.content["applications"]]
         return {**self.content, "applications": entries}
 
 
@@ -106,6 +111,7 @@ def _checked(
             if isinstance(listed[i].get("args"), dict | None):
                 listed[i]["args"] = _overridden(listed[i].get("args") or {}, inside)
                 assigned[i] = {key: inside.option(key) for key in inside}
+                _repeat(listed, _name(listed[i]), inside)
 
     def place(keys: KeyPath, text: str) -> str:
         return f"{whole.option(dotted(keys))}: " if dotted(keys) in whole else _place(path, lines, assigned, keys, text)
@@ -114,7 +120,8 @@ def _checked(
     if not ours:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}")
     file = DeploymentFile(path, content, {}, lines, assigned)
-    return DeploymentFile(path, content, {listed[i].get("name", "default"): _parsed(file, i) for i in ours}, lines, assigned)
+    file = DeploymentFile(path, content, {_name(listed[i]): _parsed(file, i) for i in ours}, lines, assigned)
+    return replace(file, gateways={_name(e): _gateway(file, i) for i, e in enumerate(listed) if e.get("import_path") == GATEWAY_PATH})
 
 
 def _translate(path: Path | str, entry: dict[str, Any], keys: KeyPath, lines: dict[KeyPath, int]) -> None:
@@ -171,6 +178,35 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
             raise ConfigError(f"{place(('deployments', i, 'name'))((), '')}has no deployment {changed['name']!r}; write name: {DEPLOYMENT}")
         config.parse_hot(changed.get("user_config"), place(("deployments", i, "user_config")))
     return made
+
+
+def _gateway(file: DeploymentFile, index: int) -> gateway_config.GatewayConfig:
+    """The args of a gateway, checked by themselves and against the applications of the file."""
+    entry, base = file.content["applications"][index], ("applications", index, "args")
+
+    def place(keys: KeyPath, text: str) -> str:
+        return _place(file.path, file.lines, file.assigned, (*base, *keys), text) + f"application {_name(entry)}: "
+
+    made = gateway_config.parse(entry.get("args") or {}, place)
+    try:
+        gateway_config.check(made, file.deployments, {_name(e): e.get("route_prefix", "/") for e in file.content["applications"]})
+    except ConfigError as wrong:
+        keys = tuple(int(part) if part.isdigit() else part for part in (wrong.param or "").split("."))
+        raise ConfigError(f"{place(keys, '')}{wrong.message}", param=wrong.param) from None
+    return made
+
+
+def _repeat(listed: list[Any], name: str, inside: _Assigned) -> None:
+    """What is set in an application's args is set where a gateway repeats them."""
+    for entry in listed:
+        members = (entry.get("args") or {}).get("models") if entry.get("import_path") == GATEWAY_PATH else None
+        for member in members if isinstance(members, list) else ():
+            if isinstance(member, dict) and member.get("application") == name and isinstance(member.get("args"), dict):
+                member["args"] = _overridden(member["args"], inside)
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name", "default"))
 
 
 def _place(path: Path | str, lines: Mapping[KeyPath, int], assigned: Mapping[int, Mapping[str, str]], keys: KeyPath, text: str) -> str:

@@ -29,4 +29,4 @@ def run(args: argparse.Namespace) -> None:
     settings.export(environment)  # before Ray is imported, which reads them once
     from rayneuron.serve import process
 
-    process.run(file.content, file.deployments, args.grace)
+    process.run(file.content, {**file.deployments, **file.gateways}, args.grace)

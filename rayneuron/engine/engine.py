@@ -108,7 +108,7 @@ class Engine:
             choice = Sequence(
                 request,
                 index,
-                list(request.prompt_ids),
+                [*request.prompt_ids, *request.output_ids],
                 seed + index,
                 self.capacity.length - prompt if most is None else most,
                 self._order,

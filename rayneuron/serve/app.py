@@ -23,6 +23,7 @@ from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.placement.layout import Layout, group_layout
 from rayneuron.serve import readiness
 from rayneuron.serve.actors import Actors, check_room, refuse_chosen_cores, worker_options
+from rayneuron.serve.hub import Hub
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import Opener, Replica
 from rayneuron.serve.telemetry import RayExport, merged
@@ -56,12 +57,15 @@ class ServedEngine(Replica):
     """A Replica as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes)."""
 
     async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
-        _log_through_serve()
+        log_through_serve()
         self._event_loop = asyncio.get_running_loop()
         opener = self._open_group if opener is loading.open_engine and layout_of(deployment.parse(config)).grouped else opener
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         settle_interpreter()
+        self._hub = Hub(self, serve.get_replica_context().replica_id.unique_id)
+        await self._hub.listen(ray.util.get_node_ip_address())
+        await self.address(self._hub.replica)
         self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
 
     def _open_group(self, config: Deployment, progress: loading.StageProgress) -> loading.Opened:
@@ -87,6 +91,8 @@ class ServedEngine(Replica):
         log.error("this replica ends: %s", reason)
         served = self._served
         if served is not None:
+            if self._hub is not None:
+                self._hub.leave(0.0)
             self.leave()
             await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
         else:
@@ -94,6 +100,30 @@ class ServedEngine(Replica):
         await asyncio.sleep(LAST_BYTES_S)
         os._exit(1)
 
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def address(self, replica: str) -> str:
+        """Nothing is loaded: Serve's routers send a call that names this model, the replica's id, to the one replica that has it."""
+        return replica
+
+    async def answer(self, order: bytes) -> bytes:
+        """An order of a gateway, to its end (frames.Order, frames.Settled)."""
+        assert self._hub is not None
+        return await self._hub.answer(order)
+
+    async def card(self) -> bytes:
+        """What a gateway has to know of this replica (frames.Card). Raises NotReady where it takes no calls."""
+        if self._hub is None or self.state != "serving":
+            raise self._shut.refusal
+        served = self.served
+        return self._hub.card(self.config, served.opened, served.engine.snapshot().kv_tokens_total, self._user_config)
+
+    async def drain(self, within_s: float | None = None) -> None:
+        """As Replica's; gateways are told."""
+        if self._hub is not None:
+            self._hub.leave(within_s or 0.0)
+        await Replica.drain(self, within_s)
+
+    _hub: Hub | None = None
     _leaving = False
     _export: asyncio.Task[None] | None = None
 
@@ -141,6 +171,8 @@ class ServedEngine(Replica):
     async def __del__(self) -> None:
         if self._export is not None:
             self._export.cancel()
+        if self._hub is not None:
+            await self._hub.close()
         await self.close()
 
 
@@ -227,7 +259,7 @@ async def _export(export: RayExport) -> None:
             log.exception("metrics could not be handed to Ray; trying again")
 
 
-def _log_through_serve() -> None:
+def log_through_serve() -> None:
     """Send our lines where Serve sends its own: the replica's log file, and the terminal of `serve run`."""
     ours = logging.getLogger("rayneuron")
     ours.setLevel(logging.INFO)

@@ -12,13 +12,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
+from rayneuron.serve.active import ActiveRequest
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.serve.trace import OnEnd
-from rayneuron.text.text import Assembler
-from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, join
+from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta, join
 
 log = logging.getLogger(__name__)
 
@@ -29,53 +28,26 @@ TIMED_OUT = "the request did not finish within its time limit"
 TORN = "the text could not be put together; the server log has the details under this request's id"
 
 
-class ActiveRequest:
-    """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
+class Computes(Protocol):
+    """What calls are handed to: `engine.loop.EngineLoop`, or `gateway.remote.RemoteEngine` where it is elsewhere.
 
-    __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
+    `submit` raises only what this process knows (RequestError, Busy, NotReady); everything else is the first event of the flight.
+    """
 
-    def __init__(self, request: Request, assembler: Assembler, ended: OnEnd | None = None) -> None:
-        self.request = request
-        self.assembler = assembler
-        self.ended = ended
-        self.begun = False
-        self.answered = False  # a choice of it came to a good end
-        self.done: set[int] = set()
-        self.last_s: dict[int, float] = {}
-        self.tokens: dict[int, int] = {}
+    error: str | None
 
-    def measure(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> None:
-        """Count one token delta."""
-        before = self.last_s.get(piece.index)
-        if before is not None:
-            telemetry.inter_token.observe(now_s - before)
-        elif not self.last_s:
-            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s)
-        self.last_s[piece.index] = now_s
-        self.tokens[piece.index] = self.tokens.get(piece.index, 0) + len(piece.token_ids)
+    @property
+    def alive(self) -> bool: ...
 
-    def finish(self, piece: TokenDelta, reason: FinishReason, now_s: float, telemetry: Telemetry) -> None:
-        """Count the end of a choice; one that a stop string ended has no stamps of the engine yet."""
-        tokens = self.tokens[piece.index]
-        self.answered |= reason != "error"
-        stamps = piece.stamps or Stamps(arrived=self.request.arrival_s, finished=now_s)
-        self.done.add(piece.index)
-        telemetry.finished(reason, tokens, stamps, now_s)
-        if len(self.done) == self.request.params.n:
-            telemetry.complete(max(self.tokens.values()))
-        if self.ended is not None:
-            self.ended(piece.index, reason, tokens, stamps)
+    def submit(self, request: Request) -> None: ...
 
-    def drop(self, failed: bool, telemetry: Telemetry) -> bool:
-        """Count the choices that will not end; False where there are none."""
-        left = [index for index in range(self.request.params.n) if index not in self.done]
-        if left:
-            telemetry.dropped(len(left), failed)
-        if self.ended is not None:
-            stamps = Stamps(arrived=self.request.arrival_s, finished=time.monotonic())
-            for index in left:
-                self.ended(index, "error" if failed else "abort", self.tokens.get(index, 0), stamps)
-        return bool(left)
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def pending(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class Flight:
@@ -171,6 +143,16 @@ class Flight:
             self._wake()
         return finished is not None and piece.finish_reason is None
 
+    def settle(self, active: ActiveRequest, index: int, reason: FinishReason, telemetry: Telemetry) -> bool:
+        """End a choice whose end was found elsewhere; False where it had ended."""
+        if index in active.done or self.ended:
+            return False
+        active.tokens.setdefault(index, 0)
+        self.unfinished -= 1
+        active.finish(TokenDelta(active.request.id, index, []), reason, time.monotonic(), telemetry)
+        self._wake()
+        return True
+
     def _lost(self, piece: TokenDelta) -> bool:
         """Whether such an end is that of the whole flight: nobody here asked for it, and no answer can come any more."""
         if piece.finish_reason == "abort":  # the engine saw the deadline pass
@@ -202,7 +184,7 @@ class Flights:
     on these, because unlike the engine's snapshot they are never a step late.
     """
 
-    engine: EngineLoop
+    engine: Computes
 
     def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop, events_per_s: float = math.inf) -> None:
         self.events_per_s = events_per_s
@@ -290,6 +272,17 @@ class Flights:
                 self.waiting_tokens -= len(active.request.prompt_ids)
             if active.drop(flight.error is not None, self._telemetry) and mine:
                 self.engine.abort(active.request.id)
+
+    def end(self, request_id: str, index: int | None, reason: FinishReason) -> None:
+        """Whoever reads a request's tokens wants no more of it, or of one choice of it. Harmless where there is none."""
+        flight = self._by_request.get(request_id)
+        if flight is None:
+            return
+        active = flight.actives[request_id]
+        for choice in range(active.request.params.n) if index is None else (index,):
+            if flight.settle(active, choice, reason, self._telemetry):
+                self.sequences -= 1
+                self.engine.abort(request_id, choice)
 
     def fail_all(self, error: RayNeuronError) -> None:
         """The engine is gone: end every flight with `error`, and refuse new ones with it."""

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from starlette.types import Message, Receive, Scope, Send
 
-from rayneuron import keys, metrics
+from rayneuron import metrics
 from rayneuron.api import call as api
 from rayneuron.api import errors, openai
 from rayneuron.errors import BodyTooLarge, RayNeuronError, RequestError, RequestTimeout, UnsupportedMedia
@@ -43,6 +43,7 @@ class Exchange:
         self.status = 0
         self.gone = False
         self._unread = False  # a body that was not read to its end
+        self._whole: bytes | None = None  # one that was
         self._echo = [(b"x-request-id", self.request_id.encode())] if echo_request_id else []
         self._receive = receive
         self._send = send
@@ -55,7 +56,11 @@ class Exchange:
 
     async def body(self, limit_bytes: int, within_s: float | None = None) -> bytes:
         """The request body. Raises BodyTooLarge before reading more than the limit, RequestTimeout where it does not come in time,
-        ClientGone if the client leaves while sending."""
+        ClientGone if the client leaves while sending. Once it is read it is kept."""
+        if self._whole is not None:
+            if len(self._whole) > limit_bytes:
+                raise _too_large(limit_bytes)
+            return self._whole
         self._unread = True
         declared = self.header("content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
@@ -64,7 +69,7 @@ class Exchange:
             body = await asyncio.wait_for(self._body(limit_bytes), within_s)
         except asyncio.TimeoutError:
             raise RequestTimeout(f"the request body did not arrive within {within_s:g} s") from None
-        self._unread = False
+        self._unread, self._whole = False, body
         return body
 
     async def _body(self, limit_bytes: int) -> bytes:
@@ -200,11 +205,11 @@ def _left(server: Server, exchange: Exchange) -> None:
 
 
 def _check_key(server: Server, exchange: Exchange, path: str) -> None:
-    if not server.config.serving.api_keys or path in OPEN_PATHS:
+    if path in OPEN_PATHS:
         return
     scheme, _, given = (exchange.header("authorization") or "").partition(" ")
     given = given.strip() if scheme.lower() == "bearer" else ""
-    if not keys.accepts(server.keys, given.encode("latin-1")):
+    if server.account(given.encode("latin-1")) is None:
         raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
 
 

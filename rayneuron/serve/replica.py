@@ -13,8 +13,11 @@ import msgspec
 
 from rayneuron import config as deployment
 from rayneuron import keys, loading, metrics
-from rayneuron.config import Deployment
+from rayneuron.config import Deployment, Serving
+from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError
+from rayneuron.news import Pressure
+from rayneuron.serve.flight import Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, start
@@ -36,6 +39,7 @@ class Replica(Handles):
 
     state: Literal["starting", "serving", "leaving"] = "starting"
     now: Verbs  # what answers calls in this state
+    _user_config: dict[str, Any] | None = None  # the last that was taken
     _served: Served | None = None  # from the end of the start to the end of everything
 
     def __init__(self, config: Mapping[str, Any] | Deployment, opener: Opener = loading.open_engine, engine_label: str = "0") -> None:
@@ -46,6 +50,15 @@ class Replica(Handles):
         self.now = self._shut = Shut("the engine is still loading", self.config.limits)
         self._opener = opener
         self._tracer = Tracer(self.name) if self.config.serving.trace else None
+
+    @property
+    def door(self) -> Serving:
+        """What the deployment file says of who may call what."""
+        return self.config.serving
+
+    def account(self, key: bytes) -> str | None:
+        """Whose a key is: nobody's in particular here."""
+        return "" if not self.config.serving.api_keys or keys.accepts(self.keys, key) else None
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls. Whatever was made is given back where it fails."""
@@ -86,9 +99,25 @@ class Replica(Handles):
         """The engine's snapshot and the calls in flight."""
         return self.served.load()
 
+    @property
+    def flights(self) -> Flights:
+        """The calls under way. Raises NotReady."""
+        return self.served.flights
+
+    def pressure(self, seen: int) -> Pressure:
+        """How busy the engine is, as gateways hear it: `seen` is the last of the asking one's orders."""
+        if self.state != "serving" or self._served is None:
+            return Pressure(seen, accepting=False)
+        load, chunk = self._served.engine.snapshot(), self.config.prefill_chunk_tokens
+        free, step_ms = load.kv_tokens_total - load.kv_tokens_used, 1000 * self.telemetry.step_s
+        waiting_ms = load.waiting_tokens / chunk * step_ms * (2 if load.running else 1)  # chunks alternate with decode steps
+        return Pressure(seen, waiting_ms, load.running, 0, load.slots_free, 0.0, free, step_ms, load.waiting)
+
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache; how many blocks were known."""
-        return await asyncio.wrap_future(self.served.engine.ask(lambda engine: engine.scheduler.blocks.reset()))
+        engine = self.served.engine
+        assert isinstance(engine, EngineLoop)
+        return await asyncio.wrap_future(engine.ask(lambda engine: engine.scheduler.blocks.reset()))
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""
@@ -113,6 +142,7 @@ class Replica(Handles):
             self._served = replace(served, refused=refused)
         else:
             self._served = replace(served, context=changed.context, limits=changed.limits, refused=None)
+            self._user_config = None if user_config is None else dict(user_config)
         if self.state == "serving":
             self.now = self._served
         self.telemetry.series[metrics.USER_CONFIG_REFUSED].set(float(self._served.refused is not None))
