@@ -115,7 +115,9 @@ class Output:
 def _start(schema: ServeDeploySchema, signals: Signals, output: Output) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     sys.path.insert(0, os.getcwd())  # as `serve run` does, for applications beside the file; Ray's workers take it over
+    log.info("starting Ray")
     ray.init(namespace="serve")
+    log.info("Ray has started")
     signals.listen()
     worker_output.remove_handler("ray_print_logs")
     worker_output.add_handler("rayneuron", output.take)
@@ -125,6 +127,7 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output) -> None:
         grpc_options=schema.grpc_options.model_dump(),
         controller_options=schema.controller_options,
     )
+    log.info("Serve has started")
     serve.context._get_global_client().deploy_apps(schema, _blocking=False)
 
 
