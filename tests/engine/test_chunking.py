@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayneuron import LLM
@@ -40,13 +40,15 @@ def ask(name: str, count: int, new: int, **params: Any) -> Request:
 def admitted(engine: Engine, prompt: int) -> tuple[list[int], Any, torch.Tensor]:
     """What becomes of a prompt while somebody decodes: the tokens of its steps, the deltas of its first tokens, the KV it leaves."""
     engine.add(ask("stream", 5, 100))
-    engine.step()
+    while not engine.step():
+        pass
     engine.add(ask("prompt", prompt, 3, logprobs=5))
     steps, said, blocks = [], [], []
     while len(said) < 3:
+        before = engine.steps
         found = [delta for delta in engine.step() if delta.request_id == "prompt"]
         said += [(delta.token_ids, delta.logprobs) for delta in found]
-        if engine.info.tag == "prefill":
+        if engine.steps > before and engine.info.tag == "prefill":
             steps.append(engine.info.tokens)
         held = [s.hold for s in engine.scheduler.running if s.request.id == "prompt" and s.hold is not None]
         blocks = [list(hold.blocks) for hold in held] or blocks
@@ -83,7 +85,7 @@ def test_nobody_who_waits_for_no_token_shortens_a_step(tiny: Path) -> None:
     engine = build(tiny, rows=3, length=512, chunk=128, block=16)
     limit(engine, *(16,) * 6)
     for name in ("a", "b"):
-        engine.add(ask(name, 200, 2))
+        engine.add(ask(name, 200, 40))
     tokens = []
     while engine.has_work:
         engine.step()
@@ -126,6 +128,7 @@ class Watched(Scheduler):
 SIZES = st.sampled_from([4, 8, 16, 32, 40])
 
 
+@settings(max_examples=30)
 @given(st.lists(SIZES, min_size=3, max_size=3), st.lists(st.integers(1, 60), min_size=1, max_size=6))
 def test_no_step_is_longer_while_somebody_decodes(fitting: list[int], prompts: list[int]) -> None:
     held = capacity(rows=3, length=64, chunk=40, smallest=16, smallest_context=4, block=16)
