@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
-from rayneuron.devices.base import Tag
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import at_least
 from rayneuron.engine.runner import Runs
@@ -37,7 +37,7 @@ _RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 class Point:
     """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1."""
 
-    tag: Tag
+    tag: Literal["prefill", "decode"]
     rows: int
     tokens: int
     length: int

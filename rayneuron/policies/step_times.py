@@ -31,8 +31,8 @@ class Grid:
         return [corner for corner in corners if corner[1]]
 
     def points(self) -> list[tuple[int, int, float]]:
-        """As it was made of."""
-        return [(x, y, self.ms[i * len(self.ys) + j]) for i, x in enumerate(self.xs) for j, y in enumerate(self.ys)]
+        """As it was made of, x running fastest."""
+        return [(x, y, self.ms[i * len(self.ys) + j]) for j, y in enumerate(self.ys) for i, x in enumerate(self.xs)]
 
 
 def decode_grid(profile: Profile) -> Grid:
