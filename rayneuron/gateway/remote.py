@@ -50,6 +50,7 @@ class RemoteEngine:
 
     error: str | None = None
     alive = True
+    timing = None
 
     def __init__(
         self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int] = frozenset(), *,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rayneuron import config as deployment
 from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Deployment, Limits
 from rayneuron.text.text import Text
+
+if TYPE_CHECKING:
+    from rayneuron.engine.profile import Timing
 
 
 class Sizes(Protocol):
@@ -32,6 +35,9 @@ class Holds(Protocol):
 
     @property
     def vocab(self) -> int: ...
+
+    @property
+    def timing(self) -> Timing | None: ...
 
 
 class Known(Protocol):
