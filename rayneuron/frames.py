@@ -8,8 +8,8 @@ import msgspec
 
 from rayneuron import errors
 from rayneuron.errors import RayNeuronError
-from rayneuron.news import Pressure
-from rayneuron.types import FinishReason, Request, TokenDelta
+from rayneuron.news import KvNews, Pressure
+from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
 VERSION = 1  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
@@ -18,7 +18,7 @@ MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are me
 class Order(msgspec.Struct, array_like=True, frozen=True):
     """A request for one replica. `number` counts a gateway's orders to it from 1. `left_s`, not a deadline: clocks of two hosts differ.
 
-    `waited_s`: how long ago the client asked. `trace`: the client's traceparent.
+    `waited_s`: how long ago the client asked.
     """
 
     gateway: bytes
@@ -27,7 +27,6 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     request: Request
     waited_s: float = 0.0
     left_s: float | None = None
-    trace: str = ""
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
@@ -52,7 +51,7 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Settled(msgspec.Struct, array_like=True, frozen=True):
-    """How an order ended. `misdirected`: it came to another replica, or to one that is not connected with the gateway; nothing was done.
+    """How an order ended. `misdirected`: it came to another replica, or to one that takes none from this gateway; nothing was done.
 
     `tokens`: how many each choice has got of this replica: whoever has heard of fewer waits for the rest.
     """
@@ -75,6 +74,7 @@ class Reception(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """First words of a replica. Without an epoch: it has none of what was asked for, and closes."""
 
     epoch: bytes
+    pressure: Pressure = Pressure(accepting=False)
     version: int = VERSION
 
 
@@ -112,10 +112,17 @@ class Leaving(msgspec.Struct, tag=True, array_like=True, frozen=True):
     within_s: float
 
 
+class KvEvents(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which prefixes the replica has KV of, since the last time."""
+
+    news: KvNews
+
+
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway has to know of a replica. Travels through Ray only: `token` opens the connection.
 
-    `args`, `user_config`: the deployment's own words.
+    `args`, `user_config`: the deployment's own words. `model`: its fingerprint, where prefixes are kept, in blocks of `block` tokens.
+    `profile`: what its steps take, where they have been measured.
     """
 
     replica: str
@@ -127,10 +134,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     length: int
     kv_tokens: int
+    block: int
     vocab: int
+    model: str | None
+    profile: Profile | None
     generation: dict[str, Any]
     chosen: dict[str, Any]
 
 
 FromGateway = Greeting | Alive | Cancel
-FromReplica = Reception | Tokens | Leaving
+FromReplica = Reception | Tokens | KvEvents | Leaving

@@ -64,6 +64,20 @@ class GatewayServing(Section):
         return _sources(value)
 
 
+class Routing(Section):
+    """When a request goes to a replica."""
+
+    admit_ms: float = Field(200.0, gt=0, description="It is sent while a replica would begin it so soon; else it waits in fair order.")
+    session_ttl_s: float = Field(600.0, ge=0, description="How long a session (x-session-id) is expected where it was before.")
+
+
+class Admission(Section):
+    """Who may wait for a replica."""
+
+    max_wait_s: float = Field(30.0, gt=0, description="Whoever would wait longer, by prediction, is told 429 and when to come again.")
+    max_queue_tokens: int | None = Field(1_000_000, ge=1, description="Prompt tokens that may wait.")
+
+
 class Replays(Section):
     """What becomes of a request whose replica is lost."""
 
@@ -81,6 +95,8 @@ class GatewayConfig(Section):
     explain: bool = Field(False, description="Say in a header of every reply where it came from, and why from there.")
     serving: GatewayServing = GatewayServing.model_construct()
     tenants: dict[str, Tenant] = Field(default_factory=dict, description="Accounts, by name.")
+    routing: Routing = Routing.model_construct()
+    admission: Admission = Admission.model_construct()
     replay: Replays = Replays.model_construct()
 
     @property

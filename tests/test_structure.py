@@ -91,7 +91,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
     "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/"),
-    "yaml": ("cli/", "yaml_file.py", "serve/"),
+    "yaml": ("cli/", "yaml_file.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli/", "loading.py", "llm.py", "serve/"),
     "prometheus_client": ("metrics.py", "serve/", "gateway/"),
     "opentelemetry": ("serve/",),
@@ -103,7 +103,7 @@ TORCH_FREE = (
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
-NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py")
+NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Impl", "Factory", "Mixin")

@@ -8,7 +8,7 @@ from typing import Any
 
 from rayneuron import gateway_config, keys
 from rayneuron.config import Limits
-from rayneuron.errors import NotReady, UnknownModel
+from rayneuron.errors import NotReady, RequestError, UnknownModel
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
 from rayneuron.gateway.measures import Measured
 from rayneuron.gateway.measures import text as own_text
@@ -33,7 +33,7 @@ class Catalogue(Handles):
         own = {name: keys.read(tenant.keys, f"tenants.{name}.keys") for name, tenant in self.config.tenants.items()}
         self._keys = own | ({NOBODY: keys.read(self.door.api_keys)} if self.door.api_keys else {})
         self.entries = [
-            CatalogueEntry(listed, self.config, follow(listed.application), self.door, label) for listed in self.config.models
+            CatalogueEntry(listed, self.config, follow(listed.application), label, self._whose) for listed in self.config.models
         ]
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -45,6 +45,22 @@ class Catalogue(Handles):
         """Whose a key is; None for a wrong one. Every account is compared."""
         found = [name for name, known in self._keys.items() if keys.accepts(known, key)]
         return NOBODY if not self._keys else found[0] if found else None
+
+    def _whose(self, headers: Mapping[bytes, bytes]) -> str:
+        """Whose a call is that has come in."""
+        given = headers.get(b"authorization", b"").partition(b" ")[2].strip()
+        return self.account(given) or NOBODY
+
+    def decisions(self, most: int) -> list[Json]:
+        """The last orders of each model, the newest first: where they went, and why there."""
+        if not self._keys and not self.config.explain:
+            raise RequestError("this gateway does not say where calls go; write explain: true, or keys that may ask")
+        found = []
+        for entry in self.entries:
+            for send in [send for engine in entry.engines for send in engine.desk.recent][: -most - 1 : -1]:
+                terms = {name: getattr(send.terms, name) for name in send.terms.__slots__}
+                found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **terms})
+        return found
 
     def named(self, name: str | None, here: str = "model") -> CatalogueEntry:
         """The model of a name, the default one's where there is none. Raises UnknownModel, which tells those there are."""

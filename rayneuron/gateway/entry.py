@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol
 
 from rayneuron import config as deployment
+from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card
+from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
 from rayneuron.gateway.remote import Orders, RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import open_text
 from rayneuron.policies import admission
-from rayneuron.serve.flight import Flights
+from rayneuron.policies.desk import Desk
+from rayneuron.serve.flight import Flight, Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, around
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.serve.verbs import Door, Json, Shut, Verbs
+from rayneuron.serve.verbs import NO_HEADERS, Door, Json, Shut, Verbs
 from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
 
+ROUTE = "x-rayneuron-route"  # the header that says where a reply came from, and why from there
 LOOK_S = 1.0  # how often the replicas of a model are asked who they are
 SOON_S = 0.25  # and where none is there
 RETRY_S = 2.0  # what a client is told where none is there
@@ -58,7 +64,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Routed(Served):
-    """A model whose engine is elsewhere."""
+    """A model whose engine is elsewhere. `account`: whose call it is, by its headers; `explain`: every reply says where it came from."""
+
+    account: Callable[[Mapping[bytes, bytes]], str] = lambda headers: ""
+    explain: bool = False
 
     @property
     def remote(self) -> RemoteEngine:
@@ -71,6 +80,25 @@ class Routed(Served):
         self.health()
         super().admit(call)
 
+    @contextlib.contextmanager
+    def flight(
+        self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = NO_HEADERS
+    ) -> Iterator[Flight]:
+        """As the verb."""
+        said: dict[str, str] = {}
+        wanted = self.explain or headers.get(b"x-rayneuron-explain") == b"1"
+        wishes = wishes_of(headers, self.account(headers), (lambda line: said.update({ROUTE: line})) if wanted else None)
+        for request in call.requests:
+            self.remote.wishes[request.id] = wishes
+            request.trace = headers.get(b"traceparent", b"").decode("latin-1")
+        try:
+            with super().flight(call, arrival_s, time_limit_s, headers) as flight:
+                flight.headers = said
+                yield flight
+        finally:
+            for request in call.requests:
+                self.remote.wishes.pop(request.id, None)
+
     def health(self) -> None:
         """As the verb."""
         if not self.remote.fleet.able:
@@ -81,9 +109,12 @@ class CatalogueEntry(Handles):
     """A model of the catalogue; a `Server` of its own. Where its application is deployed anew with other words, calls that came before end
     as they began."""
 
-    def __init__(self, listed: Listed, gateway: GatewayConfig, replicas: Replicas, door: Door, label: str) -> None:
+    def __init__(
+        self, listed: Listed, gateway: GatewayConfig, replicas: Replicas, label: str, account: Callable[[Mapping[bytes, bytes]], str]
+    ) -> None:  # fmt: skip
         self.name = listed.application
-        self.door = door
+        self.door: Door = gateway.serving
+        self._account = account
         self.telemetry = Telemetry(self.name, label, self.load)
         self.now: Verbs = self._shut("is still loading")
         self.replicas = replicas
@@ -153,10 +184,8 @@ class CatalogueEntry(Handles):
             raise ConfigError(f"models: {key} of {self.name} is not what its application says; deploy both from one file")
         text, path = await asyncio.to_thread(open_text, config)
         flights = Flights(self.telemetry, asyncio.get_running_loop(), events_per_s(config))
-        rules = self._gateway.replay
-        engine = RemoteEngine(
-            self.replicas, flights.dispatch, text.eos_ids, hold_s=rules.hold_s, limit=rules.limit, strikes=rules.strikes
-        )
+        desk = Desk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
+        engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)
         flights.engine = engine
         engine.fleet.card = card
         seen = Seen(engine, text, path, card.generation, card.chosen)
@@ -169,7 +198,8 @@ class CatalogueEntry(Handles):
         config = era.config.model
         names = tuple(dict.fromkeys((*config.served_names, self.name)))
         any_name = config.any_name or (self._gateway.any_name and self._gateway.default == self.name)
-        return replace(era, context=replace(era.context, models=names, any_name=any_name))
+        context = replace(era.context, models=names, any_name=any_name)
+        return replace(era, context=context, account=self._account, explain=self._gateway.explain)
 
     def _changed(self, key: str, card: Card) -> None:
         """The replicas have taken another user_config."""

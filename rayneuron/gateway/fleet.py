@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from rayneuron.frames import Card, Tokens
 from rayneuron.gateway.link import Link
-from rayneuron.news import Pressure
+from rayneuron.news import KvNews, Pressure
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class Watcher(Protocol):
     def joined(self, worker: Linked) -> None: ...
 
     def heard(self, worker: Linked, tokens: Tokens) -> None: ...
+
+    def events(self, worker: Linked, news: KvNews) -> None: ...
 
     def draining(self, worker: Linked, within_s: float | None) -> None: ...
 
@@ -94,8 +98,9 @@ class Fleet:
 
     # What links tell.
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: Link, pressure: Pressure) -> None:
         """A replica has said that it is there."""
+        self._of[link].pressure = pressure
         log.info("replica %s is connected", link.card.replica)
         self._watcher.joined(self._of[link])
 
@@ -103,8 +108,12 @@ class Fleet:
         """What a step of a replica gave, and how busy it is."""
         worker = self._of[link]
         if tokens.pressure is not None:
-            worker.pressure = tokens.pressure
+            worker.pressure = tokens.pressure if worker.accepting else replace(tokens.pressure, accepting=False)
         self._watcher.heard(worker, tokens)
+
+    def events(self, link: Link, news: KvNews) -> None:
+        """What prefixes a replica has KV of."""
+        self._watcher.events(self._of[link], news)
 
     def leaving(self, link: Link, within_s: float) -> None:
         """A replica takes no more orders."""

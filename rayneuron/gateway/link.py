@@ -11,7 +11,8 @@ from typing import Protocol
 import msgspec
 
 from rayneuron import frames, wire
-from rayneuron.frames import Alive, Cancel, Card, FromReplica, Greeting, Leaving, Reception, Tokens
+from rayneuron.frames import Alive, Cancel, Card, FromReplica, Greeting, KvEvents, Leaving, Reception, Tokens
+from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,11 @@ UNACKNOWLEDGED_S = 1.2  # a host whose kernel acknowledges nothing for so long i
 class Listener(Protocol):
     """Whom a link tells what it hears. `lost` comes once, and nothing after it."""
 
-    def opened(self, link: Link) -> None: ...
+    def opened(self, link: Link, pressure: Pressure) -> None: ...
 
     def heard(self, link: Link, tokens: Tokens) -> None: ...
+
+    def events(self, link: Link, news: KvNews) -> None: ...
 
     def leaving(self, link: Link, within_s: float) -> None: ...
 
@@ -80,11 +83,13 @@ class Link(asyncio.Protocol):
             if message.version != frames.VERSION or message.epoch != self.card.epoch:
                 return self.end(f"it speaks version {message.version} and does not know the token; our version is {frames.VERSION}")
             self.open = True
-            self._listener.opened(self)
+            self._listener.opened(self, message.pressure)
         elif not self.open:
             self.end("its first word was no reception")
         elif isinstance(message, Leaving):
             self._listener.leaving(self, message.within_s)
+        elif isinstance(message, KvEvents):
+            self._listener.events(self, message.news)
         else:
             self._number += 1
             if message.number != self._number:

@@ -33,10 +33,10 @@ class Measured:
             series[GATEWAY.requests].add(waiting, "waiting")
             series[GATEWAY.requests].add(placed, "placed")
             series[GATEWAY.replicas].add(len(engine.fleet.able))
-            series[GATEWAY.replayed].add(engine.replayed)
+            series[GATEWAY.replayed].add(engine.repair.tokens)
             series[GATEWAY.misdirected].add(engine.misdirected)
             series[GATEWAY.frames].add(engine.fleet.heard_frames())
-            for (cause, outcome), count in engine.replays.items():
+            for (cause, outcome), count in engine.repair.counts.items():
                 series[GATEWAY.replays].add(count, cause, outcome)
         for labels, refused in self._telemetry.series[metrics.REJECTIONS].values.items():
             series[GATEWAY.refusals].set(refused, *labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,9 +15,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route
 
 from rayneuron.api import errors, openai
-from rayneuron.errors import UnknownModel
+from rayneuron.errors import RequestError, UnknownModel
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
+from rayneuron.policies.desk import REMEMBERED
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp
 from rayneuron.serve.ingress import CORS, METRICS_TYPE, ROUTES, no_route
 from rayneuron.serve.page_files import page_routes
@@ -38,9 +40,10 @@ def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette
         run: Any = OF_ALL.get(path, endpoint if path in AS_THEY_ARE else None) if not under else None
         return Route(path, RouteApp(catalogue, f"{under}{path}", run or partial(_chosen, endpoint), echo_request_id), methods=list(methods))
 
+    decisions = Route("/debug/routes", RouteApp(catalogue, "/debug/routes", _decisions, echo_request_id), methods=["GET"])  # type: ignore[arg-type]
     page = page_routes() if catalogue.door.page else []
     one = [*(made(*route, "/m/{name}") for route in ROUTES), *page]
-    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), *page]
+    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), decisions, *page]
     origins = catalogue.door.allowed_origins
     app = Starlette(
         routes=routes,
@@ -100,6 +103,13 @@ async def _metrics(catalogue: Catalogue, exchange: Exchange) -> None:
 async def _load(catalogue: Catalogue, exchange: Exchange) -> None:
     told = await catalogue.stats()
     await exchange.reply(200, errors.encode({"server_load": told["open_calls"], **told}))
+
+
+async def _decisions(catalogue: Catalogue, exchange: Exchange) -> None:
+    asked = parse_qs(exchange.query.decode("latin-1")).get("n", ["64"])[0]
+    if not asked.isdigit() or not 0 < int(asked) <= REMEMBERED:
+        raise RequestError(f"n must be a number from 1 to {REMEMBERED}, got {asked!r}", param="n")
+    await exchange.reply(200, errors.encode(catalogue.decisions(int(asked))))
 
 
 OF_ALL: dict[str, Any] = {

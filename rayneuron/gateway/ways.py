@@ -2,76 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from rayneuron.frames import Piece
+from rayneuron.policies.replay import Effect, PassOn, Replay
 from rayneuron.types import Request, Stamps, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a call says of itself beside its requests. `ttft_ms`, `tpot_ms`: goals; `say`: told where each request goes, and why there."""
+
+    account: str = ""
+    session: str = ""
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    say: Callable[[str], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """A request, or one choice of it that goes on alone. `choices`: its index at the replica -> the client's; `open`: the client's indexes
-    that have not ended; `output`: what each has got. `tried`: workers it has been lost on."""
+    """A request, or one choice of it that goes on `alone`. `replays`: what each choice has got, by the client's index."""
 
     key: int
     request: Request
-    choices: dict[int, int]
-    open: set[int]
-    output: dict[int, list[int]]
-    attempt: int = 1
+    wishes: Wishes
+    replays: dict[int, Replay]
+    alone: bool = False
+    attempts: dict[int, int] = field(default_factory=dict)
     worker: int | None = None
     number: int = 0
-    tried: frozenset[int] = frozenset()
-    begun_s: float = 0.0  # when this attempt's first tokens came
-    heard: int = 0  # tokens of this attempt
+    avoid: frozenset[int] = frozenset()  # workers it has been lost on
     since_s: float = 0.0  # when it began to wait
-    strikes: list[int] = field(default_factory=list)  # output lengths at which a replica failed under it
-
-    def asked(self) -> Request:
-        """What the next replica is asked for, under a name of its own."""
-        name = f"{self.request.id}.{self.key}.{self.attempt}"
-        if not self.alone:
-            return replace(self.request, id=name)
-        (index,) = self.choices.values()
-        params = self.request.params
-        output = self.output[index]
-        changed = replace(params, n=1, prompt_logprobs=None if output else params.prompt_logprobs if index == 0 else None)
-        seed = (self.request.seed or 0) + index
-        return replace(self.request, id=name, params=changed, seed=seed, output_ids=output)
+    heard: int = 0  # tokens
 
     @property
-    def alone(self) -> bool:
-        """Whether it is one choice that goes on by itself."""
-        return self.request.params.n == 1 or self.attempt > 1
+    def open(self) -> list[int]:
+        """The choices that have not ended."""
+        return [index for index, replay in self.replays.items() if replay.state in ("waiting", "placed")]
 
-    def take(self, piece: Piece) -> TokenDelta | None:
-        """A piece as the client's flight reads it, without what it has already; None where nothing of it is new. ValueError for a gap."""
-        delta, index = piece.delta, self.choices[piece.delta.index]
-        if index not in self.open:
-            return None
-        had = self.output[index]
-        known = len(had) - piece.at
-        if known < 0:
-            raise ValueError(f"tokens {len(had)} to {piece.at} of choice {index} are missing")
-        fresh = delta.token_ids[known:]
-        if not fresh and delta.token_ids and delta.finish_reason is None:
-            return None
-        had += fresh
-        self.heard += len(fresh)
-        scores = delta.logprobs[known:] if delta.logprobs is not None else None
-        delta.request_id, delta.index, delta.token_ids, delta.logprobs = self.request.id, index, fresh, scores
-        if self.attempt > 1:
+    @property
+    def tokens(self) -> int:
+        """The prompt, and what was generated before behind it."""
+        return len(self.request.prompt_ids) + (len(self.replays[self.open[0]].ids) if self.alone and self.open else 0)
+
+    def local(self, index: int) -> int:
+        """A choice's index at the replica."""
+        return 0 if self.alone else index
+
+    def place(self, worker: int, number: int) -> None:
+        """It goes to a replica, as the order of this number."""
+        self.worker, self.number = worker, number
+        self.attempts = {index: self.replays[index].placed() for index in self.open}
+
+    def asked(self) -> Request:
+        """What the replica is asked for, under a name of its own."""
+        name = f"{self.request.id}.{self.key}.{self.number}"
+        if not self.alone:
+            return replace(self.request, id=name)
+        (index,) = self.open
+        output, params = self.replays[index].ids, self.request.params
+        scores = params.prompt_logprobs if index == 0 and not output else None  # they have come with the first token
+        alone = replace(params, n=1, prompt_logprobs=scores)
+        return replace(self.request, id=name, params=alone, seed=(self.request.seed or 0) + index, output_ids=list(output))
+
+    def hear(self, piece: Piece, now_s: float) -> tuple[int, TokenDelta | None, Effect]:
+        """The choice a piece is of, the piece as its client reads it, where there is news in it, and what is to be done else."""
+        delta, index = piece.delta, next(iter(self.replays)) if self.alone else piece.delta.index
+        replay = self.replays.get(index)
+        if replay is None:
+            return index, None, None
+        delta.request_id, delta.index = self.request.id, index
+        if delta.finish_reason == "error" and delta.fault != "engine":  # of this choice alone, wherever it runs
+            return index, delta if replay.finish() else None, None
+        effect = replay.piece(self.attempts[index], piece.at, delta.token_ids, delta.finish_reason, now_s)
+        if not isinstance(effect, PassOn):
+            return index, None, effect
+        delta.token_ids = delta.token_ids[effect.skip :]
+        self.heard += len(delta.token_ids)
+        if delta.logprobs is not None:
+            delta.logprobs = delta.logprobs[effect.skip :]
+        if replay.attempt > 1:
             delta.cached_tokens = 0  # of the prompt, as the client was told of it
-        if delta.finish_reason is not None:
-            self.open.discard(index)
-        return delta
-
-    def split(self) -> Iterator[tuple[int, list[int]]]:
-        """The choices that have not ended, and what they have got."""
-        return ((index, self.output[index]) for index in sorted(self.open))
+        if delta.stamps is not None:
+            delta.stamps = shifted(delta.stamps, now_s)
+        return index, delta, None
 
 
 def shifted(stamps: Stamps, now_s: float) -> Stamps:

@@ -114,8 +114,9 @@ class ServedEngine(Replica):
         """What a gateway has to know of this replica (frames.Card). Raises NotReady where it takes no calls."""
         if self._hub is None or self.state != "serving":
             raise self._shut.refusal
-        served = self.served
-        return self._hub.card(self.config, served.opened, served.engine.snapshot().kv_tokens_total, self._user_config)
+        opened = self.served.opened
+        assert isinstance(opened, loading.Opened)
+        return self._hub.card(self.config, opened, self._user_config)
 
     async def drain(self, within_s: float | None = None) -> None:
         """As Replica's; gateways are told."""

@@ -60,6 +60,7 @@ class Flight:
     def __init__(self, actives: Sequence[ActiveRequest], pace_s: Callable[[], float]) -> None:
         self.actives = {active.request.id: active for active in actives}
         self.unfinished = sum(active.request.params.n for active in actives)  # choices
+        self.headers: dict[str, str] = {}  # of the reply, once it begins
         self.error: RayNeuronError | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._pace_s = pace_s

@@ -36,6 +36,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, echo_request_id: bool = True) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
         self.params: Mapping[str, str] = scope.get("path_params") or {}
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.client_id = openai.clean_id(self.header("x-request-id"))
@@ -232,14 +233,16 @@ async def generate(parse: Callable[..., api.Call], server: Server, exchange: Exc
         if call.head.stream:
             await _stream(call, flight, exchange)
         else:
-            await exchange.reply(200, await now.write(call, await flight.finish(), errors.encode))
+            body = await now.write(call, await flight.finish(), errors.encode)
+            await exchange.reply(200, body, headers=flight.headers)
 
 
 async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
     stream = openai.Events(call)
-    await exchange.begin(200, stream.content_type, STREAM_HEADERS)
+    said = [(name.encode(), value.encode()) for name, value in flight.headers.items()]
+    await exchange.begin(200, stream.content_type, [*STREAM_HEADERS, *said])
     try:
         out = stream.first() + b"".join([stream.chunk(delta) for delta in flight.ready()])
         while not stream.done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,11 @@ from rayneuron import config as deployment
 from rayneuron import keys, loading, metrics
 from rayneuron.config import Deployment, Serving
 from rayneuron.engine.loop import EngineLoop
+from rayneuron.engine.pressure import pressure
 from rayneuron.errors import RayNeuronError
-from rayneuron.news import Pressure
+from rayneuron.news import KvNews, Pressure
+from rayneuron.policies.cost import Costs
+from rayneuron.policies.step_times import flat
 from rayneuron.serve.flight import Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
@@ -27,6 +31,8 @@ from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import Json, Shut, Verbs
 
 log = logging.getLogger(__name__)
+
+PRICES_S = 5.0  # how often what steps take is read anew
 
 Opener = Callable[..., loading.Opened]
 
@@ -39,6 +45,8 @@ class Replica(Handles):
 
     state: Literal["starting", "serving", "leaving"] = "starting"
     now: Verbs  # what answers calls in this state
+    _costs: Costs | None = None  # of steps, as they were at _priced_s
+    _priced_s = 0.0
     _user_config: dict[str, Any] | None = None  # the last that was taken
     _served: Served | None = None  # from the end of the start to the end of everything
 
@@ -106,12 +114,30 @@ class Replica(Handles):
 
     def pressure(self, seen: int) -> Pressure:
         """How busy the engine is, as gateways hear it: `seen` is the last of the asking one's orders."""
-        if self.state != "serving" or self._served is None:
+        served = self._served
+        if self.state != "serving" or served is None or not served.engine.alive or not isinstance(opened := served.opened, loading.Opened):
             return Pressure(seen, accepting=False)
-        load, chunk = self._served.engine.snapshot(), self.config.prefill_chunk_tokens
-        free, step_ms = load.kv_tokens_total - load.kv_tokens_used, 1000 * self.telemetry.step_s
-        waiting_ms = load.waiting_tokens / chunk * step_ms * (2 if load.running else 1)  # chunks alternate with decode steps
-        return Pressure(seen, waiting_ms, load.running, 0, load.slots_free, 0.0, free, step_ms, load.waiting)
+        timing, now_s = opened.engine.timing, time.monotonic()
+        if self._costs is None or now_s - self._priced_s > PRICES_S:
+            held = opened.engine.capacity
+            self._costs = Costs(timing.profile() if timing is not None else flat(held.rows, held.length))
+            self._priced_s = now_s
+        return pressure(opened.engine.scheduler, self._costs, self._costs.profile.output_tokens, seen)
+
+    def taken(self, request_id: str) -> bool:
+        """Whether the pressure counts a request in that was submitted."""
+        served = self._served
+        return served is None or not isinstance(served.engine, EngineLoop) or served.engine.taken(request_id)
+
+    def news(self, epoch: int, number: int) -> asyncio.Future[KvNews | None] | None:
+        """What a gateway lacks of the prefixes that are kept here; None where there is nothing new."""
+        served = self._served
+        if served is None or not isinstance(served.opened, loading.Opened) or not isinstance(served.engine, EngineLoop):
+            return None
+        kept = served.opened.engine.scheduler.blocks.log
+        if kept is None or (kept.epoch, kept.number) == (epoch, number) or not served.engine.alive:
+            return None
+        return asyncio.wrap_future(served.engine.ask(lambda engine: engine.scheduler.blocks.news(epoch, number)))
 
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache; how many blocks were known."""

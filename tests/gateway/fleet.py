@@ -41,9 +41,7 @@ class Member:
     def card(self) -> bytes:
         if self.replica.state != "serving":
             raise self.replica._shut.refusal
-        served = self.replica.served
-        kv_tokens = served.engine.snapshot().kv_tokens_total
-        return self.hub.card(self.replica.config, served.opened, kv_tokens, self.replica._user_config)
+        return self.hub.card(self.replica.config, self.replica.served.opened, self.replica._user_config)
 
     def die(self) -> None:
         """Its connections end and its calls fail, as where the process is killed; nothing it says is heard any more."""
@@ -122,7 +120,7 @@ class House:
         for entry in self.catalogue.entries:
             for engine in entry.engines:
                 await self.until(lambda engine=engine: not engine.pending() and engine.under_way() == (0, 0))
-                assert not engine._asked and not engine._placed and not engine.desk.waiting
+                assert not engine.books.asked and not engine.wishes and not any(engine.desk.open.values()), engine.desk.open
             newest = entry.newest
             if isinstance(newest, Routed):
                 flights = newest.flights

@@ -159,14 +159,14 @@ async def test_what_a_dead_replica_left_goes_on_elsewhere(two: House, single: Re
     victim.engine.runner.allow(after + 3)
     await two.until(lambda: victim.engine.runner._permits == 0 or not victim.engine.has_work)
     if after:
-        await two.until(lambda: any(len(ids) >= after for way in engine._ways.values() for ids in way.output.values()))
+        await two.until(lambda: any(len(r.ids) >= after for way in engine.books.ways.values() for r in way.replays.values()))
     victim.die()
     for member in two.members:
         member.engine.runner.free()
     reply = await call
     assert [c["text"] for c in reply["choices"]] == [c["text"] for c in wanted["choices"]]
     assert reply["usage"] == wanted["usage"]
-    assert engine.replays["lost", "again"] >= 1
+    assert engine.repair.counts["crash", "again"] >= 1
     await two.settle()
 
 
@@ -175,11 +175,11 @@ async def test_a_failed_step_is_a_pause_for_the_others_and_an_end_for_the_one_th
     async with house({"scripted": scripted(tiny, replicas=3)}) as three:
         bodies = [{"prompt": f"go {i}", "max_tokens": 60, "ignore_eos": True} for i in range(3)]
         others = [asyncio.ensure_future(three.catalogue.completions(body)) for body in bodies]
-        with pytest.raises(RayNeuronError, match="every replica that worked on this request"):
+        with pytest.raises(RayNeuronError, match="2 replicas failed while they computed"):
             await three.catalogue.completions({"prompt": "boom:3:", "max_tokens": 9})
         assert sum(not member.replica.served.engine.alive for member in three.members) == 2
         assert {len(reply["choices"][0]["text"]) > 0 for reply in await asyncio.gather(*others)} == {True}
-        assert three.engine.replays["step", "poison"] == 1
+        assert three.engine.repair.counts["step", "failed"] == 1
 
 
 async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, single: Replica) -> None:
@@ -201,7 +201,7 @@ async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, s
         member.engine.runner.free()
     reply = await call
     assert reply["choices"][0]["text"] == wanted["choices"][0]["text"]
-    assert two.engine.replays["leave", "again"] == 1
+    assert two.engine.repair.counts["leave", "again"] == 1
     await two.settle()
 
 
