@@ -32,6 +32,7 @@ class Catalogue(Handles):
         self.now: Verbs = Shut("the gateway has no model yet", Limits.model_construct())
         own = {name: keys.read(tenant.keys, f"tenants.{name}.keys") for name, tenant in self.config.tenants.items()}
         self._keys = own | ({NOBODY: keys.read(self.door.api_keys)} if self.door.api_keys else {})
+        self.keys = tuple(key for known in self._keys.values() for key in known)
         self.entries = [
             CatalogueEntry(listed, self.config, follow(listed.application), label, self._whose) for listed in self.config.models
         ]

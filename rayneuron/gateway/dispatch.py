@@ -35,9 +35,9 @@ class Dispatch:
         """Of every replica that takes calls now; none where there is no such application yet."""
         try:
             asked = contextvars.Context().run(self._open().broadcast, "card")
+            shown = await asked.results_async(timeout_s=CARDS_S, return_exceptions=True)
         except RayServeException:
             return []
-        shown = await asked.results_async(timeout_s=CARDS_S, return_exceptions=True)
         cards = [msgspec.msgpack.decode(blob, type=Card) for blob in shown if isinstance(blob, bytes)]
         there = {card.replica for card in cards}
         self._directed = {replica: handle for replica, handle in self._directed.items() if replica in there}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +37,8 @@ from rayneuron.text.text import Text
 log = logging.getLogger(__name__)
 
 ROUTE = "x-rayneuron-route"  # the header that says where a reply came from, and why from there
-LOOK_S = 1.0  # how often the replicas of a model are asked who they are
-SOON_S = 0.25  # and where none is there
+LOOK_S = 5.0  # how often the replicas of a model are asked who they are
+CHANGING_S, SOON_S = 60.0, 0.5  # and for so long after one has come or gone
 RETRY_S = 2.0  # what a client is told where none is there
 
 
@@ -114,6 +115,7 @@ class CatalogueEntry(Handles):
     ) -> None:  # fmt: skip
         self.name = listed.application
         self.door: Door = gateway.serving
+        self.keys: tuple[bytes, ...] = ()
         self._account = account
         self.telemetry = Telemetry(self.name, label, self.load)
         self.now: Verbs = self._shut("is still loading")
@@ -122,12 +124,14 @@ class CatalogueEntry(Handles):
         self._eras: dict[str, Routed] = {}  # by the application's words, the newest last
         self._user_config: dict[str, Any] | None = None
         self._leaving = False
+        self._there: set[bytes] = set()  # replicas that were connected at the last look
+        self._changed_s = 0.0
 
     @property
     def names(self) -> Sequence[str]:
         """What clients call it."""
-        newest = self.newest
-        return (self.name,) if newest is None else tuple(dict.fromkeys((*newest.config.model.served_names, self.name)))
+        era = self.now if isinstance(self.now, Routed) else self.newest
+        return (self.name,) if era is None else tuple(dict.fromkeys((*era.config.model.served_names, self.name)))
 
     @property
     def newest(self) -> Routed | None:
@@ -157,7 +161,10 @@ class CatalogueEntry(Handles):
                 self._close_door(wrong.message)
             except Exception as wrong:  # of Serve, whose controller may be on its way back
                 log.warning("%s: its replicas could not be asked: %r", self.name, wrong)
-            await asyncio.sleep(LOOK_S if isinstance(self.now, Routed) else SOON_S)
+            there = {linked.link.card.epoch for engine in self.engines for linked in engine.fleet.able}
+            if there != self._there:
+                self._there, self._changed_s = there, time.monotonic()
+            await asyncio.sleep(LOOK_S if there and time.monotonic() - self._changed_s > CHANGING_S else SOON_S)
 
     async def look(self) -> None:
         """Ask who is there now."""

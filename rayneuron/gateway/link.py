@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -59,8 +59,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         found = transport.get_extra_info("socket")
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.keep_alive(found, UNACKNOWLEDGED_S)

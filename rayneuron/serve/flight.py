@@ -1,8 +1,7 @@
 """Calls in flight: what the engine has produced for each, and the task that waits for it.
 
-The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); everything else here runs on the event loop. Text is put
-together at once, so that a stop string ends the choice in the step it appears in, however slowly the client reads; deltas nobody has taken
-yet are joined, so a slow reader gets fewer and longer chunks.
+The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); all else runs on the event loop. Text is put together at
+once, so that a stop string ends the choice in its step; deltas nobody has taken yet are joined: a slow reader gets longer chunks.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
-from rayneuron.serve.active import ActiveRequest
+from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.telemetry import Telemetry
-from rayneuron.types import Delta, FinishReason, Request, Snapshot, TokenDelta, join
+from rayneuron.serve.trace import OnEnd
+from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, join
 
 log = logging.getLogger(__name__)
 
@@ -28,26 +27,53 @@ TIMED_OUT = "the request did not finish within its time limit"
 TORN = "the text could not be put together; the server log has the details under this request's id"
 
 
-class Computes(Protocol):
-    """What calls are handed to: `engine.loop.EngineLoop`, or `gateway.remote.RemoteEngine` where it is elsewhere.
+class ActiveRequest:
+    """One request of a flight: its text, which choices are done, and what telemetry wants to know of it."""
 
-    `submit` raises only what this process knows (RequestError, Busy, NotReady); everything else is the first event of the flight.
-    """
+    __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
-    error: str | None
+    def __init__(self, request: Request, assembler: Takes, ended: OnEnd | None = None) -> None:
+        self.request = request
+        self.assembler = assembler
+        self.ended = ended
+        self.begun = False
+        self.answered = False  # a choice of it came to a good end
+        self.done: set[int] = set()
+        self.last_s: dict[int, float] = {}
+        self.tokens: dict[int, int] = {}
 
-    @property
-    def alive(self) -> bool: ...
+    def measure(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> None:
+        """Count one token delta."""
+        before = self.last_s.get(piece.index)
+        if before is not None:
+            telemetry.inter_token.observe(now_s - before)
+        elif not self.last_s:
+            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s)
+        self.last_s[piece.index] = now_s
+        self.tokens[piece.index] = self.tokens.get(piece.index, 0) + len(piece.token_ids)
 
-    def submit(self, request: Request) -> None: ...
+    def finish(self, piece: TokenDelta, reason: FinishReason, now_s: float, telemetry: Telemetry) -> None:
+        """Count the end of a choice; one that a stop string ended has no stamps of the engine yet."""
+        tokens = self.tokens[piece.index]
+        self.answered |= reason != "error"
+        stamps = piece.stamps or Stamps(arrived=self.request.arrival_s, finished=now_s)
+        self.done.add(piece.index)
+        telemetry.finished(reason, tokens, stamps, now_s)
+        if len(self.done) == self.request.params.n:
+            telemetry.complete(max(self.tokens.values()))
+        if self.ended is not None:
+            self.ended(piece.index, reason, tokens, stamps)
 
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def pending(self) -> bool: ...
-
-    def close(self) -> None: ...
+    def drop(self, failed: bool, telemetry: Telemetry) -> bool:
+        """Count the choices that will not end; False where there are none."""
+        left = [index for index in range(self.request.params.n) if index not in self.done]
+        if left:
+            telemetry.dropped(len(left), failed)
+        if self.ended is not None:
+            stamps = Stamps(arrived=self.request.arrival_s, finished=time.monotonic())
+            for index in left:
+                self.ended(index, "error" if failed else "abort", self.tokens.get(index, 0), stamps)
+        return bool(left)
 
 
 class Flight:
@@ -144,15 +170,10 @@ class Flight:
             self._wake()
         return finished is not None and piece.finish_reason is None
 
-    def settle(self, active: ActiveRequest, index: int, reason: FinishReason, telemetry: Telemetry) -> bool:
-        """End a choice whose end was found elsewhere; False where it had ended."""
-        if index in active.done or self.ended:
-            return False
-        active.tokens.setdefault(index, 0)
+    def settle(self) -> None:
+        """A choice has ended that nothing more is taken of."""
         self.unfinished -= 1
-        active.finish(TokenDelta(active.request.id, index, []), reason, time.monotonic(), telemetry)
         self._wake()
-        return True
 
     def _lost(self, piece: TokenDelta) -> bool:
         """Whether such an end is that of the whole flight: nobody here asked for it, and no answer can come any more."""
@@ -179,7 +200,7 @@ class Flight:
 
 
 class Flights:
-    """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop; `engine` is set before a call comes.
+    """Every call in flight, `by_request`. All methods but `deliver` belong to the event loop; `engine` is set before a call comes.
 
     `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides
     on these, because unlike the engine's snapshot they are never a step late.
@@ -192,19 +213,17 @@ class Flights:
         self.sequences = 0
         self.waiting_tokens = 0
         self.closed: RayNeuronError | None = None
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         self._event_loop = event_loop
-        self._by_request: dict[str, Flight] = {}
+        self.by_request: dict[str, Flight] = {}
         self._open: set[Flight] = set()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def pace_s(self) -> float:
-        """How long a stream lets deltas gather between two writes, so that all of them together stay below `events_per_s`.
-
-        Serve's own proxy spends most of a millisecond of CPU on every event, which the engine has not got. Few streams never wait.
-        """
+        """How long a stream lets deltas gather between two writes, so that all together stay below `events_per_s`: Serve's own proxy
+        spends most of a millisecond of CPU on every event. Few streams never wait."""
         return min(len(self._open) / self.events_per_s, LONGEST_PAUSE_S)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
@@ -216,13 +235,13 @@ class Flights:
         now_s, tokens, prompt_tokens = time.monotonic(), 0, 0  # the latter of prompts whose prefill these deltas tell of
         for piece in deltas:
             tokens += len(piece.token_ids)
-            flight = self._by_request.get(piece.request_id)
+            flight = self.by_request.get(piece.request_id)
             if flight is None:
                 continue  # its client has gone
             active, unfinished = flight.actives[piece.request_id], flight.unfinished
             waited, stopped = not active.begun, False
             try:
-                stopped = flight.receive(active, piece, now_s, self._telemetry)
+                stopped = flight.receive(active, piece, now_s, self.telemetry)
             except Exception:  # one call's text must not stop the delivery of the others'
                 log.exception("request %s: its text could not be put together", piece.request_id)
                 flight.fail(RayNeuronError(TORN))
@@ -232,7 +251,7 @@ class Flights:
             if stopped:
                 self.engine.abort(piece.request_id, piece.index)
         self.waiting_tokens -= prompt_tokens
-        self._telemetry.step(tokens, prompt_tokens)
+        self.telemetry.step(tokens, prompt_tokens)
 
     def open(self, actives: Sequence[ActiveRequest]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
@@ -247,8 +266,8 @@ class Flights:
         try:
             for active in actives:
                 self.engine.submit(active.request)  # refuses an id in use, which is another flight's to keep
-                self._by_request[active.request.id] = flight
-                self._telemetry.asked(active.request)
+                self.by_request[active.request.id] = flight
+                self.telemetry.asked(active.request)
         except BaseException:
             self.close(flight)
             raise
@@ -266,24 +285,13 @@ class Flights:
         if flight.deadline is not None:
             flight.deadline.cancel()
         for active in flight.actives.values():
-            mine = self._by_request.get(active.request.id) is flight
+            mine = self.by_request.get(active.request.id) is flight
             if mine:
-                del self._by_request[active.request.id]
+                del self.by_request[active.request.id]
             if not active.begun:
                 self.waiting_tokens -= len(active.request.prompt_ids)
-            if active.drop(flight.error is not None, self._telemetry) and mine:
+            if active.drop(flight.error is not None, self.telemetry) and mine:
                 self.engine.abort(active.request.id)
-
-    def end(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """Whoever reads a request's tokens wants no more of it, or of one choice of it. Harmless where there is none."""
-        flight = self._by_request.get(request_id)
-        if flight is None:
-            return
-        active = flight.actives[request_id]
-        for choice in range(active.request.params.n) if index is None else (index,):
-            if flight.settle(active, choice, reason, self._telemetry):
-                self.sequences -= 1
-                self.engine.abort(request_id, choice)
 
     def fail_all(self, error: RayNeuronError) -> None:
         """The engine is gone: end every flight with `error`, and refuse new ones with it."""

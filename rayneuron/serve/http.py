@@ -206,7 +206,7 @@ def _left(server: Server, exchange: Exchange) -> None:
 
 
 def _check_key(server: Server, exchange: Exchange, path: str) -> None:
-    if path in OPEN_PATHS:
+    if not server.keys or path in OPEN_PATHS:
         return
     scheme, _, given = (exchange.header("authorization") or "").partition(" ")
     given = given.strip() if scheme.lower() == "bearer" else ""

@@ -26,6 +26,7 @@ from rayneuron.news import KvNews, Pressure
 from rayneuron.serve.flight import Flights
 from rayneuron.serve.peer import TICK_S, Caller, Forward
 from rayneuron.serve.verbs import Verbs
+from rayneuron.types import FinishReason, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +127,14 @@ class Hub:
     def cancel(self, caller: Caller, what: Cancel) -> None:
         """A gateway wants no more of an order."""
         if what.order in caller.orders:
-            self._owner.flights.end(caller.orders[what.order], what.index, what.reason)
+            _end(self._owner.flights, caller.orders[what.order], what.index, what.reason)
 
     def gone(self, caller: Caller) -> None:
         """A connection has ended."""
         if self.callers.get(caller.gateway) is caller:
             del self.callers[caller.gateway]
             for request in list(caller.orders.values()):
-                self._owner.flights.end(request, None, "abort")
+                _end(self._owner.flights, request, None, "abort")
 
     def leave(self, within_s: float) -> None:
         """Tell everybody that this replica takes no more, and ends what it has within so long."""
@@ -168,3 +169,18 @@ class Hub:
                 except Exception:  # one gateway's trouble is not the others'
                     log.exception("a gateway could not be told how busy this replica is")
                     caller.hang_up()
+
+
+def _end(flights: Flights, request_id: str, index: int | None, reason: FinishReason) -> None:
+    """Whoever reads a request's tokens wants no more of it, or of one choice of it. Harmless where there is none."""
+    flight = flights.by_request.get(request_id)
+    active = None if flight is None else flight.actives[request_id]
+    if flight is None or active is None or flight.ended:
+        return
+    for choice in range(active.request.params.n) if index is None else (index,):
+        if choice not in active.done:
+            active.tokens.setdefault(choice, 0)
+            active.finish(TokenDelta(request_id, choice, []), reason, time.monotonic(), flights.telemetry)
+            flights.sequences -= 1
+            flights.engine.abort(request_id, choice)
+            flight.settle()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -73,8 +73,7 @@ class Caller(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Somebody has connected, who has to say who it is."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         found = transport.get_extra_info("socket")
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.keep_alive(found, SILENT_S)

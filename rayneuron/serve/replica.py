@@ -66,7 +66,7 @@ class Replica(Handles):
 
     def account(self, key: bytes) -> str | None:
         """Whose a key is: nobody's in particular here."""
-        return "" if not self.config.serving.api_keys or keys.accepts(self.keys, key) else None
+        return "" if keys.accepts(self.keys, key) else None
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls. Whatever was made is given back where it fails."""

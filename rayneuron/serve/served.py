@@ -22,9 +22,9 @@ from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
 from rayneuron.seeds import Seeds
-from rayneuron.serve.active import ActiveRequest, Takes
-from rayneuron.serve.flight import STOPPED, Computes, Flight, Flights
+from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.hot import Known, hot
+from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer

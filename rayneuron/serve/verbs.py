@@ -12,8 +12,8 @@ from rayneuron.api.call import Json as Json
 from rayneuron.config import Limits
 from rayneuron.errors import NotReady
 from rayneuron.policies import admission
-from rayneuron.serve.active import Takes
 from rayneuron.serve.flight import Flight
+from rayneuron.serve.seams import Takes
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.types import Delta, Request
 
@@ -94,12 +94,13 @@ class Server(Protocol):
 
     telemetry: Telemetry
     now: Verbs
+    keys: tuple[bytes, ...]  # none: nobody is asked for one
 
     @property
     def door(self) -> Door: ...
 
     def account(self, key: bytes) -> str | None:
-        """Whose a key is, "" where none is asked for; None for a wrong one."""
+        """Whose a key is; None for a wrong one."""
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""

@@ -124,7 +124,7 @@ class House:
             newest = entry.newest
             if isinstance(newest, Routed):
                 flights = newest.flights
-                assert (len(flights), flights.sequences, flights.waiting_tokens, len(flights._by_request)) == (0, 0, 0, 0)
+                assert (len(flights), flights.sequences, flights.waiting_tokens, len(flights.by_request)) == (0, 0, 0, 0)
         for wired in self.wired.values():
             for member in wired.members:
                 if not member.dead:

@@ -17,12 +17,14 @@ from typing import Any
 import httpx
 import pytest
 
+from rayneuron import settings
 from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
 pytestmark = pytest.mark.timeout(400)
 
+GATEWAYS = int(os.environ.get("RAYNEURON_GATEWAYS", "1"))
 GO = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "temperature": 0}
 
 
@@ -44,7 +46,7 @@ def url(tiny: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="rg", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
         (Path(folder) / "ray").mkdir()
         patch.setenv("RAY_TMPDIR", folder)
-        for name, value in profile_env("plain").items():
+        for name, value in profile_env("plain").items() if not settings.behind_haproxy() else ():
             patch.setenv(name, value)
         ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
         try:
@@ -52,7 +54,7 @@ def url(tiny: Path) -> Iterator[str]:
             http = {"host": "127.0.0.1", "port": port}
             serve.start(http_options=http)
             gateway = {"models": [{"application": "app-tiny"}, {"application": "app-other"}], "default_model": "tiny"}
-            gateway |= {"serving": {"num_cpus": 0.2, "replicas": 2, "drain_timeout_s": 5}}
+            gateway |= {"serving": {"num_cpus": 0.2, "replicas": GATEWAYS, "drain_timeout_s": 5}}
             applications = [
                 model(tiny, "tiny", "/m/tiny", 2),
                 model(tiny, "other", None, 1),
