@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
+from rayneuron.engine.kv_events import KvLog
 from rayneuron.models.kv import KvSpace
+from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +208,10 @@ class Blocks:
         for block in [block for block, step in self.limbo.items() if step <= self._ended]:
             del self.limbo[block]
             self._rest(block)
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block of this hash is registered."""
+        return digest in self._at
 
     def hashes(self) -> list[bytes]:
         """Of all registered blocks."""
