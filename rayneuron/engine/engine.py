@@ -125,9 +125,8 @@ class Engine:
         ended = self._last_step_s = self._clock()
         self.steps += 1
         self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
-        if self.timing is not None:  # a step that began before the one before had ended took as long as the whole turn
-            host_s = ended - started - (ran - planned)
-            self.timing.note(plan, ended - started if self.runner.overlaps else ran - planned, host_s)
+        if self.timing is not None:
+            self.timing.note(plan, self.info, self.runner.overlaps)
         return deltas
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
