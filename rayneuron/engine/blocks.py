@@ -209,10 +209,6 @@ class Blocks:
             del self.limbo[block]
             self._rest(block)
 
-    def knows(self, digest: bytes) -> bool:
-        """Whether a block of this hash is registered."""
-        return digest in self._at
-
     def hashes(self) -> list[bytes]:
         """Of all registered blocks."""
         return list(self._at)

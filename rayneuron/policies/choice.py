@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
+from rayneuron.news import KvNews
 from rayneuron.policies.prefix_index import PrefixIndex
 from rayneuron.policies.workers import KnownWorker, Workers
 
-_NEAR, _HOLDERS = 8, 8  # replicas that are looked at: with least to do, and with the longest prefix
+_NEAR, _HOLDERS, _EACH = 8, 8, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
 _TIE = 1.01  # costs so close are the same, and chance decides
 _CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be preempted, and what that makes of a cost
 _RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
@@ -86,6 +87,16 @@ class Chooser:
         self._ttl_s = session_ttl_s
         self._sessions: OrderedDict[str, tuple[int, int, float]] = OrderedDict()  # worker, tokens, when
 
+    def hear(self, worker: int, news: KvNews) -> bool:
+        """What prefixes a replica has had or lost; False: it must say everything."""
+        found = self.workers.all.get(worker)
+        if found is None:
+            return True
+        heard = self.index.hear(worker, news)
+        if (bit := self.index.bit(worker)) != found.bit:
+            self.workers.mark(found, bit)
+        return heard
+
     def remember(self, session: str, worker: int, tokens: int, now_s: float) -> None:
         """A session's last prompt, with its answer, is at a worker."""
         if session:
@@ -103,7 +114,10 @@ class Chooser:
             near = [*near, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]
         candidates = {worker.number: worker for worker in near}
         session = self._session(ask, now_s)
-        for number in self._holders(groups, start) if session is None else (session[0], *self._holders(groups, start)):
+        holders = [] if session is None else [session[0]]
+        for held in self.workers.holders(groups, _HOLDERS) if groups else ():
+            holders += self.index.members(held, _EACH, start)
+        for number in holders:
             worker = self.workers.all.get(number)
             if worker is not None and worker.level >= 0:
                 candidates[number] = worker
@@ -123,11 +137,9 @@ class Chooser:
         """Of those that have room."""
         known: dict[tuple[int, int, bool], tuple[float, int]] = {}
         priced = []
-        bit, rows_asked, prompt = self.index.bit, ask.rows, ask.prompt
+        rows_asked, prompt = ask.rows, ask.prompt
         for worker in candidates:
-            overlap = 0
-            if groups and (own := bit(worker.number)):
-                overlap = next((depth for depth, held in groups if held & own), 0) * ask.block
+            overlap = self.index.depth(ask.hashes, groups, worker.number) * ask.block if groups else 0
             if session is not None and worker.number == session[0]:
                 overlap = max(overlap, session[1])
             new = max(1, prompt - overlap)
@@ -174,7 +186,7 @@ class Chooser:
         cost, worker, queue, prefill, added, overlap = best
         other = next((p for p in priced if p is not best), None)
         second = None if other is None else (other[1].name, other[0] - cost)
-        why = why or ("prefix" if overlap and self.index.bit(worker.number) else "session" if overlap else "load")
+        why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
         least_ms = min([p[2] for p in priced])
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
 
@@ -192,15 +204,6 @@ class Chooser:
     def _session(self, ask: Ask, now_s: float) -> tuple[int, int] | None:
         found = self._sessions.get(ask.session) if ask.session else None
         return None if found is None or now_s - found[2] > self._ttl_s else (found[0], min(found[1], ask.prompt - 1))
-
-    def _holders(self, groups: list[tuple[int, int]], start: int) -> list[int]:
-        found: list[int] = []
-        before = 0
-        for _, held in groups:
-            if len(found) < _HOLDERS:
-                found += self.index.members(held & ~before, _HOLDERS - len(found), start)
-                before = held
-        return found
 
 
 def _by_goals(ask: Ask, priced: list[_Price]) -> list[_Price]:

@@ -131,7 +131,7 @@ class Desk:
 
     def events(self, worker: int, news: KvNews) -> bool:
         """A replica has said what prefixes it has; False: it must say everything."""
-        return self.chooser.index.hear(worker, news)
+        return self.chooser.hear(worker, news)
 
     def ended(self, key: int, tokens: int, now_s: float) -> None:
         """A request has ended, or nobody wants it any more, after so many output tokens; harmless where there is none."""

@@ -82,7 +82,7 @@ class PrefixIndex:
         return True
 
     def depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """(blocks, who has so many at least), the deepest first; each set holds the one before it."""
+        """(blocks, who has so many at least), the deepest first, and not too many; each set holds the one before it."""
         low, high = 0, len(hashes)  # blocks that somebody has, and one more than anybody may
         if not high or not (most := self._have(hashes[0])):
             return []
@@ -105,13 +105,28 @@ class PrefixIndex:
                     last = middle - 1
             low, deepest = first, wider
             found.append((low, deepest))
-        if deepest != most:
-            found[-1] = (1, most)
         return found
 
     def bit(self, worker: int) -> int:
-        """A worker in the sets of `depths`; 0 where it has nothing."""
+        """A worker in sets; 0 where it has nothing."""
         return self._bits.get(worker, 0)
+
+    def depth(self, hashes: Sequence[bytes], groups: Sequence[tuple[int, int]], worker: int) -> int:
+        """Blocks that a worker has, by what `depths` has found."""
+        bit = self._bits.get(worker, 0)
+        for depth, held in groups:
+            if held & bit:
+                return depth
+        if not bit or len(groups) < _GROUPS:
+            return 0
+        low, high = 0, groups[-1][0] - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._have(hashes[middle - 1]) & bit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def members(self, held: int, most: int, start: int) -> Iterator[int]:
         """Some workers of a set, `most` at most, from some place on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import log2
@@ -32,7 +32,7 @@ class KnownWorker:
     """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
 
     __slots__ = (
-        *("accepting", "at_s", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "keys", "kv_tokens"),
+        *("accepting", "at_s", "bit", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "keys", "kv_tokens"),
         *("level", "load", "ms", "name", "number", "orders", "place"),
     )
 
@@ -49,6 +49,7 @@ class KnownWorker:
         self.booked_ms = 0.0
         self.booked_rows = self.booked_tokens = 0
         self.keys: set[int] = set()  # all that is there, acknowledged or not
+        self.bit = 0  # in sets of workers of the prefix index
         self.level = self.place = -1  # among all, -1: it may not be chosen
         self.ms = 0.0  # what level that is
 
@@ -112,6 +113,7 @@ class Workers:
         self.placed = 0  # that may be chosen
         self._ms = 0.0  # of all of them
         self._levels: list[list[KnownWorker]] = [[] for _ in range(_LEVELS)]
+        self._sets = [0] * _LEVELS  # the same as bits of the prefix index
         self._filled = 0  # a bit a level that is not empty
         self._ring: list[tuple[int, int]] = []
 
@@ -143,6 +145,7 @@ class Workers:
         if worker.level >= 0:
             here = self._levels[worker.level]
             last = here.pop()
+            self._sets[worker.level] &= ~worker.bit
             if last is not worker:
                 here[worker.place] = last
                 last.place = worker.place
@@ -153,8 +156,32 @@ class Workers:
         if level >= 0:
             worker.place = len(self._levels[level])
             self._levels[level].append(worker)
+            self._sets[level] |= worker.bit
             self._filled |= 1 << level
             self.placed += 1
+
+    def mark(self, worker: KnownWorker, bit: int) -> None:
+        """A replica's bit in the sets of the prefix index."""
+        if worker.level >= 0:
+            self._sets[worker.level] = self._sets[worker.level] & ~worker.bit | bit
+        worker.bit = bit
+
+    def holders(self, groups: Sequence[tuple[int, int]], most: int) -> list[int]:
+        """Sets of those that come into question for a prefix: of each group those with least to do, who have less than all before them."""
+        found: list[int] = []
+        before, lowest, sets = 0, _LEVELS, self._sets
+        for _, held in groups:
+            fresh, left = held & ~before, self._filled & (1 << lowest) - 1
+            before = held
+            while left and len(found) < most:
+                low = left & -left
+                left ^= low
+                level = low.bit_length() - 1
+                if both := fresh & sets[level]:
+                    found.append(both)
+                    lowest = level
+                    break
+        return found
 
     @property
     def mean_ms(self) -> float:

@@ -44,6 +44,10 @@ class _Traced(Scheduler):
             sequence.hashes += self.hashes[sequence.order][have:need]
         return sequence.hashes
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block of this hash is registered."""
+        return bool(self.blocks._find((digest,)))
+
 
 class ExactHost:
     """Takes sequences, and tells `listener` at the end of every step what they got."""

@@ -47,7 +47,7 @@ class JumpHost(ExactHost):
             hold, end = sequence.hold, (sequence.computed + count - 1) // self.scheduler.capacity.block
             if hold is not None and self.scheduler.caching:
                 for digest in self.scheduler.hashes[sequence.order][hold.shared : end]:
-                    if digest in filled or self.scheduler.blocks.knows(digest):
+                    if digest in filled or self.scheduler.knows(digest):
                         return True
                     filled.add(digest)
         return False

@@ -82,7 +82,7 @@ def test_it_knows_what_they_have(seed: int) -> None:
         for worker in alive:
             mine = world.have.get(worker, {})
             depth = next((i for i, h in enumerate(asked) if h not in mine), len(asked))
-            assert next((d for d, held in groups if held & index.bit(worker)), 0) == depth
+            assert index.depth(asked, groups, worker) == depth
         assert all(set(index.members(held, 99, seed)) <= set(alive) for _, held in groups)
         assert all(low[0] > high[0] and low[1] & ~high[1] == 0 for low, high in zip(groups, groups[1:], strict=False))
     for worker in alive:

@@ -58,6 +58,7 @@ class Cpu:
 
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Pack the weights and allocate KV, a unit of keys and values for each head of a block, in panels where the kernels read them."""
+        torch.set_num_threads(self._threads)
         if self.kernels is not None:
             self._weights = self.kernels.pack(weights, self.dtype)
         else:
