@@ -56,11 +56,15 @@ class KnownWorker:
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
         load, since_ms = self.load, 1e3 * (now_s - self.at_s)
-        queue = max(0.0, load.backlog_ms - since_ms) + self.booked_ms
-        short = self.booked_rows + 1 - load.slots_free
-        if short > 0:
-            queue += max(0.0, load.slot_ms * (1 + 0.5 * (short - 1)) - since_ms)
-        return queue
+        queue = load.backlog_ms - since_ms
+        queue = self.booked_ms if queue < 0 else queue + self.booked_ms
+        short = self.extra + 1
+        return queue + load.slot_ms * short if short > 0 else queue
+
+    @property
+    def extra(self) -> int:
+        """Sequences there that have no row."""
+        return self.load.waiting + self.booked_rows - self.load.slots_free
 
     @property
     def rows(self) -> int:
