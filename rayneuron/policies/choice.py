@@ -48,7 +48,8 @@ class Ask:
 class Terms:
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
-    `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue among those that may take another.
+    `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue of those that may take
+    another.
     """
 
     worker: int

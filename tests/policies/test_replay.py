@@ -139,7 +139,7 @@ def test_a_poison_request_ends_after_two_replicas() -> None:
 
 def test_long_innocent_streams_collect_no_strikes() -> None:
     machine = Replay(limit=9)
-    for i in range(9):
+    for _ in range(9):
         attempt = machine.placed()
         machine.piece(attempt, len(machine.ids), list(range(20)), None)
         assert isinstance(machine.lost(attempt, "crash"), Again)
