@@ -19,7 +19,7 @@ import msgspec
 from rayneuron import wire
 from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
-from rayneuron.group.messages import Advance, Beat, Begin, Failed, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, ToWorker, Warm
+from rayneuron.group.messages import Advance, Beat, Begin, Exchange, Failed, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, ToWorker, Warm
 from rayneuron.group.rank import Rank
 from rayneuron.models import Progress
 from rayneuron.placement.records import process_started
@@ -97,6 +97,9 @@ def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
                 channel.send(Ready())
             case Warm():
                 rank.warm(_reporter(channel))
+                channel.send(Ready())
+            case Exchange():
+                rank.exchange(message)
                 channel.send(Ready())
             case Beat():
                 pass
