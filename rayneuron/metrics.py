@@ -112,7 +112,9 @@ KV_BLOCKS = Metric(
 KV_LEDGER_WRONG = Metric("rayneuron:kv_ledger_wrong", "counter", "Times the ledger of the KV did not balance: always 0.")
 PREFIX_EVICTIONS = Metric("rayneuron:prefix_evictions", "counter", "Cached blocks that made room.")
 KV_PINNED = Metric("rayneuron:kv_pinned_blocks", "gauge", "KV blocks kept for decode replicas that read them.")
-TICKETS = Metric("rayneuron:tickets", "gauge", "Prompts that a prefill replica computes or keeps for others.", ("state",), known=(("live",),))
+TICKETS = Metric(
+    "rayneuron:tickets", "gauge", "Prompts that a prefill replica computes or keeps for others.", ("state",), known=(("live",),)
+)
 TICKETS_ENDED = Metric(
     "rayneuron:tickets_ended", "counter", "Such prompts by how they ended, and those that were declined.", ("how",),
     known=(("committed",), ("aborted",), ("expired",), ("declined",)),

@@ -98,10 +98,9 @@ def shares_kv(name: str) -> bool:
 
 def kv_memory(device: object) -> KvMemory:
     """Where that is. Raises ConfigError where the device was not opened so, or cannot be."""
-    memory = device.kv_memory() if isinstance(device, HostKv) else None
-    if memory is None:
+    if not isinstance(device, HostKv):
         raise ConfigError("pools hand KV over in host memory, and this device keeps it to itself; leave pools out", param="pools")
-    return memory
+    return device.kv_memory()
 
 
 def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:

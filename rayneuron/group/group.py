@@ -115,7 +115,7 @@ class Group:
         self._locally(work)
         self._all(Ready, f"{late}, and made no progress", self.config.group.load_s)
 
-    def exchange(self, said: messages.Exchange) -> list[FarWorker]:
+    def exchange(self, said: messages.HandOver) -> list[FarWorker]:
         """The other workers' parts in handing KV over, each at the end of a channel beside that of its steps."""
         limit_s, node_ips = self.config.group.start_s, self.processes.node_ips
         far = any(member.worker.node for member in self.members)

@@ -105,7 +105,7 @@ class Warm(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: make every shape ready, with me."""
 
 
-class Exchange(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class HandOver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Worker 0: hand KV over to another pool (`lends`) or take it from one, as I tell you at this address, beside the steps. `ip`: of my
     node, where other nodes read KV."""
 
@@ -137,7 +137,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker: Begin, LoadWeights, Prepare, Warm or Exchange is done."""
+    """A worker: Begin, LoadWeights, Prepare, Warm or HandOver is done."""
 
 
 class Advance(msgspec.Struct, tag=True, frozen=True):
@@ -165,5 +165,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | LoadWeights | Prepare | Warm | Exchange | Step | Stop | Beat
+ToWorker = Place | Begin | LoadWeights | Prepare | Warm | HandOver | Step | Stop | Beat
 FromWorker = Hello | Placed | Ready | Advance | Done | Failed

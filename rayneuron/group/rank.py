@@ -21,7 +21,7 @@ from rayneuron.config import Deployment, parse
 from rayneuron.devices.base import Ended, Pending, StepOutput
 from rayneuron.devices.neuron import releases
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.group.messages import Begin, Exchange, Place, Placed
+from rayneuron.group.messages import Begin, HandOver, Place, Placed
 from rayneuron.placement import cores, instances, ports
 from rayneuron.placement.ledger import Grant, Ledger
 
@@ -134,7 +134,7 @@ class Rank:
         self.busy_s = time.perf_counter() - began - (self._waited_s() - before_s)
         return outputs
 
-    def exchange(self, said: Exchange) -> None:
+    def exchange(self, said: HandOver) -> None:
         """Hand KV over, or take it, on threads of its own, as worker 0 says. Raises ConfigError."""
         from rayneuron.transfer.agent import attend
         from rayneuron.transfer.lending import Lender
@@ -145,10 +145,11 @@ class Rank:
         puller = lender = None
         if said.lends:
             lender = Lender(memory, said.token, said.epoch, self._place.node_ip if said.ip else None, shared=said.way != "sockets")
+            self._held.callback(lender.close)
         else:
-            place = {"stage": begin.stage, "rank": begin.rank}
-            puller = Puller(memory, said.layout, said.token, way=said.way, streams=said.streams, stall_s=said.stall_s, **place)
-        self._held.callback((lender or puller).close)
+            how: dict[str, Any] = {"way": said.way, "streams": said.streams, "stall_s": said.stall_s}
+            puller = Puller(memory, said.layout, said.token, stage=begin.stage, rank=begin.rank, **how)
+            self._held.callback(puller.close)
         attending = (said.address, said.token, self._place.index, said.layout, puller, lender)
         threading.Thread(target=attend, args=attending, name="rayneuron-agent", daemon=True).start()
 

@@ -1,7 +1,6 @@
 """`rayneuron.serve.app:build`: the Ray Serve application of one model, for `serve run`, `serve deploy` and `serve.run`."""
 
 # No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +71,9 @@ class ServedEngine(Deployed, Replica):
         """The body of `/metrics`: every replica's series, told apart by `engine`, whichever of them is asked."""
         texts = dict([await self.replica_metrics()])
         try:
-            answers = [*await self._everybody("replica_metrics"), *(await everybody(self._prefill, "replica_metrics") if self._prefill else ())]
+            answers = [*await self._everybody("replica_metrics")]
+            if self._prefill is not None:
+                answers += await everybody(self._prefill, "replica_metrics")
             texts |= dict(answer for answer in answers if not isinstance(answer, BaseException))
         except Exception as wrong:
             log.warning("/metrics holds this replica only, the others did not answer: %r", wrong)
@@ -141,4 +142,5 @@ def application_of(config: Deployment, opener: Opener = loading.open_engine) -> 
     if config.pools is None:
         return wanted.bind(*arguments)
     there = prefill_of(config)
-    return wanted.bind(*arguments, prefill=serve_deployment(PrefillServer, PREFILL, there).bind(there.model_dump(exclude_unset=True), *arguments[1:]))
+    prefill = serve_deployment(PrefillServer, PREFILL, there).bind(there.model_dump(exclude_unset=True), *arguments[1:])
+    return wanted.bind(*arguments, prefill=prefill)

@@ -1,4 +1,4 @@
-"""What each Serve deployment of ours is besides its work: how it is placed and opened, that it ends when its engine is lost, its metrics."""
+"""What each Serve deployment of ours is besides its work: how it is placed and opened, its metrics, and that it ends with its engine."""
 
 from __future__ import annotations
 

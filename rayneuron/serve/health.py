@@ -8,7 +8,7 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError
 
 
-class Pulse:
+class Heart:
     """Remembers when an engine was last seen without work."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from rayneuron.engine.remote import Loan
 from rayneuron.errors import ConfigError, NotReady
 from rayneuron.group_config import Pools
 from rayneuron.loading import Opened
-from rayneuron.serve.health import Pulse
+from rayneuron.serve.health import Heart
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry, Values
 from rayneuron.serve.trace import OnEnd, Tracer
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 SOON_S, LATER_S = 2.0, 10.0  # between two looks for prefill replicas: while something changes, and else
 WAITING_CHUNKS = 16  # of prompts at a prefill replica
 
-Opener = Callable[..., Opened]
-Found = Mapping[str, Sequence[str]]  # prefill replicas by name, and where each is reached
+OpensEngine = Callable[..., Opened]
+Addresses = Mapping[str, Sequence[str]]  # prefill replicas by name, and where each is reached
 
 
 def borrow(config: Deployment, opened: Opened, token: bytes) -> Pulls:
@@ -49,11 +49,11 @@ def borrow(config: Deployment, opened: Opened, token: bytes) -> Pulls:
     return pulls
 
 
-async def follow(pulls: Pulls, look: Callable[[], Awaitable[Found]]) -> None:
+async def follow(pulls: Pulls, look: Callable[[], Awaitable[Addresses]]) -> None:
     """For ever: tell of the prefill replicas that there are."""
-    before: Found = {}
+    before: Addresses = {}
     while True:
-        found: Found = {}
+        found: Addresses = {}
         try:
             found = await look()
         except Exception as wrong:
@@ -78,14 +78,14 @@ def borrowed(pulls: Pulls) -> Values:
 class Prefiller:
     """An engine that computes prompts for others: what a replica of the prefill pool is. `open`, then `addresses` say where to ask."""
 
-    def __init__(self, config: Mapping[str, Any] | Deployment, opener: Opener = loading.open_engine, engine_label: str = "0") -> None:
+    def __init__(self, config: Mapping[str, Any] | Deployment, opener: OpensEngine = loading.open_engine, engine_label: str = "0") -> None:
         self.config = deployment.parse(config)
         self.name = self.config.model.served_name
         self.telemetry = Telemetry(self.name, engine_label, self.load)
         self._opener = opener
         self._tracer = Tracer(self.name) if self.config.serving.trace else None
         self._traced: dict[str, OnEnd] = {}
-        self._pulse = Pulse()
+        self._heart = Heart()
         self._engine: EngineLoop | None = None
         self._offers: Offers | None = None
 
@@ -134,14 +134,14 @@ class Prefiller:
     def load(self) -> Load:
         """The engine's snapshot and the tickets."""
         engine, offers = self._ready()
-        ended = {(how,): float(n) for how, n in offers.counts.copy().items()}
-        told = {metrics.TICKETS: {("live",): float(offers.live)}, metrics.TICKETS_ENDED: ended}
+        ended: dict[tuple[str, ...], float] = {(how,): float(n) for how, n in offers.counts.copy().items()}
+        told: Values = {metrics.TICKETS: {("live",): float(offers.live)}, metrics.TICKETS_ENDED: ended}
         return Load(engine.snapshot(), offers.live, offers.live, None, self._chosen, told)
 
     def check_health(self) -> None:
         """For Serve: raise where the engine is dead or stalled."""
         if self._engine is not None:
-            self._pulse.check(self._engine, self.config.serving.stall_timeout_s)
+            self._heart.check(self._engine, self.config.serving.stall_timeout_s)
 
     async def drain(self, within_s: float) -> None:
         """Take no more prompts; what is lent is given back by then, or its lease is over."""
@@ -181,17 +181,18 @@ def _pools(config: Deployment) -> Pools:
 def _parts(config: Deployment, opened: Opened, token: bytes, epoch: int, ip: str | None, lends: bool) -> tuple[KvLayout, list[Any]]:
     """How an engine's KV lies, and what reads or lends the part of each of its workers. Raises ConfigError."""
     from rayneuron.group.group import Group
-    from rayneuron.group.messages import Exchange
+    from rayneuron.group.messages import HandOver
 
     said, runner = _pools(config), opened.engine.runner
     group = runner if isinstance(runner, Group) else None
     device: Any = getattr(runner if group is None else group.rank.runner, "device", None)
     memory = devices.kv_memory(device)
-    layout, how = _layout(config, opened, memory), {"way": said.transport, "streams": said.streams, "stall_s": said.stall_s}
+    layout: KvLayout = _layout(config, opened, memory)
+    how: dict[str, Any] = {"way": said.transport, "streams": said.streams, "stall_s": said.stall_s}
     mine: Any = Lender(memory, token, epoch, ip, shared=said.transport != "sockets") if lends else Puller(memory, layout, token, **how)
     if group is None:
         return layout, [mine]
-    return layout, [mine, *group.exchange(Exchange(token=token, layout=layout, lends=lends, epoch=epoch, ip=ip, **how))]
+    return layout, [mine, *group.exchange(HandOver(token=token, layout=layout, lends=lends, epoch=epoch, ip=ip, **how))]
 
 
 def _layout(config: Deployment, opened: Opened, memory: KvMemory) -> KvLayout:

@@ -14,7 +14,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from rayneuron import config as deployment
 from rayneuron import loading
 from rayneuron.serve.deployed import Deployed
-from rayneuron.serve.pools import Opener, Prefiller
+from rayneuron.serve.pools import OpensEngine, Prefiller
 
 ANSWER_S = 2.0  # for replicas to answer
 KEY = b"rayneuron:pool:"
@@ -23,7 +23,9 @@ KEY = b"rayneuron:pool:"
 class PrefillServer(Deployed, Prefiller):
     """A Prefiller as a Serve deployment. Nobody calls it through Serve but decode replicas, which ask where it listens."""
 
-    async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, config: Mapping[str, Any], opener: OpensEngine = loading.open_engine
+    ) -> None:
         self._begin()
         context = serve.get_replica_context()
         Prefiller.__init__(self, config, self._opener_of(deployment.parse(config), opener), f"prefill {context.rank.rank}")

@@ -21,7 +21,7 @@ from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
 from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
-from rayneuron.serve.health import Pulse
+from rayneuron.serve.health import Heart
 from rayneuron.serve.hot import hot
 from rayneuron.serve.pools import borrowed
 from rayneuron.serve.startup import events_per_s
@@ -58,7 +58,7 @@ class Served:
     watch: asyncio.Task[None]
     seeds: Seeds
     refused: str | None = None
-    pulse: Pulse = field(default_factory=Pulse)
+    heart: Heart = field(default_factory=Heart)
     said: set[str] = field(default_factory=set)  # unknown request fields that the log has named
 
     def admit(self, call: admission.Demand = admission.LEAST) -> None:
@@ -134,7 +134,7 @@ class Served:
 
     def health(self) -> None:
         """As the verb."""
-        self.pulse.check(self.engine, self.config.serving.stall_timeout_s)
+        self.heart.check(self.engine, self.config.serving.stall_timeout_s)
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""

@@ -131,7 +131,8 @@ class Telemetry:
         """A request produced its first token, maybe in another pool."""
         self.series[metrics.PROMPT_TOKENS].add(prompt_tokens)
         self.series[metrics.PROMPT_TOKENS_CACHED].add(cached_tokens)
-        self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(prompt_tokens - cached_tokens, "external_kv_transfer" if remote else "local_compute")
+        source = "external_kv_transfer" if remote else "local_compute"
+        self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(prompt_tokens - cached_tokens, source)
         self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(cached_tokens, "local_cache_hit")
         if self.prefix_cache:
             self.series[metrics.PREFIX_QUERIES].add(prompt_tokens)

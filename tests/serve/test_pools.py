@@ -1,4 +1,4 @@
-"""A prefill and a decode replica with everything real between them but Ray: the texts of one replica alone, whatever becomes of the other."""
+"""A prefill and a decode replica, with everything real but Ray: the texts of one replica alone, whatever becomes of the other."""
 
 from __future__ import annotations
 

@@ -20,12 +20,13 @@ from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 PROMPTS = [" ".join(f"{n} words {i}" for i in range(20)) for n in range(12)]
 ARGUMENTS: dict[str, Any] = {
     "dtype": "fp32", "max_model_len": 512, "max_num_seqs": 8, "threads": 1, "block_size": 16, "prefill_chunk_tokens": 64,
-    "serving": {"drain_timeout_s": 10, "num_cpus": 0.5}, "pools": {"local_tokens": 0, "stall_s": 2.0, "prefill": {"serving": {"num_cpus": 0.5}}},
+    "serving": {"drain_timeout_s": 10, "num_cpus": 0.5},
+    "pools": {"local_tokens": 0, "stall_s": 2.0, "prefill": {"serving": {"num_cpus": 0.5}}},
 }  # fmt: skip
 
 
