@@ -94,18 +94,6 @@ def limited(profile: Profile, chunk_ms: float | None) -> Profile:
     return replace(profile, chunk_ms=chunk_ms)
 
 
-@dataclass(slots=True)
-class StepInfo:
-    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
-
-    tag: str = ""
-    rows: int = 0
-    tokens: int = 0
-    plan_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
-
-
 class Timing:
     """A profile and what its times have become since. Told by the engine's thread, read by any."""
 
