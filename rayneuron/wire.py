@@ -58,13 +58,7 @@ class Channel(Generic[Heard]):
         self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
         self._sending = threading.Lock()
-        tick = struct.pack("ll", 0, int(TICK_S * 1e6))
-        connection.setblocking(True)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(connection, SILENT_S)
+        ticking(connection)
 
     @property
     def far(self) -> bool:
@@ -176,14 +170,30 @@ class Channel(Generic[Heard]):
 
     def shutdown(self) -> None:
         """End both directions: whoever waits on this channel, here or there, is told. For any thread."""
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it was closed already
+        shut(self.socket)
 
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
+
+
+def shut(connection: socket.socket) -> None:
+    """End both directions of a connection, or wake who accepts: whoever waits on it is told. For any thread."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it was closed already
+
+
+def ticking(connection: socket.socket) -> None:
+    """Have its calls come back every TICK_S, send what is there at once, and notice when the other host is gone."""
+    tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connection, SILENT_S)
 
 
 def keep_alive(connection: socket.socket, silent_s: float) -> None:

@@ -16,7 +16,8 @@ from rayneuron.errors import NotReady, RequestError
 from rayneuron.types import Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
-    from rayneuron.engine.engine import Engine, StepInfo
+    from rayneuron.engine.engine import Engine
+    from rayneuron.engine.profile import StepInfo
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from rayneuron.serve import readiness
 log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
+STARTED_PERIOD_S = 0.02
 PATIENCE_S = 2.0  # beyond what replicas were given
 LAST_BYTES_S = 0.5  # for Serve's proxy to hand on what replicas said last
 ENDING_SHARE, ENDING_S = 0.3, 6.0  # of the grace time, at most so many seconds, go to shutting down once the streams have ended
@@ -122,19 +123,37 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: D
     signals.listen()
     worker_output.remove_handler("ray_print_logs")
     worker_output.add_handler("rayneuron", output.take)
-    serve.start(
-        proxy_location=schema.proxy_location,
-        http_options=schema.http_options.model_dump(),
-        grpc_options=schema.grpc_options.model_dump(),
-        controller_options=schema.controller_options,
-    )
+    controller = schema.controller_options if alone is None else None  # our environment says it all, and no process is started to say it
+    failed: list[BaseException] = []
+    starting = threading.Thread(target=_start_serve, args=(schema, controller, failed), daemon=True)
+    starting.start()
+    # The controller is there before the proxies are ready, and replicas start beside them.
+    while (client := serve.context._get_global_client(raise_if_no_controller_running=False)) is None and starting.is_alive():
+        time.sleep(STARTED_PERIOD_S)
+    if client is not None:
+        _deploy(client, schema, alone)
+    starting.join()
+    if failed:
+        raise failed[0]
     log.info("Serve has started")
+
+
+def _start_serve(schema: ServeDeploySchema, controller: Any, failed: list[BaseException]) -> None:
+    proxies = {"proxy_location": schema.proxy_location, "http_options": schema.http_options.model_dump()}
+    try:
+        serve.start(**proxies, grpc_options=schema.grpc_options.model_dump(), controller_options=controller)
+    except BaseException as wrong:
+        failed.append(wrong)
+
+
+def _deploy(client: Any, schema: ServeDeploySchema, alone: Deployment | None) -> None:
     if alone is None:
-        serve.context._get_global_client().deploy_apps(schema, _blocking=False)
+        client.deploy_apps(schema, _blocking=False)
         return
     from rayneuron.serve.app import application_of  # built here, where all is imported, not by a process of its own
 
-    target = serve.RunTarget(application_of(alone), schema.applications[0].name, schema.applications[0].route_prefix)
+    (said,) = schema.applications
+    target = serve.RunTarget(application_of(alone), said.name, said.route_prefix)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
