@@ -55,30 +55,26 @@ class Frames(Generic[Heard]):
     def __init__(self, kinds: Any, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
-        self._buffer = bytearray()
-
-    def __bool__(self) -> bool:
-        return bool(self._buffer)
+        self.buffer = bytearray()
 
     def add(self, data: bytes) -> None:
         """Some more has arrived."""
-        self._buffer += data
+        self.buffer += data
 
     def lacking(self) -> int:
         """How many bytes the first message lacks, 0 where that is not known. Raises WireError where it is too long."""
-        if len(self._buffer) < _HEAD.size:
+        if len(self.buffer) < _HEAD.size:
             return 0
-        length: int = _HEAD.unpack_from(self._buffer)[0]
-        if length > self.limit_bytes:
+        if (length := int(_HEAD.unpack_from(self.buffer)[0])) > self.limit_bytes:
             raise WireError(f"a message of {length} bytes is longer than {self.limit_bytes}")
-        return max(0, _HEAD.size + length - len(self._buffer))
+        return max(0, _HEAD.size + length - len(self.buffer))
 
     def take(self) -> Heard | None:
         """The next whole message, None where there is none. Raises WireError."""
-        if self.lacking() or len(self._buffer) < _HEAD.size:
+        if self.lacking() or len(self.buffer) < _HEAD.size:
             return None
-        end = _HEAD.size + _HEAD.unpack_from(self._buffer)[0]
-        whole, self._buffer = self._buffer, self._buffer[end:]  # arrays of the message look into `whole` for as long as they live
+        end = _HEAD.size + _HEAD.unpack_from(self.buffer)[0]
+        whole, self.buffer = self.buffer, self.buffer[end:]  # arrays of a message look into `whole` for as long as they live
         try:
             return self._decoder.decode(memoryview(whole)[_HEAD.size : end])
         except (msgspec.DecodeError, ValueError, RecursionError) as problem:
@@ -92,13 +88,7 @@ class Channel(Generic[Heard]):
         self.socket = connection
         self.frames: Frames[Heard] = Frames(kinds, limit_bytes)
         self._sending = threading.Lock()
-        tick = struct.pack("ll", 0, int(TICK_S * 1e6))
-        connection.setblocking(True)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(connection, SILENT_S)
+        ticking(connection)
 
     @property
     def far(self) -> bool:
@@ -179,24 +169,40 @@ class Channel(Generic[Heard]):
         """One read: the rest of a long frame, or whatever is there."""
         try:
             data = self.socket.recv(max(_READ, self.frames.lacking()), flags)
-        except BlockingIOError:
-            raise
         except OSError as problem:
+            if isinstance(problem, BlockingIOError):
+                raise
             raise Closed(str(problem)) from None
         if not data:
-            raise Closed("the connection was closed within a message" if self.frames else "the connection was closed")
+            raise Closed("the connection was closed" + (" within a message" if self.frames.buffer else ""))
         self.frames.add(data)
 
     def shutdown(self) -> None:
         """End both directions: whoever waits on this channel, here or there, is told. For any thread."""
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it was closed already
+        shut(self.socket)
 
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
+
+
+def shut(connection: socket.socket) -> None:
+    """End both directions of a connection, or wake who accepts: whoever waits on it is told. For any thread."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it was closed already
+
+
+def ticking(connection: socket.socket) -> None:
+    """Have its calls come back every TICK_S, send what is there at once, and notice when the other host is gone."""
+    tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connection, SILENT_S)
 
 
 def keep_alive(connection: socket.socket, silent_s: float) -> None:

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
-    "transfer": LEAVES | {"models", "devices", "engine"},
+    "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
@@ -100,7 +100,7 @@ TORCH_FREE = (
     *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
+    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py", "transfer/"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
@@ -113,6 +113,7 @@ MUTABLE_CALLS = {
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
 ENTRY_POINTS = {"HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
+ENTRY_POINTS |= {"Agents", "attend", "layout_of", "LendingLimits", "Lender", "Offers", "Puller", "Pulls"}  # until serve/ opens pools
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 

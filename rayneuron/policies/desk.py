@@ -20,18 +20,21 @@ from rayneuron.policies.workers import KnownWorker
 from rayneuron.types import Profile
 
 REMEMBERED = 1024  # decisions
+_ADMIT_MS = 200.0
 _BACK_S = 0.05  # until a request that came back undone may be sent again
 _RATE_S = 0.5  # over which the speed of the queue is taken
 
 
 @dataclass(frozen=True, slots=True)
 class DeskLimits:
-    """`admit_ms`: a request is sent while some replica would begin it so soon; `max_wait_s`: predicted to wait longer, it is refused.
+    """`admit_ms`: a request is sent while some replica would begin it so soon (None: as one step of a prompt takes, at most 200 ms).
+
+    `max_wait_s`: predicted to wait longer, it is refused.
 
     An order that was not acknowledged for `suspect_s` keeps others away from its replica, after `silent_s` the replica is lost.
     """
 
-    admit_ms: float = 200.0
+    admit_ms: float | None = None
     max_wait_s: float = 30.0
     max_queue_tokens: int | None = 1_000_000
     suspect_s: float = 1.0
@@ -89,6 +92,7 @@ class Desk:
         self.recent: deque[Send] = deque(maxlen=REMEMBERED)
         self._open: dict[int, _Open] = {}
         self._back: list[tuple[float, int]] = []  # when, whose turn it is again
+        self._admit_ms = _ADMIT_MS
         self._tokens = 0  # of prompts that wait
         self._speed = 0.0  # ms of devices that a replica works off in a millisecond; 0: nobody knows
         self._sent_ms = self._since_s = 0.0
@@ -96,6 +100,8 @@ class Desk:
     def join(self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float) -> None:
         """A replica is there. `worker`: never used before; `name`: what other gateways call it too."""
         made = KnownWorker(worker, name, Costs(profile), kv_tokens, load, now_s)
+        chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
+        self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms
         self.chooser.workers.join(made)
         self.chooser.workers.weigh(made, now_s)
 
@@ -189,7 +195,7 @@ class Desk:
         while (head := self.queue.head()) is not None:
             found = self._open[head]
             terms = self.chooser.choose(found.ask, found.output, now_s)
-            if terms is None or terms.least_ms > self.limits.admit_ms:
+            if terms is None or terms.least_ms > self._admit_ms:
                 break
             sends.append(self._send(head, found, terms, now_s))
         self._measure(now_s)

@@ -39,6 +39,9 @@ class Holds(Protocol):
     @property
     def timing(self) -> Timing | None: ...
 
+    @property
+    def scheduler(self) -> Any: ...
+
 
 class Known(Protocol):
     """A model to read bodies for: `loading.Opened`, or what a gateway knows of one."""
