@@ -92,7 +92,7 @@ class Group:
             self.refused = rendezvous.refused
             rendezvous.close()
         for member in self.members:
-            member.channel.limit_bytes = assignment.longest_answer(self.capacity, self.model.arch.vocab)
+            member.channel.frames.limit_bytes = assignment.longest_answer(self.capacity, self.model.arch.vocab)
         self._watch = Watch(self.members, self._break, limits.silence_s)
         placed = self._take_places(rendezvous.token, ips)
         begins = assignment.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())

@@ -101,6 +101,7 @@ class Replay:
         """The replica has not taken it: that attempt was none."""
         if attempt == self.attempt and self.state == "placed" and len(self.ids) == self._from:
             self.state = "waiting"
+            self.attempt -= 1
 
     def tick(self, now_s: float) -> Effect:
         """Time has passed."""
@@ -125,6 +126,11 @@ class Replay:
     def nobody(self, why: str) -> Effect:
         """No replica can be had for it."""
         return self._fail(503, why) if self.state == "waiting" else None
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may have been its own doing that its replica was lost, and nothing speaks for it since."""
+        return self._strikes > 0 and self._strike_at == len(self.ids)
 
     def finish(self) -> bool:
         """A stop string has ended it, or nobody wants it any more; whether there is an attempt to be cancelled."""

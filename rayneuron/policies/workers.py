@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import log2
 
 from rayneuron.news import Pressure
-from rayneuron.policies.cost import Costs
+from rayneuron.policies.cost import SOME_TOKENS, Costs
 
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
@@ -59,7 +59,8 @@ class KnownWorker:
         queue = max(0.0, load.backlog_ms - since_ms) + self.booked_ms
         short = self.booked_rows + 1 - load.slots_free
         if short > 0:
-            queue += max(0.0, load.slot_ms * (1 + 0.5 * (short - 1)) - since_ms)
+            slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
+            queue += max(0.0, slot_ms * (1 + 0.5 * (short - 1)) - since_ms)
         return queue
 
     @property

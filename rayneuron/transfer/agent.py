@@ -196,7 +196,7 @@ class Agents:
         self._door.close()
 
     def _serve(self, channel: wire.Channel[Any], _: Knock) -> None:
-        channel.limit_bytes = self._limit_bytes
+        channel.frames.limit_bytes = self._limit_bytes
         present = channel.receive(SEND_S)
         if not isinstance(present, Present):
             raise wire.WireError("its first words are not who it is")
