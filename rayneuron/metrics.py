@@ -111,6 +111,26 @@ KV_BLOCKS = Metric(
 )  # fmt: skip
 KV_LEDGER_WRONG = Metric("rayneuron:kv_ledger_wrong", "counter", "Times the ledger of the KV did not balance: always 0.")
 PREFIX_EVICTIONS = Metric("rayneuron:prefix_evictions", "counter", "Cached blocks that made room.")
+KV_PINNED = Metric("rayneuron:kv_pinned_blocks", "gauge", "KV blocks kept for decode replicas that read them.")
+TICKETS = Metric(
+    "rayneuron:tickets", "gauge", "Prompts that a prefill replica computes or keeps for others.", ("state",), known=(("live",),)
+)
+TICKETS_ENDED = Metric(
+    "rayneuron:tickets_ended", "counter", "Such prompts by how they ended, and those that were declined.", ("how",),
+    known=(("committed",), ("aborted",), ("expired",), ("declined",)),
+)  # fmt: skip
+PREFILLS = Metric(
+    "rayneuron:prefills", "counter", "Prompts by where they were to be computed, and why there.", ("where", "why"),
+)  # fmt: skip
+FALLBACKS = Metric("rayneuron:fallbacks", "counter", "Prompts that were to be computed elsewhere and were computed here.")
+KV_TRANSFER_TIME = Metric(
+    "rayneuron:kv_transfer_seconds", "histogram", "From a first token that came from elsewhere to all of its KV.", buckets=STEP_S
+)
+KV_TRANSFER_BYTES = Metric("rayneuron:kv_transfer_bytes", "counter", "KV read from prefill replicas.")
+KV_TRANSFER_RETRIES = Metric(
+    "rayneuron:kv_transfer_retries", "counter", "Transfers that broke, found no ticket, or went to another replica.", ("why",),
+    known=(("broken",), ("stale",), ("retries",)),
+)  # fmt: skip
 WAITING_TOKENS = Metric("rayneuron:waiting_tokens", "gauge", "Prompt tokens of waiting sequences.")
 OPEN_CALLS = Metric("rayneuron:open_calls", "gauge", "API calls that have not been answered to the end.")
 OPEN_SEQUENCES = Metric("rayneuron:open_sequences", "gauge", "Choices of open calls that have not finished.")

@@ -50,7 +50,7 @@ class ActiveRequest:
         if before is not None:
             telemetry.inter_token.observe(now_s - before)
         elif not self.last_s:
-            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s)
+            telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s, piece.remote)
         self.last_s[piece.index] = now_s
         self.tokens[piece.index] = self.tokens.get(piece.index, 0) + len(piece.token_ids)
 

@@ -52,10 +52,18 @@ class Replica(Handles):
         startup = Startup(self.name, self._publish)
         config = self.config.model_copy(update={"threads": thread_share(self.config)})
         opened = await opened_aside(partial(self._opener, config, startup.report))
+        try:
+            await asyncio.to_thread(self.equip, opened)
+        except BaseException:
+            await asyncio.to_thread(opened.engine.close)
+            raise
         self._served = await start(self.config, opened, self.telemetry, self._tracer, lambda: self.now.limits)
         if self.state == "starting":
             self.state, self.now = "serving", self._served
         startup.done(opened.seconds)
+
+    def equip(self, opened: loading.Opened) -> None:
+        """What an engine gets before it runs: nothing more."""
 
     def leave(self) -> None:
         """Refuse new calls with 503 from now on."""

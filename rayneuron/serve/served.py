@@ -21,12 +21,15 @@ from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
 from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
+from rayneuron.serve.health import Heart
 from rayneuron.serve.hot import hot
+from rayneuron.serve.pools import borrowed
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
+from rayneuron.transfer.pulls import Pulls
 from rayneuron.types import Delta, Seeds
 
 log = logging.getLogger(__name__)
@@ -36,14 +39,6 @@ LOOK_PERIOD_S = 0.02
 LAST_WORDS_S = 1.0  # for streams to take their error event
 LONG_BYTES = 16 * 1024  # beyond this a body is tokenised off the event loop; below, the hop costs more than the work
 UNKNOWN_FIELDS = 100  # names of unknown request fields that are logged
-
-
-class Past:
-    """What is remembered between calls: when the engine was last seen without work, and which unknown fields were said."""
-
-    def __init__(self) -> None:
-        self.idle_s = 0.0
-        self.fields: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,8 @@ class Served:
     watch: asyncio.Task[None]
     seeds: Seeds
     refused: str | None = None
-    past: Past = field(default_factory=Past)
+    heart: Heart = field(default_factory=Heart)
+    said: set[str] = field(default_factory=set)  # unknown request fields that the log has named
 
     def admit(self, call: admission.Demand = admission.LEAST) -> None:
         """As the verb."""
@@ -115,7 +111,7 @@ class Served:
 
     def _say_unknown(self, names: Iterable[str]) -> None:
         """Each name once a process, and no more names than an honest client has: a log is not the client's to fill."""
-        said = self.past.fields
+        said = self.said
         for name in {name[:64] for name in names} - said if len(said) < UNKNOWN_FIELDS else ():
             said.add(name)
             log.warning("request field %r is not known here and was ignored (said once)", name)
@@ -138,19 +134,13 @@ class Served:
 
     def health(self) -> None:
         """As the verb."""
-        if not self.engine.alive:
-            raise RayNeuronError(f"the engine has stopped: {self.engine.error or 'its thread ended'}")
-        snapshot = self.engine.snapshot()
-        if self.engine.pending():
-            still_s = time.monotonic() - max(snapshot.last_step_s, snapshot.step_started_s, self.past.idle_s)
-            if still_s > self.config.serving.stall_timeout_s:
-                raise RayNeuronError(f"the engine has work but has not finished a step for {still_s:.0f} s")
-        else:
-            self.past.idle_s = time.monotonic()
+        self.heart.check(self.engine, self.config.serving.stall_timeout_s)
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen)
+        pulls = self.opened.engine.scheduler.prefills
+        told = borrowed(pulls) if isinstance(pulls, Pulls) else {}
+        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, told)
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
         """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""
