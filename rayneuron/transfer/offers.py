@@ -98,7 +98,7 @@ class Offers:
         self._keys: dict[tuple[bytes, str], bytes] = {}  # session and key of the live ones: ticket
         self._links: set[_Link] = set()
         self._draining = False
-        self._desk = Desk("rayneuron-offers", self._sweep)
+        self._desk = Desk("rayneuron-offers", self._sweep, lambda: bool(self._keys))
         self._door = Door(token, ip, ToP, self._serve)
 
     @property

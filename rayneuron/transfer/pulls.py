@@ -23,6 +23,8 @@ from rayneuron.transfer.pulling import Errand, Halting, PullEnd, PullsKv
 from rayneuron.transfer.tickets import Claim, ClaimEvent, asking, claim_step
 from rayneuron.types import Snapshot, TokenDelta
 
+OFTEN_S = 0.03  # how late a silence may be seen while something is fetched
+
 
 @dataclass(slots=True, eq=False)
 class _Fetching:
@@ -64,7 +66,7 @@ class Pulls:
         self._peers: dict[str, PrefillPeer] = {}
         self._fetching: dict[str, _Fetching] = {}
         self._closing = False
-        self._desk = Desk("rayneuron-pulls", self._tick)
+        self._desk = Desk("rayneuron-pulls", self._tick, lambda: bool(self._fetching), OFTEN_S)
 
     @property
     def ready(self) -> list[str]:
