@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -41,10 +42,12 @@ class Closed(WireError):
     """The other side has closed the connection, or its process has ended."""
 
 
-def frame(message: msgspec.Struct) -> bytearray:
-    """A message with its length in front."""
+def frame(message: msgspec.Struct, sealed: bool = False) -> bytearray:
+    """A message with its length in front. `sealed`: and a sum behind it, so that a wrong bit is no other message."""
     out = bytearray(_HEAD.size)
     msgspec.msgpack.Encoder().encode_into(message, out, _HEAD.size)
+    if sealed:
+        out += _HEAD.pack(zlib.crc32(memoryview(out)[_HEAD.size :]))
     _HEAD.pack_into(out, 0, len(out) - _HEAD.size)
     return out
 
@@ -52,8 +55,9 @@ def frame(message: msgspec.Struct) -> bytearray:
 class Channel(Generic[Heard]):
     """One connection. `kinds`: the union of structs that may arrive. One thread receives; `beat` may be called beside one that sends."""
 
-    def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES, sealed: bool = False) -> None:
         self.socket = connection
+        self._sealed = sealed
         self.limit_bytes = limit_bytes
         self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
@@ -71,7 +75,7 @@ class Channel(Generic[Heard]):
 
     def send(self, message: msgspec.Struct, timeout_s: float = 30.0) -> None:
         """Send one message. Raises Closed, or TimeoutError where the other side does not read."""
-        self.send_frame(frame(message), timeout_s)
+        self.send_frame(frame(message, self._sealed), timeout_s)
 
     def send_frame(self, data: bytearray | bytes, timeout_s: float = 30.0) -> None:
         """Send what `frame` made; one frame may go to several channels."""
@@ -162,7 +166,12 @@ class Channel(Generic[Heard]):
         end = _HEAD.size + self._length()
         if len(self._buffer) < end:
             return None
-        whole, self._buffer = self._buffer, self._buffer[end:]  # arrays of the message look into `whole` for as long as they live
+        whole, self._buffer = self._buffer, self._buffer[end:]
+        if self._sealed:
+            end -= _HEAD.size
+            if end < _HEAD.size or _HEAD.unpack_from(whole, end)[0] != zlib.crc32(memoryview(whole)[_HEAD.size : end]):
+                raise WireError("a message that is not the one that was sent")
+        # Arrays of the message look into `whole` for as long as they live
         try:
             return self._decoder.decode(memoryview(whole)[_HEAD.size : end])
         except (msgspec.DecodeError, ValueError, RecursionError) as problem:

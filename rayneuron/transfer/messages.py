@@ -1,4 +1,4 @@
-"""What a decode and a prefill pool say to each other; typed frames (`wire`), never pickle.
+"""What a decode and a prefill pool say to each other; typed frames (`wire`), sealed, never pickle.
 
 A control channel goes from each decode replica (D) to each prefill replica (P) it knows; data connections from each worker of D to those
 of P whose KV it reads. The first frame of either is Knock.

@@ -91,7 +91,7 @@ class Offers:
         limits: LendingLimits | None = None,
     ) -> None:
         self.epoch = epoch
-        self.counts: Counter[str] = Counter()  # how tickets have ended, and connections that were refused
+        self.counts: Counter[str] = Counter()  # how tickets have ended
         self._engine, self._layout, self._lenders, self._token = engine, layout, lenders, token
         self._limits = limits or LendingLimits()
         self._tickets: OrderedDict[bytes, _Ticket] = OrderedDict()  # the live ones, and the last of those that have ended
@@ -105,6 +105,11 @@ class Offers:
     def addresses(self) -> tuple[str, ...]:
         """Where decode replicas knock, the nearest first."""
         return self._door.addresses
+
+    @property
+    def refused(self) -> int:
+        """Connections that said what is no message, or not the token."""
+        return self._door.refused
 
     @property
     def live(self) -> int:

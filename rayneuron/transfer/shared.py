@@ -70,7 +70,7 @@ def _mapped(address: str, token: bytes, epoch: int, stall_s: float) -> tuple[np.
     try:
         with wire.connect(address, 0.5) as connection:
             connection.settimeout(stall_s)
-            connection.sendall(wire.frame(Knock(token, memory=True)))
+            connection.sendall(wire.frame(Knock(token, memory=True), sealed=True))
             data, fds, _, _ = socket.recv_fds(connection, wire.FIRST_BYTES, 1)
     except (OSError, TimeoutError) as problem:
         raise Lost(str(problem)) from None
