@@ -16,11 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "group_config", "keys", "wire"}
+LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "config", "group_config", "keys", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "types": {"errors"},
+    "seeds": {"types"},
+    "news": set(),
     "metrics": {"errors", "types"},
     "hashing": {"errors", "types"},
     "validation": {"errors"},
@@ -40,14 +42,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compile_cache": {"errors", "settings"},
     "collectives": {"errors", "settings", "models.collectives"},
     "devices": {"errors", "settings", "models", "compile_cache", "collectives"},
-    "policies": {"errors", "types", "hashing"},
+    "policies": {"errors", "types", "news", "hashing"},
     "api": {"errors", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
-    "loading": LEAVES | {"text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
+    "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}
@@ -90,10 +92,10 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
+    *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py", "transfer/"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "prefix_buckets")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}

@@ -86,6 +86,12 @@ def measure_misses(engines: dict[str, Engine], prompt: int, turn: int, into: Mea
         into.rates["decode"][name].append(decode_rate(run(engine, rows, 64)))
 
 
+def go_round(engine: Engine, length: int) -> None:
+    """Use every block once: with a cache a new prompt takes blocks nobody has had yet while there are any, whose pages are then made."""
+    while engine.snapshot().blocks_free > engine.capacity.space.width(length):
+        first_s(engine, words(engine, length, f"round-{engine.steps}"))
+
+
 def count_computed(engine: Engine) -> int:
     """Prompt tokens that 16 requests compute which come at once and share their beginning."""
     from rayneuron.types import Request, SamplingParams
@@ -135,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": AT_ONCE, "max_model_len": max(args.long, SHARED + OWN) + 64}
     engines = {name: scheduling.open_engine(args.model, **said, enable_prefix_caching=name == "on") for name in ("on", "off")}
     watch, found = machine.Watch([]), Measured()
+    go_round(engines["on"], args.long)
     measure_hits(engines["on"], args.long, "warm", Measured())
     for turn in range(args.rounds):
         measure_hits(engines["on"], args.long, str(turn), found)

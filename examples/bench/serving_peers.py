@@ -129,7 +129,7 @@ def bars(summaries: dict[str, dict[int, dict[str, Any]]]) -> list[tuple[str, flo
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "serving-peers", 5)
-    names = (FAST, PLAIN, RAY_LLM, VLLM)
+    names = (VLLM, RAY_LLM, PLAIN, FAST)  # the slowest to start first: Ray takes a node that was stopped for minutes for dead
     parser.add_argument("--servers", nargs="+", choices=names, default=names, help="which take part (default: all)")
     options.add_load(parser, clients=[1, 16], each=2)
     parser.add_argument("--venvs", type=Path, default=VENVS, help="folder of the peers' environments (default %(default)s)")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rayneuron.devices.base import SCORES, Pending, StepOutput
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
+from rayneuron.engine.profile import Timing
 from rayneuron.engine.remote import Arrived, First, Loan
 from rayneuron.engine.requests import Requests
 from rayneuron.engine.runner import RowError, Runs
@@ -16,7 +17,8 @@ from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan, Sequence, advance, ended, failed
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
-from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
+from rayneuron.policies.chunks import fit
+from rayneuron.types import FinishReason, Profile, Request, SamplingParams, Snapshot, TokenDelta
 
 
 @dataclass(slots=True)
@@ -36,7 +38,8 @@ class Engine:
 
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
-    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept.
+    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
+    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again.
     """
 
     def __init__(
@@ -47,13 +50,15 @@ class Engine:
         eos_ids: Iterable[int] = (),
         rule: NeuronSampling | None = None,
         model: str | None = None,
+        profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, model)
+        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None)
+        self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
@@ -80,11 +85,10 @@ class Engine:
         if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
             said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
             raise RequestError(said, param="prompt_logprobs")
-        if known:
-            return
-        if self._rule is not None:
-            check_request(request.params, self._rule)
-        self._sound = (request.params, *self._sound[:1])
+        if not known:
+            if self._rule is not None:
+                check_request(request.params, self._rule)
+            self._sound = (request.params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
         """Whether a live request has this id: deltas are addressed by it. Safe from any thread."""
@@ -113,8 +117,7 @@ class Engine:
         started = self._step_started_s = self._clock()
         if self._deadlines:
             self._expire(started)
-        heard = self._hear(started)
-        deltas, self._ended = self._ended + heard, []
+        deltas, self._ended = self._ended + self._hear(started), []
         next_plan = self.scheduler.plan()
         begun = [work.sequence for work in next_plan.works] if next_plan is not None else []
         for sequence in (*begun, *(asked for _, asked in self.scheduler.remote.values() if asked is not None)):
@@ -133,6 +136,9 @@ class Engine:
         ended = self._last_step_s = self._clock()
         self.steps += 1
         self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
+        if self.timing is not None:  # a step that began before the one before had ended took as long as the whole turn
+            host_s = ended - started - (ran - planned)
+            self.timing.note(plan, ended - started if self.runner.overlaps else ran - planned, host_s)
         return deltas
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
@@ -256,6 +262,8 @@ class Engine:
                     self.scheduler.add(choice)
             deltas.append(delta)
             if delta.finish_reason is not None:
+                if self.timing is not None:
+                    self.timing.ended(sequence.generated)
                 self._forget(sequence, now)
                 delta.stamps = sequence.stamps
         return deltas
@@ -287,9 +295,6 @@ class Engine:
                 self.scheduler.add(heir)
 
     def _expire(self, now: float) -> None:
-        asked = [next(iter(choices.values())).request for choices in self._requests.values()]
-        timed = [(request.id, request.deadline_s) for request in asked if request.deadline_s is not None]
-        for request_id, deadline_s in timed:
-            if now > deadline_s:
-                self.abort(request_id, reason="abort", error="the request's deadline passed")
-        self._deadlines = bool(timed)
+        late, self._deadlines = self._requests.late(now)
+        for request_id in late:
+            self.abort(request_id, reason="abort", error="the request's deadline passed")

@@ -68,9 +68,9 @@ def stats_of(server: Server) -> Json:
     load = server.load()
     refused = {} if load.refused is None else {"refused_user_config": load.refused}
     pools = {metric.name.partition(":")[2]: {",".join(labels): n for labels, n in of.items()} for metric, of in load.told.items()}
-    told = {"open_calls": load.calls, "open_sequences": load.sequences, "chosen": load.chosen, **refused}
+    told = {"open_calls": load.calls, "open_sequences": load.sequences, "chosen": load.chosen, "profile": msgspec.to_builtins(load.profile)}
     told |= {"pools": pools} if pools else {}
-    return {**msgspec.to_builtins(load.snapshot), **told}
+    return {**msgspec.to_builtins(load.snapshot), **told, **refused}
 
 
 async def _fly(server: Server, parse: Callable[..., api.Call], body: Json) -> tuple[api.Call, AbstractContextManager[Flight]]:

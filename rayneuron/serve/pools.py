@@ -136,7 +136,7 @@ class Prefiller:
         engine, offers = self._ready()
         ended: dict[tuple[str, ...], float] = {(how,): float(n) for how, n in offers.counts.copy().items()}
         told: Values = {metrics.TICKETS: {("live",): float(offers.live)}, metrics.TICKETS_ENDED: ended}
-        return Load(engine.snapshot(), offers.live, offers.live, None, self._chosen, told)
+        return Load(engine.snapshot(), offers.live, offers.live, chosen=self._chosen, told=told)
 
     def check_health(self) -> None:
         """For Serve: raise where the engine is dead or stalled."""

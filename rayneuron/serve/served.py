@@ -20,6 +20,7 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
+from rayneuron.seeds import Seeds
 from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.health import Heart
 from rayneuron.serve.hot import hot
@@ -30,7 +31,7 @@ from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
 from rayneuron.transfer.pulls import Pulls
-from rayneuron.types import Delta, Seeds
+from rayneuron.types import Delta
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +139,10 @@ class Served:
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        pulls = self.opened.engine.scheduler.prefills
+        timing, pulls = self.opened.engine.timing, self.opened.engine.scheduler.prefills
+        profile = timing.profile() if timing is not None else None
         told = borrowed(pulls) if isinstance(pulls, Pulls) else {}
-        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, told)
+        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, profile, told)
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
         """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric as Family
 
 from rayneuron import metrics
 from rayneuron.metrics import LABELS, Metric
-from rayneuron.types import FinishReason, Request, Snapshot, Stamps
+from rayneuron.types import FinishReason, Profile, Request, Snapshot, Stamps
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import StepInfo
@@ -86,14 +86,21 @@ class Load:
     """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls; `chosen`: what its start decided;
     `told`: what its part in pools is."""
 
-    __slots__ = ("calls", "chosen", "refused", "sequences", "snapshot", "told")
+    __slots__ = ("calls", "chosen", "profile", "refused", "sequences", "snapshot", "told")
 
     def __init__(
-        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None,
+        self,
+        snapshot: Snapshot,
+        calls: int,
+        sequences: int,
+        refused: str | None = None,
+        chosen: Mapping[str, Any] | None = None,
+        profile: Profile | None = None,
         told: Values | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.chosen = chosen or {}
         self.told = told or {}
+        self.profile = profile  # what steps take
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences

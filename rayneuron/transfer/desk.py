@@ -15,7 +15,7 @@ from rayneuron.wire import TICK_S
 log = logging.getLogger(__name__)
 
 
-class Desk:
+class Clerk:
     """`tick` is called with the time every TICK_S, or `often_s` while `busy`. What fails is logged, and the next thing done."""
 
     def __init__(self, name: str, tick: Callable[[float], None], busy: Callable[[], bool], often_s: float = TICK_S) -> None:

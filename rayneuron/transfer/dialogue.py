@@ -29,7 +29,7 @@ class Dialogue:
 
     @contextmanager
     def begun(self, want: Pull, layers: tuple[int, int] | None = None, *, sums_only: bool = False) -> Iterator[None]:
-        """Ask for `want`, of all its layers or of (first, count) of theirs; within, all that is answered must be read."""
+        """Bid for `want`, of all its layers or of (first, count) of theirs; within, all that is answered must be read."""
         try:
             layer, count = layers or (want.read.there, want.read.count)
             runs = tuple((run.there, run.count) for run in want.read.runs)

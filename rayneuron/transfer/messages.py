@@ -40,7 +40,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     lease_s: float
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class Bid(msgspec.Struct, tag=True, frozen=True):
     """D: compute this prompt, and the first token of each choice. `key`: D's name for it."""
 
     key: str
@@ -132,6 +132,6 @@ class MemoryHere(msgspec.Struct, tag=True, frozen=True):
     shape: tuple[int, int, int, int]
 
 
-ToP = Knock | Ask | Commit | Abandon | Pulse
+ToP = Knock | Bid | Commit | Abandon | Pulse
 FromP = Welcome | Accepted | Declined | Watermark | FirstTokens | Committed | Expired | Pulse
 OfData = Knock | Get

@@ -19,13 +19,13 @@ from rayneuron import wire
 from rayneuron.engine.remote import Lent, Loan
 from rayneuron.errors import RayNeuronError
 from rayneuron.transfer.base import Lends, LendsKv
-from rayneuron.transfer.desk import Desk
+from rayneuron.transfer.desk import Clerk
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.layout import KvLayout
 from rayneuron.transfer.messages import (
     Abandon,
     Accepted,
-    Ask,
+    Bid,
     Commit,
     Committed,
     Declined,
@@ -98,7 +98,7 @@ class Offers:
         self._keys: dict[tuple[bytes, str], bytes] = {}  # session and key of the live ones: ticket
         self._links: set[_Link] = set()
         self._draining = False
-        self._desk = Desk("rayneuron-offers", self._sweep, lambda: bool(self._keys))
+        self._desk = Clerk("rayneuron-offers", self._sweep, lambda: bool(self._keys))
         self._door = Door(token, ip, ToP, self._serve)
 
     @property
@@ -169,7 +169,7 @@ class Offers:
 
     def _heard(self, link: _Link, message: Any) -> None:
         match message:
-            case Ask():
+            case Bid():
                 self._asked(link, message)
             case Commit():
                 self._commit(link, message.ticket)
@@ -182,7 +182,7 @@ class Offers:
             case _:
                 self._lost(link)  # a second knock
 
-    def _asked(self, link: _Link, ask: Ask) -> None:
+    def _asked(self, link: _Link, ask: Bid) -> None:
         known = self._keys.get((link.session, ask.key))
         if known is None:
             why = self._no_room(ask.request)

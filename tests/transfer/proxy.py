@@ -14,7 +14,7 @@ import msgspec
 
 from rayneuron import wire
 
-FROM_D = ("Knock", "Ask", "Commit", "Abandon", "Pulse")
+FROM_D = ("Knock", "Bid", "Commit", "Abandon", "Pulse")
 FROM_P = ("Welcome", "Accepted", "Declined", "Watermark", "FirstTokens", "Committed", "Expired", "Pulse")
 
 

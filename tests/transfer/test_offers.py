@@ -14,7 +14,7 @@ from rayneuron import wire
 from rayneuron.transfer.messages import (
     Abandon,
     Accepted,
-    Ask,
+    Bid,
     Commit,
     Committed,
     Declined,
@@ -72,7 +72,7 @@ class Speaking:
 
     def offered(self, key: str, length: int = 40, **params: Any) -> bytes:
         """A ticket whose KV is all there."""
-        self.say(Ask(key, ask(key, prompt(length, len(key) + length), 5, **params)))
+        self.say(Bid(key, ask(key, prompt(length, len(key) + length), 5, **params)))
         ticket = self.hear(Accepted).ticket
         while self.hear(Watermark).settled < length:
             pass
@@ -143,7 +143,7 @@ def test_who_hangs_up_loses_its_tickets_at_once(opened):
     d, other = Speaking(p), Speaking(p)
     d.offered("a")
     kept = other.offered("b", 20)
-    d.say(Ask("c", ask("c", prompt(90, 7), 5)))
+    d.say(Bid("c", ask("c", prompt(90, 7), 5)))
     d.channel.close()
     eventually(lambda: p.offers.live == 1, 5)
     other.say(Commit(kept))
@@ -155,7 +155,7 @@ def test_an_ask_that_comes_twice_is_one_job(opened):
     p = opened()
     d = Speaking(p)
     for _ in range(2):
-        d.say(Ask("a", ask("a", prompt(40, 1), 5)))
+        d.say(Bid("a", ask("a", prompt(40, 1), 5)))
     first, second = d.hear(Accepted), d.hear(Accepted)
     assert first == second and p.offers.live == 1
     d.say(Abandon("a", "enough"))
@@ -167,7 +167,7 @@ def test_eight_that_ask_where_there_is_room_for_one(opened):
     p = opened(pinned=3)
     ds = [Speaking(p) for _ in range(8)]
     for i, d in enumerate(ds):
-        d.say(Ask(f"r{i}", ask(f"r{i}", prompt(40, i), 5)))
+        d.say(Bid(f"r{i}", ask(f"r{i}", prompt(40, i), 5)))
     answers = [d.hear(Accepted | Declined) for d in ds]
     assert sum(isinstance(answer, Accepted) for answer in answers) == 1
     assert all("3 blocks" in answer.why and answer.retry_s > 0 for answer in answers if isinstance(answer, Declined))
@@ -180,9 +180,9 @@ def test_eight_that_ask_where_there_is_room_for_one(opened):
 
 def test_what_can_never_be_computed_is_declined_with_the_reason(opened):
     d = Speaking(opened())
-    d.say(Ask("long", ask("long", prompt(200, 1), 5)))
+    d.say(Bid("long", ask("long", prompt(200, 1), 5)))
     assert "200" in d.hear(Declined).why
-    d.say(Ask("alien", ask("alien", [100_000], 5)))
+    d.say(Bid("alien", ask("alien", [100_000], 5)))
     assert "100000" in d.hear(Declined).why.replace(",", "")
     d.offered("b")
 
@@ -192,7 +192,7 @@ def test_a_request_that_no_edge_would_have_let_in_ends_its_channel_alone(opened)
     p = opened()
     d, other = Speaking(p), Speaking(p)
     wrong = ask("a", prompt(20, 1), 5)
-    data = bytes(wire.frame(Ask("a", wrong))[4:])
+    data = bytes(wire.frame(Bid("a", wrong))[4:])
     hot = data.replace(b"\xabtemperature\xcb" + bytes(8), b"\xabtemperature\xcb@\x45" + bytes(6))
     assert hot != data
     d.channel.send_frame(framed(hot))
@@ -209,7 +209,7 @@ def test_a_replica_that_drains_takes_nobody_in_and_waits_for_who_is_there(opened
     draining = threading.Thread(target=lambda: ended.append(p.offers.drain(20)))
     draining.start()
     eventually(lambda: p.offers._draining, 5)
-    d.say(Ask("b", ask("b", prompt(20, 2), 5)))
+    d.say(Bid("b", ask("b", prompt(20, 2), 5)))
     assert "leaving" in d.hear(Declined).why
     assert draining.is_alive()
     d.say(Commit(ticket))
@@ -221,7 +221,7 @@ def test_a_replica_that_drains_takes_nobody_in_and_waits_for_who_is_there(opened
 def test_a_deadline_counts_there_too(opened):
     p = opened()
     d = Speaking(p)
-    d.say(Ask("a", ask("a", prompt(90, 1), 5), remaining_s=-1.0))
+    d.say(Bid("a", ask("a", prompt(90, 1), 5), remaining_s=-1.0))
     assert d.hear(Accepted).ticket
     assert "deadline" in d.hear(Expired).why
     gone(p, 5)
@@ -248,7 +248,7 @@ def test_sixty_cancelled_while_they_come(opened):
     p = opened()
     d = Speaking(p)
     for i in range(60):
-        d.say(Ask(f"r{i}", replace(ask(f"r{i}", prompt(60, i), 5))))
+        d.say(Bid(f"r{i}", replace(ask(f"r{i}", prompt(60, i), 5))))
         d.say(Abandon(f"r{i}", "cancelled"))
     for _ in range(60):
         d.hear(Accepted)
