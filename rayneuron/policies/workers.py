@@ -219,7 +219,7 @@ class Workers:
 
 
 def _level(ms: float) -> int:
-    return min(int(8 * log2(ms + 1)), _LEVELS - 1)
+    return min(int(8 * log2(max(0.0, ms) + 1)), _LEVELS - 1)  # times measured on a busy machine may fall with the rows
 
 
 def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:
