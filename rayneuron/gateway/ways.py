@@ -78,7 +78,7 @@ class Way:
         delta.request_id, delta.index = self.request.id, index
         if delta.finish_reason == "error" and delta.fault != "engine":  # of this choice alone, wherever it runs
             return index, delta if replay.finish() else None, None
-        effect = replay.piece(self.attempts[index], piece.at, delta.token_ids, delta.finish_reason, now_s)
+        effect = replay.piece(self.attempts[index], piece.at, delta.token_ids, delta.finish_reason)
         if not isinstance(effect, PassOn):
             return index, None, effect
         delta.token_ids = delta.token_ids[effect.skip :]
