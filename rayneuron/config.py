@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from rayneuron.aliases import translated
+from rayneuron.dialect_config import Lmi
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -232,6 +233,7 @@ class Deployment(Section):
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
     serving: Serving = Serving.model_construct()
+    lmi: Lmi = Lmi.model_construct()
 
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""

@@ -26,12 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "validation": {"errors"},
     "serve_config": {"validation"},
     "aliases": {"errors", "validation"},
-    "config": {"errors", "types", "validation", "serve_config", "aliases"},
+    "dialect_config": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config", "dialect_config", "aliases"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
     "sources": {"errors", "settings", "config", "demo", "models"},
     "deployment_file": {"errors", "config", "validation", "serve_config", "aliases"},
+    "options": {"errors", "validation", "aliases", "deployment_file"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
@@ -72,7 +74,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
+    "pydantic": ("config.py", "dialect_config.py", "serve_config.py", "validation.py", "serve/"),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
@@ -90,7 +92,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
+    *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
     *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
