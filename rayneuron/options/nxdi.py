@@ -109,6 +109,10 @@ NEURON_CONFIG: Final[Table] = {
     "medusa_speculation_length": drafts(),
     "num_medusa_heads": drafts(),
     "medusa_tree": drafts(),
+    "is_eagle_draft": drafts(),
+    "worker_cls": drafts(),
+    "draft_config": drafts(),
+    "draft_model_path": drafts(),
 }
 
 

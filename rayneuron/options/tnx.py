@@ -23,9 +23,9 @@ def _rows(value: Any, args: Args) -> Any:
 
 
 def _generation(value: Any, args: Args) -> Said:
-    """GenerationConfig: the sampling of the device, which requests may have as their own."""
+    """GenerationConfig: the sampling of the device, which requests may have as their own; lists of one a sequence are not for a server."""
     found = {name: getattr(value, name, None) for name in ("top_k", "top_p", "temperature")}
-    said = Said({f"sampling_defaults.{name}": given for name, given in found.items() if given is not None})
+    said = Said({f"sampling_defaults.{name}": given for name, given in found.items() if isinstance(given, int | float)})
     if not getattr(value, "do_sample", False):
         said["sampling_defaults.temperature"] = 0.0
     return said

@@ -77,6 +77,8 @@ def tell(told: Told, table: Table, args: Args, place: Callable[[str], str], syst
             continue
         try:
             read = word.read(value, args)
+        except ConfigError as wrong:  # of a name inside the value
+            raise ConfigError(f"{where}: {wrong.message}", param=name) from None
         except (ValueError, TypeError, KeyError) as wrong:
             raise ConfigError(f"{where}: {name} {wrong}", param=name) from None
         for key, ours in (read if isinstance(read, Said) else {word.key: read}).items():
