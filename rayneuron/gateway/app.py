@@ -14,14 +14,7 @@ from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.dispatch import Dispatch
 from rayneuron.gateway.routes import application
 from rayneuron.serve.app import Refused
-from rayneuron.serve.deployed import (
-    DRAIN_CHECK_S,
-    HEALTH_PERIOD_S,
-    HEALTH_TIMEOUT_S,
-    MAX_ONGOING,
-    log_through_serve,
-    settle_interpreter,
-)
+from rayneuron.serve.deployed import DRAIN_CHECK_S, HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, MAX_ONGOING, log_through_serve, settle_interpreter
 
 
 @serve.ingress()

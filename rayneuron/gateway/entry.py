@@ -24,7 +24,7 @@ from rayneuron.gateway.remote import Orders, RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import open_text
 from rayneuron.policies import admission
-from rayneuron.policies.desk import Desk
+from rayneuron.policies.desk import GatewayDesk
 from rayneuron.serve.flight import Flight, Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
@@ -80,10 +80,6 @@ class Routed(Served):
         """As the verb."""
         self.health()
         super().admit(call)
-
-    def load(self) -> Load:
-        """As that of a model here."""
-        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen)
 
     @contextlib.contextmanager
     def flight(
@@ -195,7 +191,7 @@ class CatalogueEntry(Handles):
             raise ConfigError(f"models: {key} of {self.name} is not what its application says; deploy both from one file")
         text, path = await asyncio.to_thread(open_text, config)
         flights = Flights(self.telemetry, asyncio.get_running_loop(), events_per_s(config))
-        desk = Desk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
+        desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)
         flights.engine = engine
         engine.fleet.card = card

@@ -20,7 +20,7 @@ from rayneuron.gateway.ways import Way, Wishes
 from rayneuron.gateway_config import Replays
 from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
-from rayneuron.policies.desk import Desk, TurnedAway
+from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
@@ -56,10 +56,11 @@ class RemoteEngine:
 
     error: str | None = None
     alive = True
-    timing = scheduler = None
+    timing = None
+    prefills = None
 
     def __init__(
-        self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: Desk
+        self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
     ) -> None:  # fmt: skip
         self.gateway = secrets.token_bytes(8)
         self.fleet = Fleet(self.gateway, self)

@@ -12,7 +12,7 @@ from rayneuron.gateway.asking import ask_of
 from rayneuron.gateway.books import Books
 from rayneuron.gateway.ways import Way
 from rayneuron.gateway_config import Replays
-from rayneuron.policies.desk import Desk, TurnedAway
+from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Again, Cause, Effect, Fail
 from rayneuron.types import Fault, FinishReason, TokenDelta
 
@@ -22,7 +22,7 @@ class Repair:
     blamed for another's doing, until it has got another token."""
 
     def __init__(
-        self, books: Books, desk: Desk, deliver: Callable[[list[TokenDelta]], None], card: Callable[[], Card], rules: Replays
+        self, books: Books, desk: GatewayDesk, deliver: Callable[[list[TokenDelta]], None], card: Callable[[], Card], rules: Replays
     ) -> None:  # fmt: skip
         self.keys = itertools.count(1)
         self.counts: Counter[tuple[str, str]] = Counter()  # by cause and outcome

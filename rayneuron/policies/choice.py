@@ -22,7 +22,7 @@ _Price = tuple[float, KnownWorker, float, float, float, int]  # cost, worker, qu
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GatewayAsk:
     """A request that wants a replica: its `prompt` tokens, what was generated before included, and at `most` so many output tokens.
 
     `hashes`: of the prompt's full blocks, each of `block` tokens. `rows`: choices. `left_s`: until its deadline. `ttft_ms`, `tpot_ms`:
@@ -107,7 +107,7 @@ class Chooser:
             if len(self._sessions) > _SESSIONS:
                 self._sessions.popitem(last=False)
 
-    def choose(self, ask: Ask, output: float, now_s: float) -> Terms | None:
+    def choose(self, ask: GatewayAsk, output: float, now_s: float) -> Terms | None:
         """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""
         start = self._random.getrandbits(16)
         groups = self.index.depths(ask.hashes) if ask.hashes else []
@@ -129,7 +129,7 @@ class Chooser:
 
     def _price(
         self,
-        ask: Ask,
+        ask: GatewayAsk,
         output: float,
         now_s: float,
         candidates: Iterable[KnownWorker],
@@ -165,7 +165,7 @@ class Chooser:
 
     def _best(
         self,
-        ask: Ask,
+        ask: GatewayAsk,
         output: float,
         now_s: float,
         priced: list[_Price],
@@ -192,7 +192,7 @@ class Chooser:
         least_ms = min([p[2] for p in priced if p[1].extra < _IN_HAND], default=1e9)
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
 
-    def _alike(self, ask: Ask, priced: list[_Price], output: float, now_s: float) -> _Price | None:
+    def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
         """Where prompts that begin like this one go, while no replica has said what it keeps."""
         most = _RING_LOAD * self.workers.mean_ms
         for worker in self.workers.on_ring(ask.hashes[:_RING_BLOCKS]):
@@ -203,12 +203,12 @@ class Chooser:
                 return found or next(iter(self._price(ask, output, now_s, [worker], [], None)), None)
         return None
 
-    def _session(self, ask: Ask, now_s: float) -> tuple[int, int] | None:
+    def _session(self, ask: GatewayAsk, now_s: float) -> tuple[int, int] | None:
         found = self._sessions.get(ask.session) if ask.session else None
         return None if found is None or now_s - found[2] > self._ttl_s else (found[0], min(found[1], ask.prompt - 1))
 
 
-def _by_goals(ask: Ask, priced: list[_Price]) -> list[_Price]:
+def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
     """Those that meet both goals first, with the least to spare, so that others stay free; then those that miss them by least."""
 
     def order(p: _Price) -> tuple[bool, float]:

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from rayneuron.news import KvNews, Pressure
-from rayneuron.policies.choice import Ask, Chooser, Terms
+from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
 from rayneuron.policies.cost import Costs, expected
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
 from rayneuron.policies.workers import KnownWorker
@@ -72,7 +72,7 @@ class Send:
 
 @dataclass(slots=True)
 class _Open:
-    ask: Ask
+    ask: GatewayAsk
     since_s: float
     output: float
     ms: float = 0.0  # charged
@@ -80,7 +80,7 @@ class _Open:
     overlap: int = 0  # prompt tokens that were there
 
 
-class Desk:
+class GatewayDesk:
     """Pure: time and randomness are arguments. Every key that was `Admitted` is `ended` once, whatever became of it."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Desk:
         self.chooser.workers.join(made)
         self.chooser.workers.weigh(made, now_s)
 
-    def offer(self, ask: Ask, now_s: float) -> Admitted | TurnedAway:
+    def offer(self, ask: GatewayAsk, now_s: float) -> Admitted | TurnedAway:
         """A request has come."""
         workers = self.chooser.workers
         known = next(iter(workers.all.values()), None)
@@ -231,22 +231,22 @@ class Desk:
         self.recent.append(send)
         return send
 
-    def _wait(self, ask: Ask, ms: float, first: bool = False) -> None:
+    def _wait(self, ask: GatewayAsk, ms: float, first: bool = False) -> None:
         self._tokens += ask.prompt
         self.queue.add(Waiter(ask.key, ask.account, ask.prompt, ms, ask.again), first)
 
-    def _unwait(self, key: int, ask: Ask, taken: bool = False) -> None:
+    def _unwait(self, key: int, ask: GatewayAsk, taken: bool = False) -> None:
         if key in self.queue:
             self._tokens -= ask.prompt
             (self.queue.take if taken else self.queue.drop)(key)
 
-    def _uncached(self, ask: Ask) -> tuple[int, int]:
+    def _uncached(self, ask: GatewayAsk) -> tuple[int, int]:
         """Tokens to compute, and tokens that somebody has computed."""
         groups = self.chooser.index.depths(ask.hashes) if ask.hashes else ()
         cached = min(groups[0][0] * ask.block, ask.prompt - 1) if groups else 0
         return ask.prompt - cached, cached
 
-    def _start_s(self, ask: Ask, ms: float, now_s: float) -> float:
+    def _start_s(self, ask: GatewayAsk, ms: float, now_s: float) -> float:
         """When a request that comes now will begin: after the shortest queue there is, and what will have gone before it."""
         workers = self.chooser.workers
         near = workers.least(8, 0)

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import log2
 
 from rayneuron.news import Pressure
-from rayneuron.policies.cost import Costs
+from rayneuron.policies.cost import SOME_TOKENS, Costs
 
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
@@ -56,10 +56,11 @@ class KnownWorker:
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
         load, since_ms = self.load, 1e3 * (now_s - self.at_s)
-        queue = load.backlog_ms - since_ms
-        queue = self.booked_ms if queue < 0 else queue + self.booked_ms
+        queue = max(0.0, load.backlog_ms - since_ms) + self.booked_ms
         short = self.extra + 1
-        return queue + load.slot_ms * short if short > 0 else queue
+        if short > 0:  # where no slot ends soon its rows are booked, not taken yet
+            queue += short * (load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest))
+        return queue
 
     @property
     def extra(self) -> int:

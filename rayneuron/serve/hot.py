@@ -15,6 +15,7 @@ from rayneuron.text.text import Text
 
 if TYPE_CHECKING:
     from rayneuron.engine.profile import Timing
+    from rayneuron.engine.remote import Prefills
 
 
 class Sizes(Protocol):
@@ -40,7 +41,7 @@ class Holds(Protocol):
     def timing(self) -> Timing | None: ...
 
     @property
-    def scheduler(self) -> Any: ...
+    def prefills(self) -> Prefills | None: ...
 
 
 class Known(Protocol):
@@ -84,6 +85,7 @@ def hot(config: Deployment, opened: Known, user_config: Mapping[str, Any] | None
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
+        lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),
     )
     openai.check_defaults(context)
     return Hot(context, merged)

@@ -156,7 +156,7 @@ class Served:
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        timing, pulls = self.opened.engine.timing, self.opened.engine.scheduler.prefills
+        timing, pulls = self.opened.engine.timing, self.opened.engine.prefills
         profile = timing.profile() if timing is not None else None
         told = borrowed(pulls) if isinstance(pulls, Pulls) else {}
         return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, profile, told)

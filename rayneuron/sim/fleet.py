@@ -8,8 +8,8 @@ from itertools import count
 from random import Random
 
 from rayneuron.news import KvNews, Pressure
-from rayneuron.policies.choice import Ask
-from rayneuron.policies.desk import Desk, Send, TurnedAway
+from rayneuron.policies.choice import GatewayAsk
+from rayneuron.policies.desk import GatewayDesk, Send, TurnedAway
 from rayneuron.policies.replay import Again, Fail, PassOn, Replay
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
@@ -40,7 +40,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Gateway:
-    desk: Desk
+    desk: GatewayDesk
     ticking: bool = False
 
 
@@ -62,7 +62,7 @@ class Simulation:
         self.report = FleetReport()
         self._random = Random(seed)
         self._arrivals = iter(arrivals)
-        self._gateways = [_Gateway(Desk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
+        self._gateways = [_Gateway(GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
         self._numbers, self._keys = count(), count(1)
         self._nodes: dict[int, _Node] = {}
         self._by_host: dict[ExactHost, _Node] = {}
@@ -125,7 +125,7 @@ class Simulation:
         again = call.replay.attempt > 0
         session = arrival.session if setup.route == "kv" else ""
         block, avoid = setup.capacity.block, call.lost_on
-        ask = Ask(call.key, arrival.account, prompt, most, 1, known, block, session, again=again, avoid=avoid)
+        ask = GatewayAsk(call.key, arrival.account, prompt, most, 1, known, block, session, again=again, avoid=avoid)
         verdict = call.gateway.desk.offer(ask, self.clock.now_s)
         if isinstance(verdict, TurnedAway):
             del self._calls[call.key]
