@@ -99,6 +99,7 @@ class Replay:
         """The replica has not taken it: that attempt was none."""
         if attempt == self.attempt and self.state == "placed" and len(self.ids) == self._from:
             self.state = "waiting"
+            self.attempt -= 1
 
     def tick(self, now_s: float) -> Effect:
         """Time has passed."""
