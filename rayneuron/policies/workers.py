@@ -17,7 +17,7 @@ _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
 _POINTS = 64  # of a replica on the ring
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Booking:
     """An order the replica has not acknowledged: what it will have to do, and since when."""
 
@@ -59,7 +59,7 @@ class KnownWorker:
         load, since_ms = self.load, 1e3 * (now_s - self.at_s)
         queue = load.backlog_ms - since_ms
         queue = self.booked_ms if queue < 0 else queue + self.booked_ms
-        short = self.extra + 1
+        short = load.waiting + self.booked_rows - load.slots_free + 1
         if short <= 0:
             return queue
         slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
