@@ -149,3 +149,20 @@ METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() 
 
 # The seven stamps of a request (types.Stamps), as event names of its OpenTelemetry span.
 TRACE_POINTS = ("arrived", "scheduled", "prefill_done", "handed_over", "adopted", "first_token", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What a gateway says of each model, beside the replicas' own families."""
+
+    requests: Metric = Metric(
+        "rayneuron:gateway_requests", "gauge", "Requests in the gateway: at the desk, or at a replica.", ("state",),
+        known=(("waiting",), ("placed",)),
+    )  # fmt: skip
+    replicas: Metric = Metric("rayneuron:gateway_replicas", "gauge", "Replicas it is connected with.")
+    refusals: Metric = Metric("rayneuron:gateway_refusals", "counter", "Calls turned away.", ("reason",), known=(("capacity",),))
+    ttft: Metric = Metric("rayneuron:gateway_ttft_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
+    replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
+    replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
+    misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")
+    frames: Metric = Metric("rayneuron:gateway_link_frames", "counter", "Frames heard from replicas.")

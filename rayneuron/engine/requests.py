@@ -36,7 +36,7 @@ class Requests(dict[str, dict[int, Sequence]]):
             choice = Sequence(
                 request,
                 index,
-                list(request.prompt_ids),
+                [*request.prompt_ids, *request.output_ids],
                 seed + index,
                 1 if loan is not None else self._length - prompt if most is None else most,
                 self._order,
@@ -55,6 +55,11 @@ class Requests(dict[str, dict[int, Sequence]]):
             choices[0].prompt_logprobs = [None]
         self[request.id] = choices
         return choices[0]
+
+    def late(self, now_s: float) -> tuple[list[str], bool]:
+        """Requests whose deadline has passed; and whether any has one."""
+        timed = [(request_id, next(iter(choices.values())).request.deadline_s) for request_id, choices in self.items()]
+        return [name for name, until_s in timed if until_s is not None and now_s > until_s], any(s is not None for _, s in timed)
 
     def followers(self, request_id: str) -> list[Sequence]:
         """Choices that wait for the prompt's KV."""

@@ -125,6 +125,11 @@ class Replay:
         """No replica can be had for it."""
         return self._fail(503, why) if self.state == "waiting" else None
 
+    @property
+    def suspect(self) -> bool:
+        """Whether it may have been its own doing that its replica was lost, and nothing speaks for it since."""
+        return self._strikes > 0 and self._strike_at == len(self.ids)
+
     def finish(self) -> bool:
         """A stop string has ended it, or nobody wants it any more; whether there is an attempt to be cancelled."""
         running = self.state == "placed"

@@ -113,6 +113,7 @@ class Telemetry:
         self._registry.register(self)
         self._process = ProcessCollector(registry=None)
         self.prefix_cache = False
+        self.step_s = 0.0  # a step of late
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
         self._step_time = self.histograms[metrics.STEP_TIME]
@@ -126,7 +127,9 @@ class Telemetry:
 
     def timed(self, info: StepInfo) -> None:
         """How long one step took. Called on the engine thread, which alone touches this histogram."""
-        self._step_time.observe(info.plan_s + info.run_s + info.commit_s)
+        took_s = info.plan_s + info.run_s + info.commit_s
+        self._step_time.observe(took_s)
+        self.step_s += 0.05 * (took_s - self.step_s)
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int, ttft_s: float, remote: bool = False) -> None:
         """A request produced its first token, maybe in another pool."""
