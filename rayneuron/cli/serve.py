@@ -36,4 +36,4 @@ def run(args: argparse.Namespace) -> None:
     fresh.begin(file.deployments.values())
     from rayneuron.serve import process
 
-    process.run(file.content, file.deployments, args.grace, alone=not isinstance(file.path, Path))
+    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone=not isinstance(file.path, Path))

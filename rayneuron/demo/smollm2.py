@@ -102,9 +102,9 @@ def _size(meta: Mapping[str, Any]) -> llama.Size:
     )
 
 
-def _tokens(meta: Mapping[str, Any]) -> vocabulary.Tokens:
+def _tokens(meta: Mapping[str, Any]) -> vocabulary.Vocabulary:
     names, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
-    return vocabulary.Tokens(
+    return vocabulary.Vocabulary(
         names=tuple(names),
         merges=tuple(tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]),
         special=tuple(name for name, kind in zip(names, kinds, strict=True) if kind == 3),  # 3: a control token

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron.devices.base import Device, Program, Shape
+from rayneuron.devices.base import Device, HostKv, KvMemory, Program, Shape
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.errors import CompileError, ConfigError, RayNeuronError
 from rayneuron.models import Progress
@@ -90,6 +90,18 @@ def check(name: str) -> None:
 def ranks_per_process(name: str) -> int:
     """The most ranks one process of the device drives: on Neuron it drives all its cores of a node, elsewhere one."""
     return 1024 if name == "neuron" else 1
+
+
+def shares_kv(name: str) -> bool:
+    """Whether the device's KV lies where the host, and so another process, can read it."""
+    return name == "cpu"
+
+
+def kv_memory(device: object) -> KvMemory:
+    """Where that is. Raises ConfigError where the device was not opened so, or cannot be."""
+    if not isinstance(device, HostKv):
+        raise ConfigError("pools hand KV over in host memory, and this device keeps it to itself; leave pools out", param="pools")
+    return device.kv_memory()
 
 
 def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:

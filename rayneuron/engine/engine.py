@@ -9,7 +9,7 @@ from rayneuron.devices.base import SCORES, Pending, StepOutput
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.profile import StepInfo, Timing
-from rayneuron.engine.remote import Arrived, First, Loan
+from rayneuron.engine.remote import Arrived, First, Loan, Prefills
 from rayneuron.engine.requests import Requests
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
@@ -231,6 +231,11 @@ class Engine:
         known = {id(s) for choices in self._requests.values() for s in choices.values()}
         assert queued <= known, "a sequence runs that no request owns"
         assert all(self._requests.values()), "a request without choices was kept"
+
+    @property
+    def prefills(self) -> Prefills | None:
+        """Others who compute its prompts."""
+        return self.scheduler.prefills
 
     def close(self) -> None:
         """Give the device back, once nobody else writes its KV."""

@@ -95,6 +95,10 @@ class EngineLoop:
         """The engine's load, without the requests not taken in yet."""
         return self.engine.snapshot()
 
+    def taken(self, request_id: str) -> bool:
+        """Whether a request that was submitted is in the engine's books, or over."""
+        return request_id not in self._coming
+
     def pending(self) -> bool:
         """Whether there is anything to do: what a health check holds against the age of the last step."""
         return bool(self._coming) or self.engine.has_work
