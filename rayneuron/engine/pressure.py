@@ -17,8 +17,8 @@ def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, a
     step_ms = costs.decode_ms(len(decoding), longest) if decoding else 0.0
     slot_ms = 0.0
     if not blocks.free_rows:
-        left = sorted(max(1.0, expected(output, s.max_tokens) - s.generated) for s in running)
-        slot_ms = left[min(len(waiting), len(left) - 1)] * costs.decode_ms(len(running), longest)
+        each = sum(expected(output, s.max_tokens) for s in running) / len(running)  # how far one is says little of how far it goes
+        slot_ms = each * costs.decode_ms(len(running), longest) / len(running)
     return Pressure(
         seen=seen,
         backlog_ms=costs.backlog_ms(before, len(decoding), longest),

@@ -57,11 +57,15 @@ class KnownWorker:
         """Until a prompt that is sent now would begin."""
         load, since_ms = self.load, 1e3 * (now_s - self.at_s)
         queue = max(0.0, load.backlog_ms - since_ms) + self.booked_ms
-        short = self.booked_rows + 1 - load.slots_free
-        if short > 0:
-            slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
-            queue += max(0.0, slot_ms * (1 + 0.5 * (short - 1)) - since_ms)
+        short = self.extra + 1
+        if short > 0:  # where no slot ends soon its rows are booked, not taken yet
+            queue += short * (load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest))
         return queue
+
+    @property
+    def extra(self) -> int:
+        """Sequences there that have no row."""
+        return self.load.waiting + self.booked_rows - self.load.slots_free
 
     @property
     def rows(self) -> int:
@@ -219,7 +223,7 @@ class Workers:
 
 
 def _level(ms: float) -> int:
-    return min(int(8 * log2(ms + 1)), _LEVELS - 1)
+    return min(int(8 * log2(max(0.0, ms) + 1)), _LEVELS - 1)  # times measured on a busy machine may fall with the rows
 
 
 def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:
