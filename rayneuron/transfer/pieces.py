@@ -67,7 +67,7 @@ def sums_of(layer: int, first: int, blocks: int) -> Piece:
 def segments(units: Sequence[NDArray[Any]], layer: int, head: int, heads: int, blocks: Sequence[int]) -> list[Stretch]:
     """Where the bytes lie: one view for all of it where that is one stretch of memory, else one a block."""
     whole, first, n = units[layer], blocks[0], len(blocks)
-    if heads == whole.shape[1] and blocks[-1] - first == n - 1 and all(b - a == 1 for a, b in zip(blocks, blocks[1:], strict=False)):
+    if heads == whole.shape[1] and [*blocks] == [*range(first, first + n)]:
         return [whole[first : first + n].reshape(-1)]
     return [whole[block, head : head + heads].reshape(-1) for block in blocks]
 

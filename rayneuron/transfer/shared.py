@@ -34,7 +34,7 @@ class Shared:
         """As `Transport`."""
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
-            n, sums = want.end - want.first, iter(())
+            n, sums = want.end - want.first, list[int]()
             places: list[int] = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
             if not 0 <= min(places) <= max(places) < len(self._units[0]):
                 raise Damaged("a block outside the memory")
@@ -42,13 +42,13 @@ class Shared:
             each = len(every) // read.count  # pieces of a layer
             for i, (piece, here) in enumerate(every):
                 if i % each == 0:
-                    sums = iter(self._list(want, sums_of(piece.layer, want.first, n), each, "<u8", SUMS, stop))
+                    sums = self._list(want, sums_of(piece.layer, want.first, n), each, "<u8", SUMS, stop)
                 count, at = piece.blocks * piece.heads * unit, piece.first - want.first
                 theirs = segments(self._units, piece.layer, piece.head, piece.heads, places[at : at + piece.blocks])
                 layer, blocks = piece.layer - read.there + read.here, want.blocks[at : at + piece.blocks]
                 ours = segments(into.units, layer, here, piece.heads, blocks)
                 copy(ours, theirs)
-                if digest(ours) != next(sums):
+                if digest(ours) != sums[i % each]:
                     raise Damaged(f"piece {piece.number} is not what was meant")
                 size += count
         return Receipt(size, "shared")
