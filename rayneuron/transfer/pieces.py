@@ -24,6 +24,7 @@ _HEAD = struct.Struct("<4sHHQ16sIHHIIQQ")
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"rnKV"
 PIECE, PLACES, STALE, SUMS = 1, 2, 3, 4
+SUMS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +50,20 @@ def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, 
                 number += 1
 
 
-def last_of(piece: Piece, runs: Sequence[tuple[int, int]], end: int) -> bool:
-    """Whether it is the last piece of its layer."""
-    return piece.first + piece.blocks == end and piece.head == runs[-1][0]
-
-
 def places_of(first: int, blocks: int) -> Piece:
     """What goes before the list of where a ticket's blocks lie."""
     return Piece(0, 0, 0, 0, first, blocks)
 
 
-def sums_of(layer: int, first: int, blocks: int) -> Piece:
-    """What goes before the sums of a layer's pieces."""
-    return Piece(0, layer, 0, 0, first, blocks)
+def sums_of(number: int, count: int) -> Piece:
+    """What goes before the sums of `count` pieces from `number` on."""
+    return Piece(number, 0, 0, 0, 0, count)
 
 
 def segments(units: Sequence[NDArray[Any]], layer: int, head: int, heads: int, blocks: Sequence[int]) -> list[Stretch]:
     """Where the bytes lie: one view for all of it where that is one stretch of memory, else one a block."""
     whole, first, n = units[layer], blocks[0], len(blocks)
-    if heads == whole.shape[1] and blocks[-1] - first == n - 1 and all(b - a == 1 for a, b in zip(blocks, blocks[1:], strict=False)):
+    if heads == whole.shape[1] and [*blocks] == [*range(first, first + n)]:
         return [whole[first : first + n].reshape(-1)]
     return [whole[block, head : head + heads].reshape(-1) for block in blocks]
 
