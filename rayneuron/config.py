@@ -216,6 +216,7 @@ class Deployment(Section):
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
+    prefill_chunk_ms: float | None = Field(None, ge=0, description="Most ms of such a step while others decode; 0: any; default: 4 of theirs.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: all rows full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")

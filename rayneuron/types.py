@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -154,21 +153,6 @@ class Request(msgspec.Struct, kw_only=True):
     seed: int | None = None
 
 
-class Seeds:
-    """Fixes the seeds of requests where they are made: their parameters', else one after another from `first`, else drawn."""
-
-    def __init__(self, first: int | None) -> None:
-        self._first = first
-        self._made = 0
-
-    def fix(self, request: Request) -> None:
-        """Give a request its seed; choices count on from it."""
-        if request.seed is None:
-            drawn = secrets.randbits(62) if self._first is None else self._first + 0x9E37 * self._made
-            request.seed = drawn if request.params.seed is None else request.params.seed
-        self._made += request.params.n
-
-
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Natural-log probability of one token and of the likeliest alternatives (descending); `rank` 1 is the likeliest."""
 
@@ -280,3 +264,25 @@ class Snapshot(msgspec.Struct, frozen=True):
     preemptions: int = 0
     last_step_s: float = 0.0
     step_started_s: float = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine's steps take, in ms from packing to output, all taking the likeliest ids. `policies.step_times` reads between points.
+
+    decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
+    short contexts, whosever they are: differences say what more tokens add to a step. chunk: most new tokens of a prefill step; chunk_ms:
+    its longest time while others decode, 0 for any. host_ms: of a step beside that; output_tokens: of a request; both 0 before the first.
+    batch, lengths, context and prefix are the Capacity's.
+    """
+
+    batch: tuple[int, ...]
+    lengths: tuple[int, ...]
+    context: tuple[int, ...]
+    prefix: tuple[int, ...]
+    chunk: int
+    decode: tuple[tuple[int, int, float], ...]
+    prefill: tuple[tuple[int, int, int, float], ...]
+    tokens: tuple[tuple[int, float], ...]
+    chunk_ms: float = 0.0
+    host_ms: float = 0.0
+    output_tokens: float = 0.0

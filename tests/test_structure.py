@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "settings", "metrics", "hashing", "config", "keys", "wire"}
+LEAVES = {"errors", "types", "seeds", "settings", "metrics", "hashing", "config", "keys", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "types": {"errors"},
+    "seeds": {"types"},
     "metrics": {"errors", "types"},
     "hashing": {"errors", "types"},
     "validation": {"errors"},
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices", "engine"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
-    "loading": LEAVES | {"text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
+    "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},

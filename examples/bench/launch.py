@@ -30,6 +30,26 @@ def rayneuron(args: dict[str, Any], profile: str = "plain", urgent: bool = False
     return _serve_run(f"rayneuron {profile}", Path(sys.executable), "rayneuron.serve.app:build", args, env, folder, urgent)
 
 
+def command_line(model: str, words: list[str], profile: str = "plain", urgent: bool = False, cache: Path | None = None) -> Server:
+    """`rayneuron serve MODEL` with these words behind it. `cache`: instead of this user's, to start as on a fresh machine."""
+    folder = _folder()
+    (folder / "ray").mkdir()
+    env = {"PYTHONPATH": str(CHECKOUT), "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}
+    env |= {"RAYNEURON_CACHE": str(cache)} if cache is not None else {}
+    env |= _private_haproxy(folder) if profile == "fast" else {}
+    command = [sys.executable, "-m", "rayneuron", "serve", model, "--profile", profile, *words]
+    return Server(f"rayneuron serve {model}", lambda port: [*command, "--port", str(port)], env, folder, urgent)
+
+
+def bare(urgent: bool = False) -> Server:
+    """Ray Serve with nothing in it."""
+    folder = _folder()
+    (folder / "ray").mkdir()
+    script = str(CHECKOUT / "examples" / "bench" / "peers" / "bare_serve.py")
+    env = {"RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    return Server("bare Ray Serve", lambda port: [sys.executable, script, str(port)], env, folder, urgent)
+
+
 def ray_llm(model: Path, name: str, rows: int, length: int, threads: int, urgent: bool = False, venvs: Path = VENVS) -> Server:
     """`serve run` of ray.serve.llm's OpenAI application over vLLM's CPU build, in bf16, prefix caching off."""
     vllm = peers(threads)["vllm"]

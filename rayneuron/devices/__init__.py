@@ -127,6 +127,26 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     return Cpu(**options)
 
 
+def built(name: str) -> str:
+    """What its compiled code hangs on, in an opened device's process: what was measured with other code says nothing of it."""
+    if name == "neuron":
+        from rayneuron.devices.neuron.sdk import sdk
+
+        found = sdk()
+        return f"{found.chip} {sorted(found.versions.items())}"
+    from rayneuron.devices.cpu.library import library
+
+    kernels = library()
+    return Path(kernels._name).parent.name if kernels is not None else "torch"
+
+
+def kept(name: str, url: str | None) -> Cache:
+    """The cache of what is made once for a device: compiled graphs, kernels, and what their steps take. url: `compile.cache`."""
+    from rayneuron.compile_cache.cache import Cache
+
+    return Cache(url) if name == "neuron" else _native()
+
+
 def precompile(
     name: str, device: Any, program: Program, shapes: Sequence[Shape], tell: Callable[[str], None], progress: Progress
 ) -> Path:

@@ -182,17 +182,17 @@ def prefill_shape(c: Capacity, counts: Sequence[int], length: int, want: Want) -
     return Shape("prefill", rows, at_least(c.context, max(counts), "context"), at_least(c.lengths, length, "sequence length"), want)
 
 
-def pack_prefill(c: Capacity, remaining: Iterable[int]) -> list[int]:
-    """How many new tokens of each waiting prefill, in order, one step should take.
+def pack_prefill(c: Capacity, remaining: Iterable[int], most: int) -> list[int]:
+    """How many new tokens of each waiting prefill, in order, one step should take: `most` (at least the smallest bucket) in all its rows.
 
     The first sequence is always served. Others join it when that computes fewer padded tokens than serving each alone would:
     rows are padded to the largest count's bucket and to a row bucket.
     """
     counts = list(remaining)[: c.prefill_rows[-1]]
-    first = min(counts[0], c.chunk)
+    first = min(counts[0], most)
     best, best_waste = [first], _padded(c, [first]) / first
     for rows in c.prefill_rows[1:]:
-        widest = max((t for t in c.context if rows * t <= c.chunk), default=0)
+        widest = max((t for t in c.context if rows * t <= most), default=0)
         if len(counts) < 2 or first > widest:
             break
         group = [min(n, widest) for n in counts[:rows]]

@@ -12,12 +12,14 @@ from rayneuron.devices.base import SCORES, Pending, StepOutput
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
+from rayneuron.engine.profile import Timing
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan, Sequence, advance, failed
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
-from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
+from rayneuron.policies.chunks import fit
+from rayneuron.types import FinishReason, Profile, Request, SamplingParams, Snapshot, TokenDelta
 
 
 @dataclass(slots=True)
@@ -37,7 +39,8 @@ class Engine:
 
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
-    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept.
+    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
+    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again.
     """
 
     def __init__(
@@ -48,13 +51,15 @@ class Engine:
         eos_ids: Iterable[int] = (),
         rule: NeuronSampling | None = None,
         model: str | None = None,
+        profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.capacity = runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, model)
+        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None)
+        self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
@@ -170,6 +175,9 @@ class Engine:
         ended = self._last_step_s = self._clock()
         self.steps += 1
         self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
+        if self.timing is not None:  # a step that began before the one before had ended took as long as the whole turn
+            host_s = ended - started - (ran - planned)
+            self.timing.note(plan, ended - started if self.runner.overlaps else ran - planned, host_s)
         return deltas
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
@@ -250,6 +258,8 @@ class Engine:
                         self.scheduler.add(choice)
             deltas.append(delta)
             if delta.finish_reason is not None:
+                if self.timing is not None:
+                    self.timing.ended(sequence.generated)
                 self._forget(sequence, now)
                 delta.stamps = sequence.stamps
         return deltas

@@ -9,16 +9,19 @@ from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.policies.chunks import Chunks
 
 
 class Scheduler:
     """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one.
 
-    `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`).
+    `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`). `chunks`: how much of a prompt one step computes
+    while others decode; None: all that fits the shapes.
     """
 
-    def __init__(self, capacity: Capacity, model: str | None = None) -> None:
+    def __init__(self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None) -> None:
         self.capacity = capacity
+        self.chunks = chunks
         self.model = model
         self.caching = model is not None
         self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
@@ -144,7 +147,8 @@ class Scheduler:
         for sequence in prefills:
             if wants_scores(sequence):
                 if not alike:
-                    return [Work(sequence, sequence.computed, min(sequence.remaining, self.capacity.scores))]
+                    most = min(self.capacity.scores, self._most([sequence]))
+                    return [Work(sequence, sequence.computed, min(sequence.remaining, most))]
                 continue
             hold = sequence.hold
             if hold is not None and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
@@ -154,8 +158,14 @@ class Scheduler:
                 alike.append(sequence)
                 if len(alike) == self.capacity.prefill_rows[-1]:
                     break
-        counts = pack_prefill(self.capacity, (s.remaining for s in alike)) if alike else []
+        counts = pack_prefill(self.capacity, (s.remaining for s in alike), self._most(alike)) if alike else []
         return [Work(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
+
+    def _most(self, prefills: list[Sequence]) -> int:
+        """New tokens of a prefill step: those who decode wait for it no longer than they are asked to."""
+        if self.chunks is None or not any(s.phase in ("decode", "due") for s in self.running):
+            return self.capacity.chunk
+        return self.chunks.most(max(s.computed for s in prefills))
 
     def _next(self, sequence: Sequence, start: int) -> bytes | None:
         """The hash of the block that position `start` lies in, where its ids are known to fill it."""

@@ -67,8 +67,8 @@ def stats_of(server: Server) -> Json:
     """The load, as `stats` and /load say it."""
     load = server.load()
     refused = {} if load.refused is None else {"refused_user_config": load.refused}
-    told = {"open_calls": load.calls, "open_sequences": load.sequences, "chosen": load.chosen, **refused}
-    return {**msgspec.to_builtins(load.snapshot), **told}
+    told = {"open_calls": load.calls, "open_sequences": load.sequences, "chosen": load.chosen, "profile": msgspec.to_builtins(load.profile)}
+    return {**msgspec.to_builtins(load.snapshot), **told, **refused}
 
 
 async def _fly(server: Server, parse: Callable[..., api.Call], body: Json) -> tuple[api.Call, AbstractContextManager[Flight]]:

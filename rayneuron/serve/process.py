@@ -35,10 +35,11 @@ ENDING_SHARE, ENDING_S = 0.3, 6.0  # of the grace time, at most so many seconds,
 FOR_GOOD = tuple(f"rayneuron.errors.{kind.__name__}: " for kind in (ConfigError, CheckpointError, CompileError))  # trying again is no use
 
 
-def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace_s: float) -> None:
+def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace_s: float, alone: bool = False) -> None:
     """Serve the applications of a deployment file until SIGTERM or Ctrl-C, then end within `grace_s`.
 
-    Raises ConfigError or NotReady where an application cannot start. `deployments` are those of them that are ours.
+    Raises ConfigError or NotReady where an application cannot start. `deployments` are those of them that are ours. `alone`: there is no
+    file that could be changed and deployed again: nothing is started that only serves that.
     """
     try:
         schema = ServeDeploySchema.model_validate(content)
@@ -48,7 +49,7 @@ def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace
     output = Output()
     try:
         with signals.ending():
-            _start(schema, signals, output)
+            _start(schema, signals, output, next(iter(deployments.values())) if alone else None)
             _wait(schema, deployments)
         output.ready = True
         for line in ready_lines(schema, deployments):
@@ -112,10 +113,12 @@ class Output:
                 print(said[3], file=sys.stderr)
 
 
-def _start(schema: ServeDeploySchema, signals: Signals, output: Output) -> None:
+def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: Deployment | None) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     sys.path.insert(0, os.getcwd())  # as `serve run` does, for applications beside the file; Ray's workers take it over
-    ray.init(namespace="serve")
+    log.info("starting Ray")
+    ray.init(namespace="serve", include_dashboard=None if alone is None else False)  # `serve deploy` speaks to it
+    log.info("Ray has started")
     signals.listen()
     worker_output.remove_handler("ray_print_logs")
     worker_output.add_handler("rayneuron", output.take)
@@ -125,7 +128,14 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output) -> None:
         grpc_options=schema.grpc_options.model_dump(),
         controller_options=schema.controller_options,
     )
-    serve.context._get_global_client().deploy_apps(schema, _blocking=False)
+    log.info("Serve has started")
+    if alone is None:
+        serve.context._get_global_client().deploy_apps(schema, _blocking=False)
+        return
+    from rayneuron.serve.app import application_of  # built here, where all is imported, not by a process of its own
+
+    target = serve.RunTarget(application_of(alone), schema.applications[0].name, schema.applications[0].route_prefix)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def _wait(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> None:

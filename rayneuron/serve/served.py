@@ -20,6 +20,7 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
+from rayneuron.seeds import Seeds
 from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.hot import hot
 from rayneuron.serve.startup import events_per_s
@@ -27,7 +28,7 @@ from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
-from rayneuron.types import Delta, Seeds
+from rayneuron.types import Delta
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,9 @@ class Served:
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen)
+        timing = self.opened.engine.timing
+        profile = timing.profile() if timing is not None else None
+        return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, profile)
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
         """Let the open calls finish for so long, then end the others with `error`; returns once they have taken it."""

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric as Family
 
 from rayneuron import metrics
 from rayneuron.metrics import LABELS, Metric
-from rayneuron.types import FinishReason, Request, Snapshot, Stamps
+from rayneuron.types import FinishReason, Profile, Request, Snapshot, Stamps
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import StepInfo
@@ -82,12 +82,19 @@ class Histogram:
 class Load:
     """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls; `chosen`: what its start decided."""
 
-    __slots__ = ("calls", "chosen", "refused", "sequences", "snapshot")
+    __slots__ = ("calls", "chosen", "profile", "refused", "sequences", "snapshot")
 
     def __init__(
-        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None
+        self,
+        snapshot: Snapshot,
+        calls: int,
+        sequences: int,
+        refused: str | None = None,
+        chosen: Mapping[str, Any] | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.chosen = chosen or {}
+        self.profile = profile  # what steps take
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences

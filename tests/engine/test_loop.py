@@ -10,7 +10,8 @@ import pytest
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RequestError
-from rayneuron.types import Request, SamplingParams, Seeds, TokenDelta
+from rayneuron.seeds import Seeds
+from rayneuron.types import Request, SamplingParams, TokenDelta
 from tests.serve.scripted import PATIENCE_S, ScriptedRunner, opener_of
 
 

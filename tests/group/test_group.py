@@ -14,6 +14,7 @@ import pytest
 
 from rayneuron import LLM, SamplingParams, loading
 from rayneuron.config import parse
+from rayneuron.engine.profile import measure
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.group.group import Group
@@ -95,6 +96,8 @@ def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str,
         assert len(children()) == len(group.layout.workers) - 1
         for kind, params in KINDS.items():
             assert answers(llm, **params) == alone[kind], kind
+        found = measure(group, llm.engine.vocab)  # as a first start does; the KV of before stays as it is
+        assert min(ms for *_, ms in (*found.decode, *found.prefill)) > 0
         again = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=10))
         assert [r.num_cached_tokens for r in again] == [(len(p) - (len(p) % 16 == 0)) // 16 * 16 for p in PROMPTS]
         assert [list(r.outputs[0].token_ids) for r in again] == alone["greedy"]
