@@ -94,7 +94,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "disable_custom_all_reduce", "attention_backend", "attention_config", "kernel_config", "enable_dbo", "calculate_kv_scales",
         "disable_cascade_attn", "enable_flashinfer_autotune", "override_attention_dtype", "enable_sleep_mode",
     ),
-    "prefill and decode on separate pools are not served yet; leave it out": ("kv_transfer_config", "kv_events_config"),
+    "is refused: pools of one file hand KV over; write pools: {prefill: {...}}": ("kv_transfer_config", "kv_events_config"),
     "write serving.trace: true, and OTEL_EXPORTER_OTLP_ENDPOINT in the environment": ("otlp_traces_endpoint", "collect_detailed_traces"),
     "write compile.optimization, neuronx-cc's -O": ("optimization_level",),
     "write buckets, compile and on_device_sampling, which hold what it says": ("override_neuron_config", "additional_config"),

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from rayneuron import group_config
 from rayneuron.aliases import translated
+from rayneuron.group_config import GroupLimits, Pools
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -165,16 +167,6 @@ class Serving(Section):
         return self
 
 
-class GroupLimits(Section):
-    """How long the processes of a group wait for each other before they name who is missing and end."""
-
-    start_s: float = Field(120.0, gt=0, description="For every worker to come, take its cores and connect.")
-    load_s: float = Field(600.0, gt=0, description="Without any progress of a worker that loads or warms up.")
-    step_s: float = Field(120.0, gt=0, description="For one step.")
-    cores_s: float = Field(30.0, ge=0, description="For cores that an ending process still holds.")
-    silence_s: float = Field(1.2, gt=0, description="A node whose kernel acknowledges nothing for so long is lost.")
-
-
 class Compile(Section):
     """Graphs compiled ahead: where they are kept, what the compiler is told."""
 
@@ -216,7 +208,7 @@ class Deployment(Section):
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
-    prefill_chunk_ms: float | None = Field(None, ge=0, description="Most ms of such a step while others decode; 0: any; default: 4 of theirs.")
+    prefill_chunk_ms: float | None = Field(None, ge=0, description="Most ms of such a step while others decode; 0: any; default: 4 steps.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: all rows full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")
@@ -232,6 +224,7 @@ class Deployment(Section):
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
+    pools: Pools | None = None
     serving: Serving = Serving.model_construct()
 
     def kv_block(self, length: int) -> int:
@@ -289,7 +282,12 @@ class HotSettings(Section):
 
 def parse(args: Mapping[str, Any] | Deployment, place: Locate = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
-    return args if isinstance(args, Deployment) else validate(Deployment, *translated(args, place))
+    if isinstance(args, Deployment):
+        return args
+    made = validate(Deployment, *translated(args, place))
+    if made.pools is not None:
+        group_config.prefill_of(made, place)
+    return made
 
 
 def parse_hot(user_config: Mapping[str, Any] | None, place: Locate = lambda path, text: "") -> HotSettings:

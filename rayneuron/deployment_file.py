@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayneuron import aliases, config, serve_config
+from rayneuron import aliases, config, group_config, serve_config
 from rayneuron.errors import ConfigError, RayNeuronError
 from rayneuron.validation import KeyPath, dotted, override, validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
-DEPLOYMENT = "EngineServer"  # what the one Serve deployment of our applications is called
+DEPLOYMENT, PREFILL = "EngineServer", "PrefillServer"  # what the Serve deployments of our applications are called; the latter of pools
 ALL = "all"
 PROXIES = {  # what the files of deployments/ say to Serve's proxies too
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
@@ -41,9 +41,15 @@ class DeploymentFile:
         said = said if len(said) < MOST_LETTERS else f"{said[: MOST_LETTERS // 2]} ..."
         return type(error)(f"{where}application {name}: {said}", param=error.param)
 
+    @property
+    def pools(self) -> dict[str, config.Deployment]:
+        """All that is to be placed: our applications, and the prefill pools of those that have one."""
+        there = {f"{name} prefill": group_config.prefill_of(one) for name, one in self.deployments.items() if one.pools is not None}
+        return {**self.deployments, **there}
+
     def filled(self) -> dict[str, Any]:
         """The content with every default of our applications' args written out: a file that can be served."""
-        ours = {name: deployment.model_dump() for name, deployment in self.deployments.items()}
+        ours = {name: _filled(deployment) for name, deployment in self.deployments.items()}
         entries = [{**e, "args": ours[e.get("name", "default")]} if _is_ours(e) else e for e in self.content["applications"]]
         return {**self.content, "applications": entries}
 
@@ -167,8 +173,10 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
 
     made = config.parse(entry.get("args") or {}, place(("args",)))
     for i, changed in enumerate(entry.get("deployments") or ()):
-        if changed["name"] != DEPLOYMENT:
-            raise ConfigError(f"{place(('deployments', i, 'name'))((), '')}has no deployment {changed['name']!r}; write name: {DEPLOYMENT}")
+        names = (DEPLOYMENT,) if made.pools is None else (DEPLOYMENT, PREFILL)
+        if changed["name"] not in names:
+            wanted = f"has no deployment {changed['name']!r}; write name: {' or '.join(names)}"
+            raise ConfigError(place(("deployments", i, "name"))((), "") + wanted)
         config.parse_hot(changed.get("user_config"), place(("deployments", i, "user_config")))
     return made
 
@@ -246,6 +254,13 @@ def _number(node: Any, keys: KeyPath, lines: dict[KeyPath, int], path: Path) -> 
             inner = (*keys, key.value)
             lines[inner] = line
             _number(value, inner, lines, path)
+
+
+def _filled(deployment: config.Deployment) -> dict[str, Any]:
+    made = deployment.model_dump()
+    if deployment.pools is not None:
+        made["pools"]["prefill"] = group_config.prefill_of(deployment).model_dump(exclude={"pools", "model"})
+    return made
 
 
 def _is_ours(entry: Mapping[str, Any]) -> bool:

@@ -140,6 +140,7 @@ class Request(msgspec.Struct, kw_only=True):
 
     `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
     `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
+    `trace`: a W3C traceparent, under which others may say what they did for it.
     """
 
     id: str
@@ -151,6 +152,7 @@ class Request(msgspec.Struct, kw_only=True):
     adapter: str | None = None
     cache_salt: str = ""
     seed: int | None = None
+    trace: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -179,6 +181,7 @@ class TokenDelta(msgspec.Struct):
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
+    `remote`: this first token comes from another pool, and so will the KV before it.
     `error` says why in words a client may read, unless `fault` is "engine": then it is for the log.
     """
 
@@ -191,6 +194,7 @@ class TokenDelta(msgspec.Struct):
     eos: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
+    remote: bool = False
     preemptions: int = 0
     error: str | None = None
     fault: Fault = "engine"
@@ -249,6 +253,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     running: int = 0
     waiting: int = 0
+    remote: int = 0
     slots_free: int = 0
     slots_total: int = 0
     kv_tokens_used: int = 0
@@ -257,6 +262,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_limbo: int = 0
+    blocks_pinned: int = 0
     blocks_total: int = 0
     prefix_evictions: int = 0
     ledger_wrong: int = 0

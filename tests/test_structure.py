@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "seeds", "settings", "metrics", "hashing", "config", "keys", "wire"}
+LEAVES = {"errors", "types", "seeds", "settings", "metrics", "hashing", "config", "group_config", "keys", "wire"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -26,13 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hashing": {"errors", "types"},
     "validation": {"errors"},
     "serve_config": {"validation"},
+    "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
-    "config": {"errors", "types", "validation", "serve_config", "aliases"},
+    "config": {"errors", "types", "validation", "serve_config", "group_config", "aliases"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
     "sources": {"errors", "settings", "config", "demo", "models"},
-    "deployment_file": {"errors", "config", "validation", "serve_config", "aliases"},
+    "deployment_file": {"errors", "config", "validation", "serve_config", "group_config", "aliases"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
@@ -50,7 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
-    | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"},
+    | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}
+    | {"deployment_file"},
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
@@ -73,7 +75,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "serve_config.py", "validation.py", "serve/"),
+    "pydantic": ("config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
@@ -90,9 +92,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
-    *("keys.py", "validation.py", "serve_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
+    *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "buckets", "prefix_buckets")),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "prefix_buckets")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}

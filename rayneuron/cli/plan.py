@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> None:
     def words(source: str) -> Path:
         return sources.resolve(source, weights=False).path
 
-    found = describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
+    found = describe(file.pools, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
     print(found)

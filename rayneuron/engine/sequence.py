@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rayneuron.devices.base import StepOutput
 from rayneuron.engine.blocks import Hold
+from rayneuron.engine.remote import Loan
 from rayneuron.errors import RequestError
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenDelta, TokenLogprobs
 
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FAILED = "this choice failed; the server log has the details under this request's id"
 
-# follows: another choice computes the prompt it will share; waiting: it holds nothing; prefill: more than one id has no KV; decode: one;
-# due: none, its next id is on the way. Who has ended is nowhere any more.
-Phase = Literal["follows", "waiting", "prefill", "decode", "due"]
+# follows: another choice computes the prompt it will share; waiting: it holds nothing; remote: another pool computes its prompt, into what
+# it holds; prefill: more than one id has no KV; decode: one; due: none, its next id is on the way. Who has ended is nowhere any more.
+Phase = Literal["follows", "waiting", "remote", "prefill", "decode", "due"]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,8 @@ class Sequence:
     """Prompt and generated ids, how many of them have KV (`computed`), and what holds it (None while waiting).
 
     `unseen`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed, as `settled` once they have
-    ended. `epoch` rises when steps under way are no longer valid for this sequence.
+    ended. `epoch` rises when steps under way are no longer valid for this sequence. `loan`: it is computed for somebody else; it ends with
+    its first token, and is not preempted. `asked`: the key under which another pool computes its prompt.
     """
 
     request: Request
@@ -53,6 +55,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
     stamps: Stamps = field(default_factory=Stamps)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    loan: Loan | None = None
+    asked: str = ""
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
     preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -231,13 +235,18 @@ def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host
     if sequence.needs == "logits" and (count := request.params.logprobs) is not None:
         assert row is not None
         delta.logprobs = [host.logprobs(row, token, count)]
-    if token in sequence.stop_ids and generated >= request.params.min_tokens:
+    return ended(sequence, delta)
+
+
+def ended(sequence: Sequence, delta: TokenDelta) -> TokenDelta:
+    """A delta that holds the last of its ids, with why that ends the sequence, if it does."""
+    token, generated = sequence.ids[-1], sequence.generated
+    if token in sequence.stop_ids and generated >= sequence.params.min_tokens:
         delta.finish_reason = "stop"
         delta.eos = token in sequence.eos_ids
         delta.stop_token = None if delta.eos else token
     elif generated >= sequence.max_tokens:
         delta.finish_reason = "length"
     sequence.finish_reason = delta.finish_reason
-    if sequence.preemptions:
-        delta.preemptions = sequence.preemptions
+    delta.preemptions = sequence.preemptions
     return delta

@@ -74,9 +74,15 @@ def ask(source: str, allow_pickle: bool) -> None:
     if _noted(name, revision) is not None or settings.hub_offline():
         return
     with _said(name, revision):
-        commit, sizes = _listed(name, revision, {"endpoint": settings.hub_endpoint(), "token": settings.hub_token()})
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        endpoint, token = settings.hub_endpoint(), settings.hub_token()
+        commit, sizes = _listed(name, revision, {"endpoint": endpoint, "token": token})
+        names = wanted(sizes, True, allow_pickle)
+        for one in names[:1]:  # a gated model lists its files to everybody
+            get_hf_file_metadata(hf_hub_url(name, one, revision=commit, endpoint=endpoint), token=token, endpoint=endpoint)
         path = _folder(name) / "snapshots" / commit
-        missing = sum(sizes[n] for n in wanted(sizes, True, allow_pickle) if not (path / n).exists())
+        missing = sum(sizes[n] for n in names if not (path / n).exists())
         check_room(_folder(name), missing, name, ROOM)
 
 

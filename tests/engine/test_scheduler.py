@@ -148,7 +148,7 @@ def test_a_shared_prompt_is_copied_whatever_the_plan_turns_into():
     scheduler.add(choice)
     plan = scheduler.plan()
     assert other.hold is None and other.preemptions == 1, "the scene is set: what decoded made room"
-    assert plan.tag == "prefill" and [w.sequence for w in plan.works][0] is choice and plan.works[0].start == 19
+    assert plan.tag == "prefill" and [w.sequence for w in plan.works][0] is choice and plan.works[0].start == 20
     assert choice.hold.blocks[0] == leader.hold.blocks[0] and choice.hold.shared == leader.hold.shared == 1
     copy = leader.hold.blocks[1], choice.hold.blocks[1]
     assert plan.copies == [copy]
