@@ -148,6 +148,14 @@ def _chosen(model: Runnable, fitted: Fitted, graphs: int) -> dict[str, Any]:
     }
 
 
+def open_text(config: Deployment) -> tuple[Text, Path]:
+    """The words of a model, and its directory, without its weights. Raises ConfigError, CheckpointError."""
+    from rayneuron import sources
+
+    path = sources.resolve(config.model.source, weights=False).path
+    return _text(config, path, {}), path
+
+
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
     with _timed(seconds, "tokenizer"):
         from rayneuron import sources

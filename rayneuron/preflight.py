@@ -100,6 +100,9 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
 def _check_prefill(config: Deployment, path: Path | None) -> None:
     try:
         there = prefill_of(config)
+        if not (devices.shares_kv(config.device) and devices.shares_kv(there.device)):
+            said = "KV is handed over in host memory, where this device's is not; on it pools can be planned, not served; leave pools out"
+            raise ConfigError(said)
         group_layout(there, devices.ranks_per_process(there.device))
         _check_model(there, path)
     except (ConfigError, CheckpointError) as wrong:

@@ -140,6 +140,7 @@ class Request(msgspec.Struct, kw_only=True):
 
     `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
     `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
+    `output_ids`: what another engine has generated of its one choice already; this one goes on behind them.
     `trace`: a W3C traceparent, under which others may say what they did for it.
     """
 
@@ -152,6 +153,7 @@ class Request(msgspec.Struct, kw_only=True):
     adapter: str | None = None
     cache_salt: str = ""
     seed: int | None = None
+    output_ids: list[int] = []
     trace: str = ""
 
 
@@ -176,7 +178,7 @@ class Stamps(msgspec.Struct):
     finished: float = 0.0
 
 
-class TokenDelta(msgspec.Struct):
+class TokenDelta(msgspec.Struct, omit_defaults=True):
     """What one engine step adds to one choice of one request. `index` is the choice (0 <= index < n).
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.

@@ -16,12 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "seeds", "settings", "metrics", "hashing", "config", "group_config", "keys", "wire"}
+LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
+LEAVES |= {"config", "group_config", "gateway_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "types": {"errors"},
     "seeds": {"types"},
+    "news": set(),
     "metrics": {"errors", "types"},
     "hashing": {"errors", "types"},
     "validation": {"errors"},
@@ -29,30 +31,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
     "config": {"errors", "types", "validation", "serve_config", "group_config", "aliases"},
+    "gateway_config": {"errors", "config", "validation"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
     "sources": {"errors", "settings", "config", "demo", "models"},
-    "deployment_file": {"errors", "config", "validation", "serve_config", "group_config", "aliases"},
+    "yaml_file": {"errors", "validation", "serve_config"},
+    "deployment_file": {"errors", "yaml_file", "config", "gateway_config", "validation", "serve_config", "group_config", "aliases"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
+    "frames": {"errors", "types", "news"},
     "models": {"errors", "settings"},
     "compile_cache": {"errors", "settings"},
     "collectives": {"errors", "settings", "models.collectives"},
     "devices": {"errors", "settings", "models", "compile_cache", "collectives"},
-    "policies": {"errors", "types", "hashing"},
+    "policies": {"errors", "types", "news", "hashing"},
     "api": {"errors", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
-    "transfer": LEAVES | {"models", "devices", "engine"},
+    "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}
     | {"deployment_file"},
+    "gateway": LEAVES | {"text", "policies", "api", "deployment_file", "loading", "serve"},
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
@@ -63,9 +69,9 @@ ANYTHING = {"cli", "__main__", "__init__"}
 
 # Where each third-party package may be imported: paths in the package, a folder meaning all of it.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "ray": ("serve/",),
+    "ray": ("serve/", "gateway/"),
     "fastapi": ("serve/",),
-    "starlette": ("serve/",),
+    "starlette": ("serve/", "gateway/"),
     "uvicorn": ("serve/",),
     "torch_neuronx": ("devices/neuron/sdk.py",),
     "neuronx_distributed": ("devices/neuron/sdk.py",),
@@ -75,7 +81,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
+    "pydantic": ("config.py", "gateway_config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
@@ -85,18 +91,19 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
     "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/"),
-    "yaml": ("cli/", "deployment_file.py", "serve/"),
+    "yaml": ("cli/", "yaml_file.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli/", "loading.py", "llm.py", "serve/"),
-    "prometheus_client": ("metrics.py", "serve/"),
+    "prometheus_client": ("metrics.py", "serve/", "gateway/"),
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
+    *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
+    *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "prefix_buckets")),
+    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py", "transfer/"),
+    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
-NO_PICKLE = ("api/", "transfer/", "group/", "wire.py")
+NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Impl", "Factory", "Mixin")
@@ -106,6 +113,7 @@ MUTABLE_CALLS = {
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
 ENTRY_POINTS = {"HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
+ENTRY_POINTS |= {"Agents", "attend", "layout_of", "LendingLimits", "Lender", "Offers", "Puller", "Pulls"}  # until serve/ opens pools
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import subprocess
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron.devices.base import Device, Program, Shape
+from rayneuron.devices.base import Device, HostKv, KvMemory, Program, Shape
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError, ConfigError, RayNeuronError
 from rayneuron.models import Progress
 
 if TYPE_CHECKING:
@@ -91,6 +92,18 @@ def ranks_per_process(name: str) -> int:
     return 1024 if name == "neuron" else 1
 
 
+def shares_kv(name: str) -> bool:
+    """Whether the device's KV lies where the host, and so another process, can read it."""
+    return name == "cpu"
+
+
+def kv_memory(device: object) -> KvMemory:
+    """Where that is. Raises ConfigError where the device was not opened so, or cannot be."""
+    if not isinstance(device, HostKv):
+        raise ConfigError("pools hand KV over in host memory, and this device keeps it to itself; leave pools out", param="pools")
+    return device.kv_memory()
+
+
 def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     """The device `name`. options: dtype, kv_dtype, threads, comm; `ahead` for one that is compiled ahead. Raises ConfigError."""
     check(name)
@@ -138,6 +151,15 @@ def built(name: str) -> str:
 
     kernels = library()
     return Path(kernels._name).parent.name if kernels is not None else "torch"
+
+
+def build_first(name: str) -> None:
+    """Build what every rank of the device needs, if none was ever built on this machine. What fails is for whoever needs it to say."""
+    from rayneuron.devices.cpu import library
+
+    if name != "neuron" and not any(_native().folder.manifests()):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, RayNeuronError):
+            library.built(library.best())
 
 
 def kept(name: str, url: str | None) -> Cache:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
@@ -142,6 +142,25 @@ class Ended:
 
 Weights = Mapping[str, Any]  # {"top": {name: Tensor}, "layers": [{name: Tensor}, ...]}
 Program = Callable[..., StepOutput]  # engine.step.step with the architecture bound
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """The KV of one rank where the host can address it: `units` of each layer, uint8 [blocks, heads, bytes of keys and values of a block],
+    in the order of numbers that `format` names. `fd`: what another process may map to read, layers `stride` bytes apart; -1: nothing."""
+
+    units: Sequence[NDArray[Any]]
+    format: str
+    fd: int = -1
+    stride: int = 0
+
+
+@runtime_checkable
+class HostKv(Protocol):
+    """A device whose KV the host can address."""
+
+    def kv_memory(self) -> KvMemory:
+        """Where it lies, from the load on."""
 
 
 class Device(Protocol):

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
+from rayneuron.engine.kv_events import KvLog
 from rayneuron.models.kv import KvSpace
+from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 
 @dataclass(slots=True, eq=False)

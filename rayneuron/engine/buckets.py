@@ -12,9 +12,9 @@ from math import log2
 from typing import Any
 
 from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Shape, Want
-from rayneuron.engine.prefix_buckets import select_prefix
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvSpace
+from rayneuron.policies.prefix_buckets import select_prefix
 
 SMALLEST_CONTEXT, SMALLEST_LENGTH = 32, 128  # new tokens and attended positions of the smallest graph, where nothing else is said
 SMALLEST_PREFIXED = 512  # new tokens with prefix buckets, as NxD Inference has it

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from rayneuron.devices.base import SCORES, Pending, StepOutput
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
-from rayneuron.engine.profile import Timing
-from rayneuron.engine.remote import Arrived, First, Loan
+from rayneuron.engine.profile import StepInfo, Timing
+from rayneuron.engine.remote import Arrived, First, Loan, Prefills
 from rayneuron.engine.requests import Requests
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
@@ -19,18 +18,6 @@ from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.policies.chunks import fit
 from rayneuron.types import FinishReason, Profile, Request, SamplingParams, Snapshot, TokenDelta
-
-
-@dataclass(slots=True)
-class StepInfo:
-    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
-
-    tag: str = ""
-    rows: int = 0
-    tokens: int = 0
-    plan_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
 
 
 class Engine:
@@ -138,9 +125,8 @@ class Engine:
         ended = self._last_step_s = self._clock()
         self.steps += 1
         self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
-        if self.timing is not None:  # a step that began before the one before had ended took as long as the whole turn
-            host_s = ended - started - (ran - planned)
-            self.timing.note(plan, ended - started if self.runner.overlaps else ran - planned, host_s)
+        if self.timing is not None:
+            self.timing.note(plan, self.info, self.runner.overlaps)
         return deltas
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
@@ -245,6 +231,11 @@ class Engine:
         known = {id(s) for choices in self._requests.values() for s in choices.values()}
         assert queued <= known, "a sequence runs that no request owns"
         assert all(self._requests.values()), "a request without choices was kept"
+
+    @property
+    def prefills(self) -> Prefills | None:
+        """Others who compute its prompts."""
+        return self.scheduler.prefills
 
     def close(self) -> None:
         """Give the device back, once nobody else writes its KV."""

@@ -33,6 +33,18 @@ FULL = 0.75  # a step that fills less of its bucket says little of those that fi
 _RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 
 
+@dataclass(slots=True)
+class StepInfo:
+    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
+
+    tag: str = ""
+    rows: int = 0
+    tokens: int = 0
+    plan_s: float = 0.0
+    run_s: float = 0.0
+    commit_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1."""
@@ -90,9 +102,10 @@ class Timing:
         self._decode, self._prefill = decode_grid(fixed), prefill_grid(fixed)
         self._host_ms = self._output_tokens = 0.0
 
-    def note(self, plan: Plan, run_s: float, host_s: float) -> None:
-        """A step has run."""
-        self._host_ms = _moved(self._host_ms, 1e3 * host_s)
+    def note(self, plan: Plan, info: StepInfo, overlaps: bool) -> None:
+        """A step has run; where it `overlaps` the one before, it took as long as the whole turn."""
+        self._host_ms = _moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
+        run_s = info.run_s + (host_s if overlaps else 0.0)
         works, profile = plan.works, self.fixed
         if plan.tag == "decode":
             grid, true, size = self._decode, len(works), at_least(profile.batch, len(works), "batch")

@@ -197,7 +197,7 @@ class Scheduler:
         """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
         known = min(known, len(sequence.ids) - 1)
         if sequence.leader is None and not sequence.preemptions:
-            sequence.cached += known - sequence.computed
+            sequence.cached += min(known, sequence.prompt_len) - min(sequence.computed, sequence.prompt_len)
         sequence.run(known)
 
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:

@@ -226,9 +226,8 @@ def _scored(sequence: Sequence) -> TokenDelta:
 def _append(sequence: Sequence, token: int, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
     request = sequence.request
     sequence.append(token)
-    generated = len(sequence.ids) - sequence.prompt_len
     delta = TokenDelta(request.id, sequence.index, [token])
-    if generated == 1 and not sequence.stamps.first_token:
+    if not sequence.stamps.first_token:
         sequence.stamps.prefill_done = sequence.stamps.first_token = now
         delta.cached_tokens = sequence.cached
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None

@@ -67,8 +67,9 @@ def stats_of(server: Server) -> Json:
     """The load, as `stats` and /load say it."""
     load = server.load()
     refused = {} if load.refused is None else {"refused_user_config": load.refused}
+    pools = {metric.name.partition(":")[2]: {",".join(labels): n for labels, n in of.items()} for metric, of in load.told.items()}
     told = {"open_calls": load.calls, "open_sequences": load.sequences, "chosen": load.chosen, "profile": msgspec.to_builtins(load.profile)}
-    return {**msgspec.to_builtins(load.snapshot), **told, **refused}
+    return {**msgspec.to_builtins(load.snapshot), **told, **refused, **({"pools": pools} if pools else {})}
 
 
 async def _fly(server: Server, parse: Callable[..., api.Call], body: Json) -> tuple[api.Call, AbstractContextManager[Flight]]:

@@ -32,12 +32,12 @@ def application(server: Server, echo_request_id: bool = True) -> Starlette:
     routes: list[BaseRoute] = [
         Route(path, RouteApp(server, path, endpoint, echo_request_id), methods=list(methods)) for path, endpoint, methods in ROUTES
     ]
-    if server.config.serving.page:
+    if server.door.page:
         routes += page_routes()
-    origins = server.config.serving.allowed_origins
+    origins = server.door.allowed_origins
     app = Starlette(
         routes=routes,
-        exception_handlers={HTTPException: partial(_no_route, server)},
+        exception_handlers={HTTPException: partial(no_route, server)},
         middleware=[Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else [],
     )
     app.router.redirect_slashes = False
@@ -78,7 +78,7 @@ async def _metrics(server: Server, exchange: Exchange) -> None:
 
 async def _reset_prefix_cache(server: Server, exchange: Exchange) -> None:
     """vLLM's: every replica forgets what prefixes it knows. Whoever may do that slows others down, hence not everybody may."""
-    if not server.config.serving.reset_prefix_cache:
+    if not server.door.reset_prefix_cache:
         raise RequestError("clients of this server may not reset its prefix cache (serving.reset_prefix_cache: true would allow it)")
     await exchange.reply(200, errors.encode({"blocks": await server.forget_prefixes()}))
 
@@ -93,7 +93,7 @@ async def _load(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode({"server_load": stats["open_calls"], **stats}))
 
 
-async def _no_route(server: Server, http: HttpRequest, wrong: Exception) -> Response:
+async def no_route(server: Server, http: HttpRequest, wrong: Exception) -> Response:
     """404 and 405 in OpenAI's error body; a bare route prefix leads to the page, whose links need the slash."""
     assert isinstance(wrong, HTTPException)
     path = http.url.path
