@@ -17,7 +17,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
-LEAVES |= {"config", "group_config", "gateway_config"}
+LEAVES |= {"config", "config_features", "group_config", "gateway_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve_config": {"validation"},
     "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
-    "config": {"errors", "types", "validation", "serve_config", "group_config", "aliases"},
+    "config_features": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config", "group_config", "config_features", "aliases"},
     "gateway_config": {"errors", "config", "validation"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
@@ -81,7 +82,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "gateway_config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
+    "pydantic": ("config.py", "config_features.py", "gateway_config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
@@ -101,7 +102,8 @@ TORCH_FREE = (
     *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py", "transfer/"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
+    *("engine/speculation/", "config_features.py"),
+    *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
