@@ -16,7 +16,7 @@ from rayneuron import wire
 from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
-from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, Piece, digest, header, pieces, places_of, segments, stale, sums_of
+from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, digest, header, pieces, places_of, segments, stale, sums_of
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ def _check(get: Get, blocks: int, layers: int, heads: int) -> None:
         raise wire.WireError(f"blocks {get.first}-{get.end} of {blocks}, layers {get.layer}+{get.count}, heads {get.runs}")
 
 
-def _send_list(connection: socket.socket, get: Get, of: Piece, numbers: NDArray[Any], kind: int) -> None:
+def _send_list(connection: socket.socket, get: Get, of: KvPiece, numbers: NDArray[Any], kind: int) -> None:
     data = numbers.tobytes()
     _send(connection, [header(get.epoch, get.ticket, of, len(data), digest([data]), kind), data])
 

@@ -20,7 +20,7 @@ from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.base import Damaged, Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
-from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, Piece, copy, digest, places_of, segments, sums_of
+from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, copy, digest, places_of, segments, sums_of
 
 
 class Shared:
@@ -53,7 +53,7 @@ class Shared:
                 size += count
         return Receipt(size, "shared")
 
-    def _list(self, want: Pull, of: Piece, count: int, kind: str, what: int, stop: threading.Event) -> list[int]:
+    def _list(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> list[int]:
         """So many numbers, whole or not at all."""
         size = count * np.dtype(kind).itemsize
         check = self._talk.head(want, of, size, stop, what)

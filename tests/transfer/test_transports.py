@@ -207,7 +207,7 @@ def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypa
 
 @pytest.mark.parametrize("field", ["epoch", "ticket", "number", "layer", "head", "heads", "first", "blocks", "size", "magic"])
 def test_a_header_of_something_else_is_refused_before_its_bytes(field):
-    piece = pieces.Piece(3, 1, 0, 2, 4, 2)
+    piece = pieces.KvPiece(3, 1, 0, 2, 4, 2)
     right = pieces.header(EPOCH, TICKET, piece, 512, 99)
     assert pieces.said(right, EPOCH, TICKET, piece, 512) == 99
     if field == "magic":
