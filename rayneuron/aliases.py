@@ -58,7 +58,10 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "LoRA adapters are not served yet; merge the adapter into the weights": (
         "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras",
     ),
-    "there is no speculative decoding yet; leave it out": ("speculative_config", "speculative_model", "num_speculative_tokens"),
+    "write speculative_config: {method: ngram, num_speculative_tokens: 8}": (
+        "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",
+        "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
+    ),
     "tools, reasoning and structured output are not served yet; leave it out": (
         "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none",
         "reasoning_parser", "reasoning_parser_plugin", "enable_reasoning", "guided_decoding_backend", "structured_outputs_config",
@@ -94,7 +97,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "disable_custom_all_reduce", "attention_backend", "attention_config", "kernel_config", "enable_dbo", "calculate_kv_scales",
         "disable_cascade_attn", "enable_flashinfer_autotune", "override_attention_dtype", "enable_sleep_mode",
     ),
-    "prefill and decode on separate pools are not served yet; leave it out": ("kv_transfer_config", "kv_events_config"),
+    "is refused: pools of one file hand KV over; write pools: {prefill: {...}}": ("kv_transfer_config", "kv_events_config"),
     "write serving.trace: true, and OTEL_EXPORTER_OTLP_ENDPOINT in the environment": ("otlp_traces_endpoint", "collect_detailed_traces"),
     "write compile.optimization, neuronx-cc's -O": ("optimization_level",),
     "write buckets, compile and on_device_sampling, which hold what it says": ("override_neuron_config", "additional_config"),

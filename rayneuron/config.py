@@ -9,7 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from rayneuron import group_config
 from rayneuron.aliases import translated
+from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
+from rayneuron.dialect_config import Lmi
+from rayneuron.group_config import GroupLimits, Pools
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -165,16 +169,6 @@ class Serving(Section):
         return self
 
 
-class GroupLimits(Section):
-    """How long the processes of a group wait for each other before they name who is missing and end."""
-
-    start_s: float = Field(120.0, gt=0, description="For every worker to come, take its cores and connect.")
-    load_s: float = Field(600.0, gt=0, description="Without any progress of a worker that loads or warms up.")
-    step_s: float = Field(120.0, gt=0, description="For one step.")
-    cores_s: float = Field(30.0, ge=0, description="For cores that an ending process still holds.")
-    silence_s: float = Field(1.2, gt=0, description="A node whose kernel acknowledges nothing for so long is lost.")
-
-
 class Compile(Section):
     """Graphs compiled ahead: where they are kept, what the compiler is told."""
 
@@ -188,15 +182,6 @@ class Compile(Section):
     workers: int | None = Field(None, ge=1, description="Compilers at once; default: one for 24 GiB of memory and 4 processors.")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Sums over ranks: in float32, or in the compute dtype.")
     async_mode: bool = Field(False, description="A step begins while the one before runs. Not with pipeline_parallel.")
-
-
-class OnDeviceSampling(Section):
-    """How the device draws: as transformers does, or as NxD Inference does with its documented edges."""
-
-    neuron_compat: bool = Field(False, description="Drop the token that crosses top_p; top_k 0 draws evenly of the candidates; no min_p.")
-    global_topk: int = Field(256, ge=0, description="With neuron_compat: candidates before all filters; 0: the whole vocabulary.")
-    deterministic: bool = Field(False, description="With neuron_compat: 0.5 instead of a random number.")
-    top_p_min_tokens: int = Field(1, ge=1, description="With neuron_compat: tokens top_p always keeps.")
 
 
 class Deployment(Section):
@@ -216,6 +201,7 @@ class Deployment(Section):
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus output tokens; default: the model's, at most 4096.")
     max_num_seqs: int = Field(16, ge=1, description="Sequences that run at once.")
     prefill_chunk_tokens: int = Field(512, ge=1, description="Most new tokens of one prefill step, over all its rows.")
+    prefill_chunk_ms: float | None = Field(None, ge=0, description="Most ms of such a step while others decode; 0: any; default: 4 steps.")
     kv_cache_tokens: int | None = Field(None, ge=1, description="KV budget in tokens; default: all rows full. Less means preemption.")
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")
@@ -228,10 +214,15 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
+    speculative_config: SpeculativeConfig | Literal[False] | None = Field(
+        None, description="Tokens tried before they are known, on the CPU; {} for n-grams. Default, and false: none."
+    )
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
+    pools: Pools | None = None
     serving: Serving = Serving.model_construct()
+    lmi: Lmi = Lmi.model_construct()
 
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""
@@ -274,6 +265,8 @@ class Deployment(Section):
             raise ValueError("enable_prefix_caching goes without capacity_factor, by which KV depends on what shares a step; leave one out")
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
             raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
+        if self.speculative_config and (why := undrafted(self)) is not None:
+            raise ValueError(f"speculative_config goes without {why}")
         if self.compile.async_mode and self.pipeline_parallel > 1:
             raise ValueError("compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out")
         return self
@@ -288,7 +281,12 @@ class HotSettings(Section):
 
 def parse(args: Mapping[str, Any] | Deployment, place: Locate = lambda path, text: "") -> Deployment:
     """Check the `args` of a deployment file. Raises ConfigError naming every wrong key by its path and the nearest right name."""
-    return args if isinstance(args, Deployment) else validate(Deployment, *translated(args, place))
+    if isinstance(args, Deployment):
+        return args
+    made = validate(Deployment, *translated(args, place))
+    if made.pools is not None:
+        group_config.prefill_of(made, place)
+    return made
 
 
 def parse_hot(user_config: Mapping[str, Any] | None, place: Locate = lambda path, text: "") -> HotSettings:

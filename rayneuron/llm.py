@@ -15,8 +15,9 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError, RequestError
 from rayneuron.loading import StageProgress, open_engine
 from rayneuron.outputs import RequestOutput, collect
+from rayneuron.seeds import Seeds
 from rayneuron.text.text import Assembler
-from rayneuron.types import Delta, Request, SamplingParams, Seeds, TokenDelta
+from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 from rayneuron.validation import override
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}

@@ -60,6 +60,13 @@ PROMPT_TOKENS_BY_SOURCE = Metric(
 PREFIX_QUERIES = Metric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HITS = Metric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.")
 GENERATION_TOKENS = Metric("vllm:generation_tokens", "counter", "Generated tokens.")
+SPEC_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "Times a sequence verified drafts.")
+SPEC_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens", "counter", "Draft tokens verified.")
+SPEC_ACCEPTED = Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Draft tokens that came true.")
+SPEC_ACCEPTED_BY_PLACE = Metric(
+    "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "Draft tokens that came true, by their place among a sequence's.",
+    ("position",), known=(("0",),),
+)  # fmt: skip
 PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences that lost their slot and will be recomputed.")
 SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",), known=ENDS)
 REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before the engine.", ("reason",), known=(("capacity",),))
@@ -111,6 +118,26 @@ KV_BLOCKS = Metric(
 )  # fmt: skip
 KV_LEDGER_WRONG = Metric("rayneuron:kv_ledger_wrong", "counter", "Times the ledger of the KV did not balance: always 0.")
 PREFIX_EVICTIONS = Metric("rayneuron:prefix_evictions", "counter", "Cached blocks that made room.")
+KV_PINNED = Metric("rayneuron:kv_pinned_blocks", "gauge", "KV blocks kept for decode replicas that read them.")
+TICKETS = Metric(
+    "rayneuron:tickets", "gauge", "Prompts that a prefill replica computes or keeps for others.", ("state",), known=(("live",),)
+)
+TICKETS_ENDED = Metric(
+    "rayneuron:tickets_ended", "counter", "Such prompts by how they ended, and those that were declined.", ("how",),
+    known=(("committed",), ("aborted",), ("expired",), ("declined",)),
+)  # fmt: skip
+PREFILLS = Metric(
+    "rayneuron:prefills", "counter", "Prompts by where they were to be computed, and why there.", ("where", "why"),
+)  # fmt: skip
+FALLBACKS = Metric("rayneuron:fallbacks", "counter", "Prompts that were to be computed elsewhere and were computed here.")
+KV_TRANSFER_TIME = Metric(
+    "rayneuron:kv_transfer_seconds", "histogram", "From a first token that came from elsewhere to all of its KV.", buckets=STEP_S
+)
+KV_TRANSFER_BYTES = Metric("rayneuron:kv_transfer_bytes", "counter", "KV read from prefill replicas.")
+KV_TRANSFER_RETRIES = Metric(
+    "rayneuron:kv_transfer_retries", "counter", "Transfers that broke, found no ticket, or went to another replica.", ("why",),
+    known=(("broken",), ("stale",), ("retries",)),
+)  # fmt: skip
 WAITING_TOKENS = Metric("rayneuron:waiting_tokens", "gauge", "Prompt tokens of waiting sequences.")
 OPEN_CALLS = Metric("rayneuron:open_calls", "gauge", "API calls that have not been answered to the end.")
 OPEN_SEQUENCES = Metric("rayneuron:open_sequences", "gauge", "Choices of open calls that have not finished.")
@@ -129,3 +156,20 @@ METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() 
 
 # The seven stamps of a request (types.Stamps), as event names of its OpenTelemetry span.
 TRACE_POINTS = ("arrived", "scheduled", "prefill_done", "handed_over", "adopted", "first_token", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What a gateway says of each model, beside the replicas' own families."""
+
+    requests: Metric = Metric(
+        "rayneuron:gateway_requests", "gauge", "Requests in the gateway: at the desk, or at a replica.", ("state",),
+        known=(("waiting",), ("placed",)),
+    )  # fmt: skip
+    replicas: Metric = Metric("rayneuron:gateway_replicas", "gauge", "Replicas it is connected with.")
+    refusals: Metric = Metric("rayneuron:gateway_refusals", "counter", "Calls turned away.", ("reason",), known=(("capacity",),))
+    ttft: Metric = Metric("rayneuron:gateway_ttft_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
+    replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
+    replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
+    misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")
+    frames: Metric = Metric("rayneuron:gateway_link_frames", "counter", "Frames heard from replicas.")

@@ -17,6 +17,7 @@ from rayneuron.deployment_file import DeploymentFile
 from rayneuron.devices.neuron.releases import parse_visible
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
+from rayneuron.group_config import prefill_of
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
 from rayneuron.placement import cores
@@ -87,11 +88,25 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
         _check_model(config, path)
     except CheckpointError as wrong:
         raise CheckpointError(wrong.message, param=wrong.param or "model.path") from None
+    if config.pools is not None:
+        _check_prefill(config, path)
     absent = [f"{config.model.path} is not here yet, so it was not looked at"] if path is None else []
     if able:
         keys.read(config.serving.api_keys or ())
         return [] if config.model.path.startswith("demo:") else absent
     return [f"no replica can run on this machine, which has nothing for device {config.device}", *absent]
+
+
+def _check_prefill(config: Deployment, path: Path | None) -> None:
+    try:
+        there = prefill_of(config)
+        if not (devices.shares_kv(config.device) and devices.shares_kv(there.device)):
+            said = "KV is handed over in host memory, where this device's is not; on it pools can be planned, not served; leave pools out"
+            raise ConfigError(said)
+        group_layout(there, devices.ranks_per_process(there.device))
+        _check_model(there, path)
+    except (ConfigError, CheckpointError) as wrong:
+        raise type(wrong)(f"the prefill pool: {wrong.message}", param="pools.prefill") from None
 
 
 def _check_model(config: Deployment, path: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -141,6 +140,9 @@ class Request(msgspec.Struct, kw_only=True):
 
     `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
     `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
+    `output_ids`: what another engine has generated of its one choice already; this one goes on behind them.
+    `trace`: a W3C traceparent, under which others may say what they did for it.
+    `prediction`: what its output may be; where drafts are tried, that makes it come sooner, and changes no token.
     """
 
     id: str
@@ -152,21 +154,9 @@ class Request(msgspec.Struct, kw_only=True):
     adapter: str | None = None
     cache_salt: str = ""
     seed: int | None = None
-
-
-class Seeds:
-    """Fixes the seeds of requests where they are made: their parameters', else one after another from `first`, else drawn."""
-
-    def __init__(self, first: int | None) -> None:
-        self._first = first
-        self._made = 0
-
-    def fix(self, request: Request) -> None:
-        """Give a request its seed; choices count on from it."""
-        if request.seed is None:
-            drawn = secrets.randbits(62) if self._first is None else self._first + 0x9E37 * self._made
-            request.seed = drawn if request.params.seed is None else request.params.seed
-        self._made += request.params.n
+    output_ids: list[int] = []
+    trace: str = ""
+    prediction: list[int] | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -190,11 +180,12 @@ class Stamps(msgspec.Struct):
     finished: float = 0.0
 
 
-class TokenDelta(msgspec.Struct):
+class TokenDelta(msgspec.Struct, omit_defaults=True):
     """What one engine step adds to one choice of one request. `index` is the choice (0 <= index < n).
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
+    `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
     `error` says why in words a client may read, unless `fault` is "engine": then it is for the log.
     """
 
@@ -207,18 +198,21 @@ class TokenDelta(msgspec.Struct):
     eos: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0
+    remote: bool = False
     preemptions: int = 0
     error: str | None = None
     fault: Fault = "engine"
     stamps: Stamps | None = None
+    predicted: tuple[int, int] = (0, 0)
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one reply."""
+    """Token counts of one reply. `predicted`: as in TokenDelta."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    predicted: tuple[int, int] = (0, 0)
 
     @property
     def total_tokens(self) -> int:
@@ -265,6 +259,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     running: int = 0
     waiting: int = 0
+    remote: int = 0
     slots_free: int = 0
     slots_total: int = 0
     kv_tokens_used: int = 0
@@ -273,6 +268,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_limbo: int = 0
+    blocks_pinned: int = 0
     blocks_total: int = 0
     prefix_evictions: int = 0
     ledger_wrong: int = 0
@@ -280,3 +276,25 @@ class Snapshot(msgspec.Struct, frozen=True):
     preemptions: int = 0
     last_step_s: float = 0.0
     step_started_s: float = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine's steps take, in ms from packing to output, all taking the likeliest ids. `policies.step_times` reads between points.
+
+    decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
+    short contexts, whosever they are: differences say what more tokens add to a step. chunk: most new tokens of a prefill step; chunk_ms:
+    its longest time while others decode, 0 for any. host_ms: of a step beside that; output_tokens: of a request; both 0 before the first.
+    batch, lengths, context and prefix are the Capacity's.
+    """
+
+    batch: tuple[int, ...]
+    lengths: tuple[int, ...]
+    context: tuple[int, ...]
+    prefix: tuple[int, ...]
+    chunk: int
+    decode: tuple[tuple[int, int, float], ...]
+    prefill: tuple[tuple[int, int, int, float], ...]
+    tokens: tuple[tuple[int, float], ...]
+    chunk_ms: float = 0.0
+    host_ms: float = 0.0
+    output_tokens: float = 0.0

@@ -11,11 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from rayneuron import loading
+from rayneuron import devices, loading
+from rayneuron.compile_cache.cache import Cache
 from rayneuron.config import parse
+from rayneuron.engine import profile
 from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.types import Profile
 
 ARGS = {"dtype": "fp32", "threads": 1, "max_model_len": 64, "max_num_seqs": 2}
 
@@ -33,12 +37,76 @@ def test_every_part_of_a_start_is_timed_and_reported(tiny: Path, caplog: pytest.
     with caplog.at_level(logging.INFO, "rayneuron.loading"):
         opened = loading.open_engine(parse({"model": {"path": str(tiny)}, **ARGS}), lambda *progress: told.append(progress))
     opened.engine.close()
-    assert set(opened.seconds) == {"import", "check", "tokenizer", "weights", "graphs"} and min(opened.seconds.values()) >= 0
+    assert set(opened.seconds) == {"import", "check", "tokenizer", "weights", "graphs", "profile"} and min(opened.seconds.values()) >= 0
     assert [done for stage, done, total in told if stage == "weights"] == [1, 2]
     assert {total for stage, done, total in told if stage == "weights"} == {2}
     bytes_of_file = (tiny / "model.safetensors").stat().st_size
     said = next(record.getMessage() for record in caplog.records if "a rank will hold" in record.getMessage())
     assert f"weights {bytes_of_file / 2**20:.1f} MiB" in said, "this model is stored in the precision it runs in"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where what steps take is kept, of this test alone; the kernels stay where they are."""
+    monkeypatch.setattr(devices, "kept", lambda name, url: Cache(str(tmp_path / "kept")))
+    return tmp_path / "kept"
+
+
+def times(tiny: Path, **said: Any) -> Profile:
+    opened = loading.open_engine(parse({"model": {"path": str(tiny)}, **ARGS, **said}))
+    opened.engine.close()
+    assert opened.engine.timing is not None
+    return opened.engine.timing.fixed
+
+
+def test_what_steps_take_is_measured_by_the_first_start(tiny: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas cut prompts alike, and a warm start measures nothing. What changes a step is part of the key, what it is called is not."""
+    monkeypatch.setattr(profile, "outdated", lambda *_: False)  # whatever else this machine does
+    first = times(tiny)
+    assert first.batch == (1, 2) and first.lengths == (64,) and 0 < min(ms for *_, ms in (*first.decode, *first.prefill))
+    monkeypatch.setattr(profile, "measure", lambda *_: fail())
+    assert times(tiny) == first
+    other = times(tiny, model={"path": str(tiny), "name": "another"}, limits={"max_waiting": 1}, prefill_chunk_ms=12.5)
+    assert other.chunk_ms == 12.5 and msgspec.structs.replace(other, chunk_ms=first.chunk_ms) == first
+    for said in ({"max_num_seqs": 3}, {"threads": 2}, {"dtype": "bf16"}, {"kv_cache_tokens": 64}, {"fused_qkv": False}):
+        with pytest.raises(Failing):
+            times(tiny, **said)
+
+
+def test_a_table_of_a_busy_machine_is_taken_once_more(tiny: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then holds for all: one step of each start tells. One of a quieter machine than now is kept."""
+    measure, tables = profile.measure, []
+
+    def scaled(by: float) -> None:
+        def measured(*words: Any) -> Profile:
+            found = measure(*words)
+            tables.append(msgspec.structs.replace(found, decode=tuple((b, n, by * ms) for b, n, ms in found.decode)))
+            return tables[-1]
+
+        monkeypatch.setattr(profile, "measure", measured)
+
+    scaled(1000.0)
+    assert times(tiny).decode == tables[0].decode
+    scaled(0.001)
+    assert times(tiny).decode == tables[1].decode
+    assert times(tiny).decode == tables[1].decode and len(tables) == 2
+    assert len(list(kept.rglob("profile.json"))) == 2
+
+
+def test_a_table_that_is_damaged_is_measured_again(tiny: Path, kept: Path) -> None:
+    times(tiny)
+    (file,) = kept.rglob("profile.json")
+    file.write_text("{}")
+    assert times(tiny).prefill
+    assert msgspec.json.decode(file.read_bytes(), type=Profile).prefill
+
+
+def test_where_nothing_can_be_kept_it_is_measured_every_time(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "kept", lambda name, url: Cache("/proc/nowhere"))
+    assert times(tiny).prefill
+    assert "what steps take cannot be kept for the next start: " in caplog.text and "/proc/nowhere" in caplog.text
 
 
 def test_a_broken_tokenizer_ends_the_start(tiny: Path, tmp_path: Path) -> None:

@@ -2,18 +2,22 @@
 """What running streams feel while a long prompt is admitted, and what a step costs beside the model.
 
 Streams: 8 sequences decode; then a 2,000-token prompt arrives. Every gap between two tokens of a running stream, until the newcomer has its
-first token, counts. Host: seconds of planning, packing and committing a decode step, with a tiny model, at 16 and 64 rows.
+first token, counts. In the same rounds the same without a limit in time (prefill_chunk_ms: 0), as it was before there was one.
+Host: seconds of planning, packing and committing a decode step, with a tiny model, at 16 and 64 rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import machine
@@ -25,16 +29,22 @@ if TYPE_CHECKING:
 
 HOST_BARS_MS = {16: 0.07, 64: 0.20}  # issue 11
 STEADY_STEPS = 20
+MOST_STEPS = 5.0  # of a gap while 2,000 tokens are admitted, in decode steps (issue 13)
+PREFILL_KEPT = 0.95  # of the rate of a prompt without a limit in time (issue 13)
+LONG = 8192  # from here on a gap is held against the time of a chunk instead (issue 14)
 
 
 @dataclass(slots=True)
 class Admission:
-    """Seconds of one or more admissions: gaps between tokens of the running streams, their steps before, the newcomer's chunks and TTFT."""
+    """Seconds of one or more admissions: gaps between tokens of the running streams, their steps before, the newcomer's chunks and TTFT,
+    and the TTFT of one like it with nobody else there. `chunk_ms`: the limit."""
 
     gaps_s: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     chunks_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
+    alone_s: list[float] = field(default_factory=list)
+    chunk_ms: float = 0.0
 
     def limit_s(self, chunk_s: float) -> float:
         """3 x the median step plus one chunk (the bar of issue 2)."""
@@ -94,15 +104,49 @@ def admit_while_decoding(engine: Engine, streams: int, prompt: int, seed: str, i
     engine.check_ledger()
 
 
-def measure_admission(args: argparse.Namespace, into: Admission) -> None:
-    """All rounds, behind one that is not counted."""
-    chunk = {"prefill_chunk_tokens": args.chunk} if args.chunk else {}
-    length = args.long + 128
-    engine = open_engine(args.model, dtype=args.dtype, threads=args.threads, max_num_seqs=args.streams + 1, max_model_len=length, **chunk)
-    admit_while_decoding(engine, args.streams, args.long, "warm", Admission())
-    for turn in range(args.rounds):
-        admit_while_decoding(engine, args.streams, args.long, str(turn), into)
-    engine.close()
+def admit_alone(engine: Engine, prompt: int, seed: str) -> float:
+    """Seconds to the first token of a prompt in an empty engine."""
+    add(engine, seed, prompt, 1)
+    began = time.perf_counter()
+    while not engine.step():
+        pass
+    return time.perf_counter() - began
+
+
+def stretched(model: str, length: int, folder: Path) -> str:
+    """The model, or where it was not made for so many positions, its weights under a configuration that was: only times are asked for."""
+    from rayneuron import sources
+    from rayneuron.models.config_json import read_config
+
+    path = sources.resolve(model).path
+    raw = read_config(path)
+    if raw.get("max_position_embeddings", length) >= length:
+        return model
+    for file in path.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": length}))
+    return str(folder)
+
+
+def measure_admission(args: argparse.Namespace) -> tuple[Admission, Admission]:
+    """All rounds, behind one that is not counted: as deployed, and without a limit in time."""
+    said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": args.streams + 1, "max_model_len": args.long + 128}
+    said |= {"prefill_chunk_tokens": args.chunk} if args.chunk else {}
+    limit = {} if args.chunk_ms is None else {"prefill_chunk_ms": args.chunk_ms}
+    found = Admission(), Admission()
+    with tempfile.TemporaryDirectory() as folder:
+        model = stretched(args.model, args.long + 128, Path(folder))
+        engines = open_engine(model, **said, **limit), open_engine(model, **said, prefill_chunk_ms=0)
+        for turn in range(-1, args.rounds):
+            for engine, into in zip(engines, found, strict=True):
+                into = into if turn >= 0 else Admission()
+                admit_while_decoding(engine, args.streams, args.long, str(turn), into)
+                into.alone_s.append(admit_alone(engine, args.long, f"{turn}-alone"))
+                into.chunk_ms = engine.timing.fixed.chunk_ms if engine.timing is not None else 0.0
+        for engine in engines:
+            engine.close()
+    return found
 
 
 def host_step(model: str, rows: int, steps: int) -> dict[str, list[float]]:
@@ -137,23 +181,42 @@ def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any
     return timed
 
 
-def show(admission: Admission, hosts: dict[int, dict[str, list[float]]]) -> str:
+def show(admission: Admission, before: Admission, hosts: dict[int, dict[str, list[float]]], long: int) -> str:
     """Markdown tables of both parts and the bars."""
-    parts = [("gap of a running stream", admission.gaps_s), ("median step before", admission.steps_s)]
-    parts += [("chunk of the newcomer", admission.chunks_s), ("first token of the newcomer", admission.first_token_s)]
-    rows = [[name, *report.spread(values, 1e3).values(), len(values)] for name, values in parts if values]
+    rows = []
+    for limit, found in ((f"{admission.chunk_ms:.1f} ms", admission), ("no limit", before)):
+        parts = [
+            ("gap of a running stream", found.gaps_s),
+            ("median step before", found.steps_s),
+            ("chunk of the newcomer", found.chunks_s),
+        ]
+        parts += [("first token of the newcomer", found.first_token_s), ("the same, alone", found.alone_s)]
+        rows += [[f"{name}, {limit}", *report.spread(values, 1e3).values(), len(values)] for name, values in parts if values]
     text = report.table(["ms", "p50", "p90", "p99", "max", "count"], rows)
+    if admission.chunks_s:
+        rates = [long * len(found.first_token_s) / sum(found.chunks_s) for found in (admission, before)]
+        text += f"\n\nTokens a second of the newcomer's own steps: {rates[0]:.0f}, without a limit {rates[1]:.0f}"
     rows = [[f"{n} rows, {part}", *report.spread(v, 1e3).values(), len(v)] for n, spent in hosts.items() for part, v in spent.items()]
     text += "\n\n" + report.table(["host ms a step", "p50", "p90", "p99", "max", "steps"], rows)
-    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(admission, hosts))}"
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(admission, before, hosts, long))}"
 
 
-def bars(admission: Admission, hosts: dict[int, dict[str, list[float]]]) -> list[tuple[str, float, str, str]]:
+def bars(
+    admission: Admission, before: Admission, hosts: dict[int, dict[str, list[float]]], long: int
+) -> list[tuple[str, float, str, str]]:  # fmt: skip
     """The rows of the issues' tables."""
     rows = []
     for name, choose in (("median", statistics.median), ("longest", max)) if admission.gaps_s else ():
         p99, limit_ms = report.percentile(admission.gaps_s, 0.99) * 1e3, round(admission.limit_s(choose(admission.chunks_s)) * 1e3, 1)
         rows.append(report.bar(f"p99 gap while a long prompt is admitted, ms ({name} chunk)", p99, limit_ms, False))
+    if admission.gaps_s:
+        p99, step_ms = report.percentile(admission.gaps_s, 0.99) * 1e3, statistics.median(admission.steps_s) * 1e3
+        if long < LONG:
+            rows.append(report.bar("p99 gap / decode step", p99 / step_ms, MOST_STEPS, False))
+        else:
+            rows.append(report.bar("p99 gap, ms, against two chunks and a step", p99, round(2 * admission.chunk_ms + step_ms, 1), False))
+        kept = report.median_ratio(before.alone_s, admission.alone_s)
+        rows.append(report.bar("prefill rate / without a limit", kept, PREFILL_KEPT))
     for n, spent in hosts.items():
         if n in HOST_BARS_MS:
             together = statistics.median(spent["together"]) * 1e3
@@ -168,6 +231,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8, help="running sequences (default %(default)s)")
     parser.add_argument("--long", type=int, default=2000, help="prompt tokens of the newcomer (default %(default)s)")
     parser.add_argument("--chunk", type=int, help="prefill_chunk_tokens (default: the deployment's)")
+    parser.add_argument("--chunk-ms", type=float, help="prefill_chunk_ms (default: the deployment's)")
     parser.add_argument("--host-model", default="demo:random:tiny")
     parser.add_argument("--host-rows", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--host-steps", type=int, default=100)
@@ -181,14 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.leave_cleanly_when_told()
     if args.urgent:
         return machine.rerun_preferred()
-    admission, watch = Admission(), machine.Watch([])
-    if not args.host_only:
-        measure_admission(args, admission)
+    watch = machine.Watch([])
+    admission, before = (Admission(), Admission()) if args.host_only else measure_admission(args)
     hosts = {rows: host_step(args.host_model, rows, args.host_steps) for rows in args.host_rows}
     facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
     print(f"{report.show_facts(facts)}; {args.streams} streams, {args.long} tokens admitted, {args.rounds} rounds\n")
-    print(show(admission, hosts))
-    document = {"machine": facts, "admission_s": {n: getattr(admission, n) for n in Admission.__slots__}, "host_s": hosts}
+    print(show(admission, before, hosts, args.long))
+    found = {name: {n: getattr(a, n) for n in Admission.__slots__} for name, a in (("limited", admission), ("unlimited", before))}
+    document = {"machine": facts, "admission": found, "host_s": hosts}
     print(f"\n{report.save('scheduling', document, args.json)}", file=sys.stderr)
     return 0
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cold start from `serve run` to the first token, part by part, and whether "ready" was true when it was said.
+"""Cold start from `serve run`, or `rayneuron serve MODEL`, to the first token, part by part; whether "ready" was true when it was said.
 
 From the first moment /health and /v1/models are asked again and again. As soon as either says 200, one streamed token is asked for: it must
 come as fast as later ones do. A server that says ready too early fails here.
@@ -29,6 +29,7 @@ import report
 from server import Server
 
 START_BAR_S = 10.0  # issue 6, from a warm cache
+COMMAND_BAR_S, FRESH_BAR_S = 6.0, 15.0  # issue 13: `rayneuron serve MODEL` from a warm cache, and with nothing but the installed package
 READY_PATHS = ("/health", "/v1/models")
 PROBE_S = 0.05
 WARM_REQUESTS = 5
@@ -44,6 +45,14 @@ PARTS = (
     ("application checked and built", "Imported and built app"),
     ("replica process up", f"{MODEL_NAME}: starting"),
     ("engine open", f"{MODEL_NAME}: ready after"),
+)
+COMMAND_PARTS = (  # of `rayneuron serve`, whose lines have no stamps: they count when they are seen
+    ("checked, Ray imported", "starting Ray"),
+    ("Ray started", "Ray has started"),
+    ("Serve started", "Serve has started"),
+    ("replica process up", f"{MODEL_NAME}: starting"),
+    ("engine open", f"{MODEL_NAME}: ready after"),
+    ("said to be ready", f"{MODEL_NAME} is ready"),
 )
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})")
 ENGINE_SECONDS = "rayneuron:startup_seconds"
@@ -80,6 +89,16 @@ def log_parts(log: str, started: float) -> dict[str, float]:
     return found
 
 
+async def see_parts(server: Server, into: Start) -> None:
+    """Note when each line of COMMAND_PARTS appears in the log, until the last one has."""
+    while len(into.parts_s) < len(COMMAND_PARTS):
+        said = server.log_path.read_text(errors="replace")
+        for name, text in COMMAND_PARTS:
+            if text in said:
+                into.parts_s.setdefault(name, time.perf_counter() - server.started_s)
+        await asyncio.sleep(PROBE_S)
+
+
 async def until_ready(server: Server, path: str, into: Start) -> None:
     """Ask one path until it says 200; other answers are counted."""
     while True:
@@ -104,9 +123,10 @@ async def one_token(server: Server, number: int) -> client.Reply:
     return reply
 
 
-async def measure(server: Server) -> Start:
-    """Watch one server start."""
+async def measure(server: Server, parts: bool) -> Start:
+    """Watch one server start. `parts`: its log says them without stamps."""
     start = Start()
+    seen = asyncio.create_task(see_parts(server, start)) if parts else None
     probes = [asyncio.create_task(until_ready(server, path, start)) for path in READY_PATHS]
     await asyncio.wait(probes, return_when=asyncio.FIRST_COMPLETED)
     server.check()
@@ -116,30 +136,45 @@ async def measure(server: Server) -> Start:
     await asyncio.gather(*probes)
     start.engine_s = await server.metric_by(ENGINE_SECONDS, "part")
     start.warm_ttft_s = [(await one_token(server, number)).ttft_s for number in range(1, WARM_REQUESTS + 1)]
+    if seen is not None:
+        await seen
     return start
 
 
 def observe(deployment: dict[str, Any], args: argparse.Namespace, cache: Path | None) -> Start:
-    """One start and its log. `cache`: of the stand-in's compiled graphs."""
+    """One start and its log. `cache`: of the stand-in's compiled graphs, or all of ours."""
     epoch = time.time()
-    server = launch.rayneuron(deployment, args.profile, args.urgent, cache)
+    if args.command:
+        words = ["--model-name", MODEL_NAME, "--dtype", args.dtype, "--max-model-len", str(args.length)]
+        server = launch.command_line(args.model, words, args.profile, args.urgent, cache)
+    else:
+        server = launch.rayneuron(deployment, args.profile, args.urgent, cache)
     try:
         watch = machine.Watch({server.session})
-        start = asyncio.run(asyncio.wait_for(measure(server), args.timeout))
+        start = asyncio.run(asyncio.wait_for(measure(server, args.command), args.timeout))
         # Ray's own processes leave the session they were started from, so they are counted here and not by the watch.
         ours = sum(p.cpu_s for p in server.processes() if p.session != server.session)
         start.cores_used_by_others = max(0.0, watch.others() - ours / (time.time() - epoch))
         log = server.log_path.read_text(errors="replace")
-        start.parts_s = log_parts(log, epoch)
+        start.parts_s = start.parts_s or log_parts(log, epoch)
     finally:
         server.close()
     return start
 
 
-def show(starts: Sequence[Start]) -> str:
+def observe_bare(args: argparse.Namespace) -> float:
+    """Seconds from the start of Ray Serve with nothing in it to its first 200."""
+    server = launch.bare(args.urgent)
+    try:
+        return asyncio.run(server.wait_ready(args.timeout))
+    finally:
+        server.close()
+
+
+def show(starts: Sequence[Start], bare_s: Sequence[float]) -> str:
     """Markdown tables: the parts in order, the engine's own account, readiness, bars."""
     rows: list[list[object]] = []
-    names = [name for name, _ in PARTS if all(name in start.parts_s for start in starts)]
+    names = [name for name, _ in (*PARTS, *COMMAND_PARTS) if all(name in start.parts_s for start in starts)]
     before = [0.0] * len(starts)
     for name in names:
         at = [start.parts_s[name] for start in starts]
@@ -158,14 +193,17 @@ def show(starts: Sequence[Start]) -> str:
     warm = statistics.median(ttft for start in starts for ttft in start.warm_ttft_s)
     first = statistics.median(start.first_ttft_s for start in starts)
     text += f"\nToken asked for at the first 200: {first * 1e3:.0f} ms; later ones {warm * 1e3:.0f} ms"
-    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(starts))}"
+    if bare_s:
+        text += f"\nRay Serve with nothing in it, in the same rounds: first 200 after {statistics.median(bare_s):.1f} s"
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(starts, bool(bare_s)))}"
 
 
-def bars(starts: Sequence[Start]) -> list[tuple[str, float, str, str]]:
-    """The rows of issue 2's table."""
+def bars(starts: Sequence[Start], command: bool = False) -> list[tuple[str, float, str, str]]:
+    """The rows of the issues' tables."""
     slower = max(start.first_ttft_s / statistics.median(start.warm_ttft_s) for start in starts)
+    what, limit_s = ("rayneuron serve", COMMAND_BAR_S) if command else ("serve run", START_BAR_S)
     return [
-        report.bar("serve run to first token, s", statistics.median(start.first_token_s for start in starts), START_BAR_S, False),
+        report.bar(f"{what} to first token, s", statistics.median(start.first_token_s for start in starts), limit_s, False),
         report.bar("first token at ready / warm first token", slower, SLOWER_THAN_WARM, False),
     ]
 
@@ -181,21 +219,33 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", choices=["plain", "fast"], default="plain")
     options.add_dtype(parser)
     parser.add_argument("--length", type=int, default=2048, help="max_model_len, as deployments/smollm2.yaml has it (default %(default)s)")
-    parser.add_argument("--device", choices=["cpu", "neuron"], default="cpu",
-                        help="neuron: over the tests' stand-in, once from an empty cache")
+    parser.add_argument(
+        "--device", choices=["cpu", "neuron"], default="cpu", help="neuron: over the tests' stand-in, once from an empty cache"
+    )
+    parser.add_argument(
+        "--command", action="store_true", help="rayneuron serve MODEL, once with an empty cache, and beside it Ray Serve with nothing in it"
+    )
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a start may take (default %(default)s)")
     return parser.parse_args(argv)
 
 
-def observe_all(deployment: dict[str, Any], args: argparse.Namespace) -> tuple[list[Start], list[Start]]:
-    """Starts from an empty cache of compiled graphs (one, where the device has such a cache), and from a warm one."""
+def observe_all(deployment: dict[str, Any], args: argparse.Namespace, bare_s: list[float]) -> tuple[list[Start], list[Start]]:
+    """Starts from an empty cache (one, where the device has one of compiled graphs, or as on a fresh machine), and from a warm one."""
+    from rayneuron import settings
+
     starts: list[Start] = []
     with ExitStack() as stack:
         cache = None
         if args.device == "neuron":
             deployment = deployment | {"device": "neuron", "buckets": one_of_each(args.length)}
+        if args.device == "neuron" or args.command:
             cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rnb")))
+            fetched = settings.cache_dir() / "downloads"
+            if fetched.is_dir():
+                (cache / "downloads").symlink_to(fetched)  # what an index gives, in whatever time, is not ours
         while len(starts) < args.rounds + (cache is not None):
+            if args.command:
+                bare_s.append(observe_bare(args))
             starts.append(observe(deployment, args, cache))
             print(f"start {len(starts)}: first token after {starts[-1].first_token_s:.1f} s", file=sys.stderr, flush=True)
     return starts[: len(starts) - args.rounds], starts[len(starts) - args.rounds :]
@@ -209,17 +259,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     model = {"path": str(sources.resolve(args.model).path), "name": MODEL_NAME}
     deployment = {"model": model, "dtype": args.dtype, "threads": args.threads, "max_model_len": args.length, "max_num_seqs": ROWS}
-    empty, starts = observe_all(deployment, args)
+    bare_s: list[float] = []
+    empty, starts = observe_all(deployment, args, bare_s)
     facts = machine.facts()
     said = f"profile {args.profile}, device {args.device}, {args.model} {args.dtype}, medians of {args.rounds} starts"
     print(f"{report.show_facts(facts)}; {said}\n")
-    print(show(starts))
+    print(show(starts, bare_s))
     for start in empty:
         engine = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in start.engine_s.items())
-        print(f"\nFrom an empty cache of compiled graphs: first token after {start.first_token_s:.1f} s ({engine})")
+        print(f"\nFrom an empty cache: first token after {start.first_token_s:.1f} s ({engine})")
+        if args.command:
+            fresh = report.bar("the first on a fresh machine, s", start.first_token_s, FRESH_BAR_S, False)
+            print(report.table(["bar", "measured", "asked", ""], [fresh]))
     made = {"empty": empty, "warm": starts}
     fields = {part: [{name: getattr(start, name) for name in Start.__slots__} for start in of_part] for part, of_part in made.items()}
-    document = {"machine": facts, "device": args.device, "deployment": deployment, "starts": fields}
+    document = {"machine": facts, "device": args.device, "deployment": deployment, "starts": fields, "bare_s": bare_s}
     print(f"\n{report.save(f'start-{args.profile}', document, args.json)}", file=sys.stderr)
     return 0 if all(start.honest for start in starts) else 1
 

@@ -32,5 +32,8 @@ def run(args: argparse.Namespace) -> None:
     def words(source: str) -> Path:
         return sources.resolve(source, weights=False).path
 
-    found = describe(file.deployments, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
+    found = describe(file.pools, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
     print(found)
+    for name, gateway in file.gateways.items():
+        models = ", ".join(listed.application for listed in gateway.models)
+        print(f"gateway {name}: {gateway.serving.replicas} of {gateway.serving.num_cpus:g} CPUs, before {models}")

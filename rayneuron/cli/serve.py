@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rayneuron.cli import deployment
@@ -19,14 +20,20 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron import settings
+    from rayneuron import devices, settings, sources
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment
 
     file = deployment.checked(args)
     environment = ray_environment(file.content, list(file.deployments.values()), args.profile)
     port.check_free(file.content.get("http_options") or {})
+    for config in file.deployments.values():
+        if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
+            sources.ask(config.model.source, config.model.allow_pickle)
     settings.export(environment)  # before Ray is imported, which reads them once
+    from rayneuron.serve import fresh
+
+    fresh.begin(file.deployments.values())
     from rayneuron.serve import process
 
-    process.run(file.content, file.deployments, args.grace)
+    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone=not isinstance(file.path, Path))

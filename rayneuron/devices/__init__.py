@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import subprocess
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron.devices.base import Device, Program, Shape
+from rayneuron.devices.base import Device, HostKv, KvMemory, Program, Shape
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError, ConfigError, RayNeuronError
 from rayneuron.models import Progress
 
 if TYPE_CHECKING:
@@ -91,6 +92,18 @@ def ranks_per_process(name: str) -> int:
     return 1024 if name == "neuron" else 1
 
 
+def shares_kv(name: str) -> bool:
+    """Whether the device's KV lies where the host, and so another process, can read it."""
+    return name == "cpu"
+
+
+def kv_memory(device: object) -> KvMemory:
+    """Where that is. Raises ConfigError where the device was not opened so, or cannot be."""
+    if not isinstance(device, HostKv):
+        raise ConfigError("pools hand KV over in host memory, and this device keeps it to itself; leave pools out", param="pools")
+    return device.kv_memory()
+
+
 def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
     """The device `name`. options: dtype, kv_dtype, threads, comm; `ahead` for one that is compiled ahead. Raises ConfigError."""
     check(name)
@@ -125,6 +138,35 @@ def open(name: str, *, ahead: Ahead | None = None, **options: Any) -> Device:
 
         return Queued(Cpu(**options))
     return Cpu(**options)
+
+
+def built(name: str) -> str:
+    """What its compiled code hangs on, in an opened device's process: what was measured with other code says nothing of it."""
+    if name == "neuron":
+        from rayneuron.devices.neuron.sdk import sdk
+
+        found = sdk()
+        return f"{found.chip} {sorted(found.versions.items())}"
+    from rayneuron.devices.cpu.library import library
+
+    kernels = library()
+    return Path(kernels._name).parent.name if kernels is not None else "torch"
+
+
+def build_first(name: str) -> None:
+    """Build what every rank of the device needs, if none was ever built on this machine. What fails is for whoever needs it to say."""
+    from rayneuron.devices.cpu import library
+
+    if name != "neuron" and not any(_native().folder.manifests()):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, RayNeuronError):
+            library.built(library.best())
+
+
+def kept(name: str, url: str | None) -> Cache:
+    """The cache of what is made once for a device: compiled graphs, kernels, and what their steps take. url: `compile.cache`."""
+    from rayneuron.compile_cache.cache import Cache
+
+    return Cache(url) if name == "neuron" else _native()
 
 
 def precompile(

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Device, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Device, HostKv, KvMemory, Program, Shape, StepOutput, Weights
 from rayneuron.devices.neuron.graphs import follow
 from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape
@@ -72,6 +72,11 @@ class Queued:
     def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """As the device, after the steps under way."""
         self._do(lambda: self._device.kv_write(blocks, values))
+
+    def kv_memory(self) -> KvMemory:
+        """As the device, whose KV is the host's."""
+        assert isinstance(self._device, HostKv)
+        return self._device.kv_memory()
 
     def close(self) -> None:
         """End the thread, then the device."""

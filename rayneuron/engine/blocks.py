@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
+from rayneuron.engine.kv_events import KvLog
 from rayneuron.models.kv import KvSpace
+from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +41,9 @@ class Blocks:
 
     Invariant (`check`): free + held rows are all rows; a block is free, cached (registered, and nobody's), in limbo, or as many hold it
     as its count says; a hash names one block. Limbo: what is freed while steps are under way, which may still read it, until they have
-    ended. A registered block's parent is registered: a holder of a child holds the whole chain, of which equal blocks are one (`settle`),
-    and gives the last back first. `log`: None where no block is ever registered.
+    ended. A ticket holds the blocks of a prompt that another pool reads, whose sequence has ended. A registered block's parent is
+    registered: a holder of a child holds the whole chain, of which equal blocks are one (`settle`), and gives the last back first. `log`:
+    None where no block is ever registered.
     """
 
     def __init__(self, space: KvSpace, log: KvLog | None = None) -> None:
@@ -56,6 +58,8 @@ class Blocks:
         self._hash: list[bytes | None] = [None] * space.blocks
         self._at: dict[bytes, int] = {}  # by hash
         self._copies: dict[int, int] = {}  # to: from, which is held until it has been copied
+        self._tickets: dict[bytes, Hold] = {}
+        self._pins: Counter[int] = Counter()  # tickets of a block
         self._begun = self._ended = self._resets = 0
         self._table = np.full((space.rows, space.width(space.limit)), space.null, np.int32)
 
@@ -73,6 +77,11 @@ class Blocks:
     def used(self) -> int:
         """Blocks somebody holds."""
         return self.space.blocks - len(self._free) - len(self.cached) - len(self.limbo)
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that tickets hold."""
+        return len(self._pins)
 
     @property
     def total_tokens(self) -> int:
@@ -149,11 +158,25 @@ class Blocks:
 
     def release(self, hold: Hold) -> None:
         """Give a row and its blocks back, the last first; shared ones stay with those who still hold them."""
-        for block in reversed(hold.blocks):
-            self._drop(block)
-        hold.blocks.clear()
-        hold.table[hold.row] = self.space.null
-        heapq.heappush(self._rows, hold.row)
+        self._shorten(hold, 0)
+        self._vacate(hold)
+
+    def pin(self, hold: Hold, ticket: bytes, tokens: int) -> None:
+        """What holds the first `tokens` positions is the ticket's from now on; the row and the rest are given back."""
+        self._shorten(hold, self.space.width(tokens))
+        self._vacate(hold)
+        self._tickets[ticket] = hold
+        self._pins.update(hold.blocks)
+
+    def unpin(self, ticket: bytes) -> None:
+        """Give back what a ticket holds; harmless where it holds nothing."""
+        hold = self._tickets.pop(ticket, None)
+        if hold is not None:
+            for block in hold.blocks:
+                self._pins[block] -= 1
+                if not self._pins[block]:
+                    del self._pins[block]
+            self._shorten(hold, 0)
 
     def reset(self) -> int:
         """Forget every hash, and how many there were. Who runs goes on with what it holds, and registers nothing more."""
@@ -193,6 +216,15 @@ class Blocks:
     def news(self, epoch: int = 0, number: int = 0) -> KvNews | None:
         """What who knows the blocks registered here up to `number` of `epoch` lacks; None where none ever is."""
         return None if self.log is None else self.log.since(epoch, number, self._at)
+
+    def _shorten(self, hold: Hold, blocks: int) -> None:
+        """Give back all but the first blocks, the last first."""
+        while len(hold.blocks) > blocks:
+            self._drop(hold.blocks.pop())
+
+    def _vacate(self, hold: Hold) -> None:
+        hold.table[hold.row] = self.space.null
+        heapq.heappush(self._rows, hold.row)
 
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
         found: list[int] = []
@@ -247,10 +279,12 @@ class Blocks:
         return block
 
     def check(self, holds: Iterable[Hold]) -> None:
-        """Raise AssertionError if the invariant is broken. `holds`: all there are."""
+        """Raise AssertionError if the invariant is broken. `holds`: all there are but the tickets'."""
         holds = list(holds)
-        counted = Counter(block for hold in holds for block in hold.blocks)
+        tickets = Counter(block for hold in self._tickets.values() for block in hold.blocks)
+        counted = tickets + Counter(block for hold in holds for block in hold.blocks)
         counted.update(self._copies.values())
+        assert tickets == self._pins, (tickets, self._pins)
         assert sorted([*self._rows, *(hold.row for hold in holds)]) == list(range(self.space.rows)), self._rows
         assert [counted[block] for block in range(self.space.blocks)] == self._holders, (counted, self._holders)
         nobodys = [block for block, n in enumerate(self._holders) if not n]

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from rayneuron.devices.base import SCORES, Pending, StepOutput
+from rayneuron.engine.commit import advance, ended, failed
 from rayneuron.engine.host_sampling import HostSampling
-from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
+from rayneuron.engine.profile import StepInfo, Timing
+from rayneuron.engine.remote import Arrived, First, Loan, Prefills
+from rayneuron.engine.requests import Requests
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
-from rayneuron.engine.sequence import Plan, Sequence, advance, failed
+from rayneuron.engine.sequence import Plan, Sequence
+from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
-from rayneuron.types import FinishReason, Request, SamplingParams, Snapshot, TokenDelta
-
-
-@dataclass(slots=True)
-class StepInfo:
-    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
-
-    tag: str = ""
-    rows: int = 0
-    tokens: int = 0
-    plan_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
+from rayneuron.policies.chunks import fit
+from rayneuron.types import FinishReason, Profile, Request, SamplingParams, Snapshot, TokenDelta
 
 
 class Engine:
@@ -37,7 +27,8 @@ class Engine:
 
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
-    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept.
+    `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
+    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again. `speculation`: the drafts tried.
     """
 
     def __init__(
@@ -48,24 +39,25 @@ class Engine:
         eos_ids: Iterable[int] = (),
         rule: NeuronSampling | None = None,
         model: str | None = None,
+        profile: Profile | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner = runner
-        self.capacity = runner.capacity
+        self.runner, self.capacity = runner, runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, model)
+        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation)
+        self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
         self.ledger_wrong = 0  # times the books did not balance
         self._rule = rule
         self._host = HostSampling(rule)
-        self._order = 0
-        self._requests: dict[str, dict[int, Sequence]] = {}  # choices by index
+        self._requests = Requests(self.capacity.length, self.eos_ids)
+        self.waits = False  # the last step found nothing to do before something happens elsewhere: others compute, or hold the room
         self._deadlines = False
         self._sound: tuple[SamplingParams, ...] = ()  # the last ones that were found so
-        self._rules: deque[EditRules] = deque(maxlen=2)  # the last ones that were laid out
         self._ended: list[TokenDelta] = []
         self._last_step_s = self._step_started_s = 0.0
         self._under_way: tuple[Plan, Pending] | None = None
@@ -73,7 +65,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._requests or self._ended or self._under_way)
+        return bool(self._requests or self._ended or self._under_way or self.scheduler.remote)
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
@@ -82,61 +74,22 @@ class Engine:
         if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
             said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
             raise RequestError(said, param="prompt_logprobs")
-        if known:
-            return
-        if self._rule is not None:
-            check_request(request.params, self._rule)
-        self._sound = (request.params, *self._sound[:1])
+        if not known:
+            if self._rule is not None:
+                check_request(request.params, self._rule)
+            self._sound = (request.params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
         """Whether a live request has this id: deltas are addressed by it. Safe from any thread."""
         return request_id in self._requests
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError (wrong, or its id is in use)."""
+    def add(self, request: Request, loan: Loan | None = None) -> None:
+        """Queue a request, maybe on `loan` to somebody else. Raises RequestError (wrong, or its id is in use)."""
         self.validate(request)
         if self.knows(request.id):
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
-        seed = request.params.seed if request.seed is None else request.seed
-        seed = secrets.randbits(62) if seed is None else seed
-        prompt = len(request.prompt_ids)
-        most = request.params.max_tokens
-        eos_ids = frozenset() if request.params.ignore_eos else self.eos_ids
-        rules = self._laid_out(request.params)
-        choices: dict[int, Sequence] = {}
-        for index in range(request.params.n):
-            choice = Sequence(
-                request,
-                index,
-                list(request.prompt_ids),
-                seed + index,
-                self.capacity.length - prompt if most is None else most,
-                self._order,
-                leader=choices.get(0),
-                prompt_len=prompt,
-                phase="follows",
-                eos_ids=eos_ids,
-                stop_ids=eos_ids | frozenset(request.params.stop_token_ids),
-            )
-            choice.edits = None if rules is None else Edits(choice, rules)
-            choice.stamps.arrived = request.arrival_s or self._clock()
-            self._order += 1
-            choices[index] = choice
-        if request.params.prompt_logprobs is not None:
-            choices[0].prompt_logprobs = [None]
-        self._requests[request.id] = choices
         self._deadlines |= request.deadline_s is not None
-        self.scheduler.add(choices[0])
-
-    def _laid_out(self, params: SamplingParams) -> EditRules | None:
-        """What the host has to do to this request's logits."""
-        if not params.edits_logits:
-            return None
-        rules = next((rules for rules in self._rules if rules.params is params), None)
-        if rules is None:
-            rules = EditRules(params)
-            self._rules.append(rules)
-        return rules
+        self.scheduler.add(self._requests.open(request, self._clock(), loan))
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End a request, or one choice of it, now; unknown or finished ids are no error. Its last delta comes with the next step."""
@@ -149,27 +102,31 @@ class Engine:
 
         Where steps overlap: begin the next step, then wait for the one before and commit that, while the next one runs.
         """
+        self.waits = False
         started = self._step_started_s = self._clock()
         if self._deadlines:
             self._expire(started)
-        deltas, self._ended = self._ended, []
+        deltas, self._ended = self._ended + self._hear(started), []
         next_plan = self.scheduler.plan()
-        for work in next_plan.works if next_plan is not None else ():
-            if not work.sequence.stamps.scheduled:
-                work.sequence.stamps.scheduled = started
+        begun = [work.sequence for work in next_plan.works] if next_plan is not None else []
+        for sequence in (*begun, *(asked for _, asked in self.scheduler.remote.values() if asked is not None)):
+            sequence.stamps.scheduled = sequence.stamps.scheduled or started
         planned = self._clock()
         try:
             done = self._advance(next_plan)
         except RowError as wrong:
             return [*deltas, self._skip(wrong.work.sequence, wrong)]
         if done is None:
+            self.waits = not deltas and self._under_way is None
             return deltas
         plan, output = done
         ran = self._clock()
         deltas += self._commit(plan, output, ran)
         ended = self._last_step_s = self._clock()
         self.steps += 1
-        self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
+        self.info = StepInfo.of(plan, planned - started, ran - planned, ended - ran)
+        if self.timing is not None:
+            self.timing.note(plan, self.info, self.runner.overlaps)
         return deltas
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
@@ -193,6 +150,45 @@ class Engine:
         self.scheduler.landed(ending[0])
         return ending[0], output
 
+    def _hear(self, now: float) -> list[TokenDelta]:
+        """What has come of the prompts that others compute."""
+        deltas: list[TokenDelta] = []
+        for event in self.scheduler.prefills.take() if self.scheduler.prefills is not None else ():
+            if isinstance(event, First):
+                _, leader = self.scheduler.remote[event.key]
+                deltas += self._first(leader, event.deltas, now) if leader is not None else ()
+                continue
+            whole = isinstance(event, Arrived)
+            leader = self.scheduler.arrived(event.key, whole)
+            if leader is not None and whole:
+                leader.stamps.adopted = now
+                for choice in self._requests.followers(leader.request.id):
+                    self.scheduler.add(choice)
+        return deltas
+
+    def _first(self, leader: Sequence, heard: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
+        """First tokens that another engine has sampled, as if they had been here. A choice that failed there has none, and is computed."""
+        deltas: list[TokenDelta] = []
+        choices = dict(self._requests[leader.request.id])
+        for said in heard:
+            choice = choices.get(said.index)
+            if choice is None or choice.generated or len(said.token_ids) != 1:
+                continue
+            choice.ids += said.token_ids
+            delta = TokenDelta(choice.request.id, choice.index, said.token_ids, said.logprobs, prompt_logprobs=said.prompt_logprobs)
+            delta.cached_tokens, delta.remote = max(choice.cached, said.cached_tokens), True
+            choice.prompt_logprobs = None
+            choice.stamps.prefill_done = choice.stamps.handed_over = choice.stamps.first_token = now
+            deltas.append(ended(choice, delta))
+            if delta.finish_reason is not None:
+                self._forget(choice, now)
+                delta.stamps = choice.stamps
+        return deltas
+
+    def unpin(self, ticket: bytes) -> None:
+        """Whoever borrowed a prompt's KV has it, or is gone."""
+        self.scheduler.blocks.unpin(ticket)
+
     def fail(self, error: str) -> list[TokenDelta]:
         """End everything with an error: the device is not to be trusted any more."""
         self._under_way = None
@@ -208,6 +204,7 @@ class Engine:
         return Snapshot(
             running=len(scheduler.running),
             waiting=len(waiting),
+            remote=len(scheduler.remote),
             slots_free=blocks.free_rows,
             slots_total=self.capacity.rows,
             kv_tokens_used=blocks.used * blocks.space.block,
@@ -215,6 +212,7 @@ class Engine:
             blocks_free=blocks.free,
             blocks_cached=len(blocks.cached),
             blocks_limbo=len(blocks.limbo),
+            blocks_pinned=blocks.pinned,
             blocks_total=blocks.space.blocks,
             prefix_evictions=blocks.evictions,
             ledger_wrong=self.ledger_wrong,
@@ -228,58 +226,70 @@ class Engine:
     def check_ledger(self) -> None:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
         self.scheduler.check()
-        queued = {id(s) for s in (*self.scheduler.running, *self.scheduler.waiting)}
+        asked = [sequence for _, sequence in self.scheduler.remote.values() if sequence is not None]
+        queued = {id(s) for s in (*self.scheduler.running, *self.scheduler.waiting, *asked)}
         known = {id(s) for choices in self._requests.values() for s in choices.values()}
         assert queued <= known, "a sequence runs that no request owns"
         assert all(self._requests.values()), "a request without choices was kept"
 
+    @property
+    def prefills(self) -> Prefills | None:
+        """Others who compute its prompts."""
+        return self.scheduler.prefills
+
     def close(self) -> None:
-        """Give the device back."""
+        """Give the device back, once nobody else writes its KV."""
+        if self.scheduler.prefills is not None:
+            self.scheduler.prefills.close()
         self.runner.close()
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
-        deltas = []
-        for work, delta in zip(plan.works, advance(plan, output, now, self._host), strict=True):
+        deltas, made = [], advance(plan, output, now, self._host)
+        if self.scheduler.speculation is not None and plan.tag == "verify":
+            self.scheduler.speculation.learn(plan, made)
+        for work, delta in zip(plan.works, made, strict=True):
             sequence = work.sequence
             if delta is None:
                 continue
-            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated <= 1:
-                # The prompt's KV exists now: the other choices may share it.
-                for choice in self._requests[sequence.request.id].values():
-                    if choice.phase == "follows":
-                        self.scheduler.add(choice)
+            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
+                # The prompt's KV exists now: the other choices may share it. (One before: the first may have come from elsewhere.)
+                for choice in self._requests.followers(sequence.request.id):
+                    self.scheduler.add(choice)
             deltas.append(delta)
             if delta.finish_reason is not None:
+                if self.timing is not None:
+                    self.timing.ended(sequence.generated)
                 self._forget(sequence, now)
                 delta.stamps = sequence.stamps
         return deltas
 
     def _end(self, choice: Sequence, reason: FinishReason, error: str | None) -> None:
+        if choice.finish_reason is not None:
+            return  # with the choice that led it
         choice.finish_reason = reason
         delta = TokenDelta(choice.request.id, choice.index, [], finish_reason=reason, error=error, preemptions=choice.preemptions)
         self._forget(choice, self._clock())
+        if choice.loan is not None:
+            self.unpin(choice.loan.ticket)
         delta.stamps = choice.stamps
         self._ended.append(delta)
 
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now
-        if choice.phase != "follows":
-            self.scheduler.remove(choice)
-        choices = self._requests[choice.request.id]
-        del choices[choice.index]
-        if not choices:
-            del self._requests[choice.request.id]
-            return
-        heir = next(iter(choices.values()))
-        if heir.phase == "follows":  # the leader went before its prompt was done: the next choice leads
-            for other in choices.values():
-                other.leader = None if other is heir else heir
-            self.scheduler.add(heir)
+        heir = self._requests.close(choice)
+        if choice.loan is not None and choice.leader is None and choice.settled == choice.prompt_len:
+            self.scheduler.lend(choice)
+        elif choice.phase == "remote" and heir is not None:
+            self.scheduler.inherit(choice, heir)
+        else:
+            if choice.phase != "follows":
+                self.scheduler.remove(choice)
+            if heir is not None and heir.loan is not None:  # what was told of its blocks would not hold
+                self._end(heir, "error", "the choice that led has failed")
+            elif heir is not None:  # the leader went before its prompt was done
+                self.scheduler.add(heir)
 
     def _expire(self, now: float) -> None:
-        asked = [next(iter(choices.values())).request for choices in self._requests.values()]
-        timed = [(request.id, request.deadline_s) for request in asked if request.deadline_s is not None]
-        for request_id, deadline_s in timed:
-            if now > deadline_s:
-                self.abort(request_id, reason="abort", error="the request's deadline passed")
-        self._deadlines = bool(timed)
+        late, self._deadlines = self._requests.late(now)
+        for request_id in late:
+            self.abort(request_id, reason="abort", error="the request's deadline passed")

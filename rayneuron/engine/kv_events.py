@@ -6,38 +6,9 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 
-import msgspec
+from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 RING = 4096  # batches that are kept for who comes late
-
-
-class Stored(msgspec.Struct, tag=True, frozen=True):
-    """Blocks that can be had from now on: a chain behind `parent`, a hash or a root."""
-
-    parent: bytes
-    hashes: list[bytes]
-
-
-class Removed(msgspec.Struct, tag=True, frozen=True):
-    """Blocks whose room is used anew."""
-
-    hashes: list[bytes]
-
-
-class Cleared(msgspec.Struct, tag=True, frozen=True):
-    """Nothing is known any more."""
-
-
-class KvNews(msgspec.Struct, frozen=True):
-    """What a follower lacks: after `batches`, each the events of one step, it knows everything up to `number` of `epoch`.
-
-    `held`: where the batches do not reach back far enough, all hashes there are, to begin anew with.
-    """
-
-    epoch: int
-    number: int
-    batches: list[list[Stored | Removed | Cleared]]
-    held: list[bytes] | None = None
 
 
 class KvLog:

@@ -10,12 +10,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from rayneuron.engine.sequence import FAILED
+from rayneuron.engine.commit import FAILED
+from rayneuron.engine.remote import Loan
 from rayneuron.errors import NotReady, RequestError
 from rayneuron.types import Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
-    from rayneuron.engine.engine import Engine, StepInfo
+    from rayneuron.engine.engine import Engine
+    from rayneuron.engine.profile import StepInfo
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ Deliver = Callable[[list[TokenDelta]], None]
 Made = TypeVar("Made")
 
 AUDIT_STEPS = 1000
+TICK_S = 0.05  # how late a deadline may be seen while there is nothing to do but wait for others
 
 
 class EngineLoop:
@@ -43,6 +46,8 @@ class EngineLoop:
         self._admission = threading.Lock()
         self._closing = False
         self._audited = 0  # steps then
+        if engine.scheduler.prefills is not None:
+            engine.scheduler.prefills.wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="rayneuron-engine", daemon=True)
         self._thread.start()
 
@@ -51,8 +56,8 @@ class EngineLoop:
         """False once a step failed or the thread ended."""
         return self.error is None and self._thread.is_alive()
 
-    def submit(self, request: Request) -> None:
-        """Hand over a request. Raises RequestError or NotReady without waiting for the running step."""
+    def submit(self, request: Request, loan: Loan | None = None) -> None:
+        """Hand over a request, maybe on `loan` to somebody else. Raises RequestError or NotReady without waiting for the running step."""
         self.engine.validate(request)
         with self._admission:
             if self._closing or not self.alive:
@@ -60,11 +65,15 @@ class EngineLoop:
             if request.id in self._coming or self.engine.knows(request.id):
                 raise RequestError(f"request id {request.id!r} is in use", param="request_id")
             self._coming.add(request.id)
-            self._command(partial(self._add, request))
+            self._command(partial(self._add, request, loan))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its choices before the next step; ids that are unknown or finished are no error."""
         self._command(partial(self.engine.abort, request_id, index))
+
+    def unpin(self, ticket: bytes) -> None:
+        """Give back what a lent prompt holds, before the next step."""
+        self._command(partial(self.engine.unpin, ticket))
 
     def ask(self, what: Callable[[Engine], Made]) -> Future[Made]:
         """What the engine's own thread says between two steps. Raises NotReady."""
@@ -85,6 +94,10 @@ class EngineLoop:
     def snapshot(self) -> Snapshot:
         """The engine's load, without the requests not taken in yet."""
         return self.engine.snapshot()
+
+    def taken(self, request_id: str) -> bool:
+        """Whether a request that was submitted is in the engine's books, or over."""
+        return request_id not in self._coming
 
     def pending(self) -> bool:
         """Whether there is anything to do: what a health check holds against the age of the last step."""
@@ -114,11 +127,14 @@ class EngineLoop:
                 if not (self.engine.has_work or self._commands):
                     self._audit()
                     self._wake.wait()
+                elif self.engine.waits and not self._commands:
+                    self._wake.wait(TICK_S)
                 self._wake.clear()
                 self._tell(self._take())
                 if self.engine.has_work:
+                    steps = self.engine.steps
                     self._tell(self.engine.step())
-                    if self._on_step is not None:
+                    if self._on_step is not None and self.engine.steps > steps:
                         self._on_step(self.engine.info)
             self._finish("the engine is shutting down")
         except Exception as error:
@@ -147,11 +163,11 @@ class EngineLoop:
             deltas += self._commands.popleft()() or ()
         return deltas
 
-    def _add(self, request: Request) -> list[TokenDelta]:
+    def _add(self, request: Request, loan: Loan | None) -> list[TokenDelta]:
         with self._admission:  # in between nobody would know it, and somebody else could take its id
             self._coming.discard(request.id)
             try:
-                self.engine.add(request)
+                self.engine.add(request, loan)
             except Exception:  # `validate` had let it pass; whatever this is, it is about this request alone
                 log.exception("request %s could not be added", request.id)
                 failed = [TokenDelta(request.id, index, [], finish_reason="error") for index in range(request.params.n)]

@@ -8,22 +8,32 @@ from rayneuron import hashing
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.kv_events import KvLog
+from rayneuron.engine.remote import Lent, Prefill, Prefills
 from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.engine.speculation.drafting import Speculation
+from rayneuron.policies.chunks import Chunks
 
 
 class Scheduler:
     """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one.
 
-    `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`).
+    `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`). `chunks`: how much of a prompt one step computes
+    while others decode; None: all that fits the shapes. `prefills`: others who compute prompts.
     """
 
-    def __init__(self, capacity: Capacity, model: str | None = None) -> None:
+    def __init__(
+        self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None, speculation: Speculation | None = None
+    ) -> None:
         self.capacity = capacity
+        self.speculation = speculation
+        self.chunks = chunks
         self.model = model
         self.caching = model is not None
         self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
+        self.prefills: Prefills | None = None
+        self.remote: dict[str, tuple[Hold, Sequence | None]] = {}  # by key: what others may write, and whose it is; None: who has ended
         self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
         self.preemptions = 0
         self._prefilled_last = False
@@ -36,8 +46,13 @@ class Scheduler:
         self.waiting_tokens += sequence.remaining
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and free what it holds."""
-        if sequence.hold is not None:
+        """Forget a sequence, waiting, running or remote, and free what it holds, unless others may still write there."""
+        if sequence.phase == "remote":
+            assert self.prefills is not None and sequence.hold is not None
+            self.remote[sequence.asked] = sequence.hold, None
+            self.prefills.cancel(sequence.asked)
+            sequence.hold = None
+        elif sequence.hold is not None:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
@@ -56,7 +71,8 @@ class Scheduler:
         before = self.preemptions
         works = self._grow()
         if works:
-            return Plan("decode", works, self.blocks.copies())
+            drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
+            return Plan("verify" if drafted else "decode", works, self.blocks.copies())
         # Where growing has preempted every decoding sequence, whoever is left or waits can now be served; else nobody is there, or
         # everybody waits for a token, or blocks, of the step under way.
         return self.plan() if self.preemptions > before else None
@@ -86,10 +102,62 @@ class Scheduler:
             if work.valid:
                 sequence, settled = work.sequence, work.start + work.count
                 sequence.settled, hold = settled, sequence.hold
-                if self.caching and hold is not None and settled // size > hold.shared:
-                    self.blocks.settle(hold, self._hashes(sequence)[: settled // size], self._root(sequence))
+                if hold is not None:
+                    self._settle(sequence, hold)
+                    if sequence.loan is not None and sequence.leader is None:
+                        sure = settled if settled == sequence.prompt_len else settled // size * size
+                        blocks = tuple(hold.blocks[: self.capacity.space.width(sure)])
+                        sequence.loan.told(Lent(sequence.loan.ticket, sure, blocks))
         if self.blocks.log is not None and self.blocks.log.open:
             self.blocks.log.flush()
+
+    def _settle(self, sequence: Sequence, hold: Hold) -> None:
+        if self.caching and sequence.settled // self.capacity.block > hold.shared:
+            known = sequence.settled // self.capacity.block
+            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence))
+
+    def lend(self, sequence: Sequence) -> None:
+        """A sequence that was computed for somebody else has ended: what it holds belongs to its ticket."""
+        assert sequence.hold is not None and sequence.loan is not None
+        self.running.remove(sequence)
+        self.blocks.pin(sequence.hold, sequence.loan.ticket, sequence.prompt_len)
+
+    def inherit(self, sequence: Sequence, heir: Sequence) -> None:
+        """Another choice of a request takes the place of the one whose prompt another pool computes."""
+        assert sequence.hold is not None
+        heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
+        heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
+        self.remote[heir.asked] = heir.hold, heir
+
+    def arrived(self, key: str, whole: bool) -> Sequence | None:
+        """Nobody else writes these blocks any more; they hold the whole prompt, or only what was there before. Who goes on with them."""
+        hold, sequence = self.remote.pop(key)
+        if sequence is None:
+            self.blocks.release(hold)
+            return None
+        if whole:
+            sequence.settled = sequence.prompt_len
+            self._settle(sequence, hold)
+        sequence.run(min(sequence.prompt_len, len(sequence.ids) - 1) if whole else sequence.computed)
+        insort(self.running, sequence, key=_rank)
+        return sequence
+
+    def _asks(self, sequence: Sequence, hold: Hold) -> bool:
+        """Whether another pool computes a prompt that has just been given its blocks. All who wait so hold at most half of them, so that
+        who runs and grows finds room."""
+        prompt = sequence.prompt_len
+        if self.prefills is None or sequence.loan or sequence.generated or sequence.preemptions or not sequence.max_tokens:
+            return False
+        held = sum(len(other.blocks) for other, _ in self.remote.values())
+        if hold.known >= prompt - 1 or held + len(hold.blocks) > self.capacity.blocks // 2:
+            return False
+        key = f"{sequence.request.id}/{sequence.order}"
+        blocks = tuple(hold.blocks[: self.capacity.space.width(prompt)])
+        if not self.prefills.ask(Prefill(key, sequence.request, hold.known, blocks)):
+            return False
+        sequence.phase, sequence.asked = "remote", key
+        self.remote[key] = hold, sequence
+        return True
 
     def _admit(self) -> None:
         while self.waiting:
@@ -98,7 +166,7 @@ class Scheduler:
             hashes = () if wants_scores(head) else self._hashes(head)
             hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
             if hold is None:
-                victim = self.running[-1] if self.running else None
+                victim = self._victim()
                 if victim is None or victim.request.priority <= head.request.priority:
                     break
                 self._preempt(victim)
@@ -107,14 +175,16 @@ class Scheduler:
             self.waiting_tokens -= head.remaining
             head.hold = hold
             self._skip_to(head, hold.known)
-            insort(self.running, head, key=_rank)
+            if not self._asks(head, hold):
+                insort(self.running, head, key=_rank)
 
     @staticmethod
     def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
-        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew, for its logits."""
+        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
+        wanted."""
         leader = sequence.leader
-        wanted = sequence.prompt_len - 1
-        if leader is None or leader.hold is None or leader.settled < wanted:
+        wanted = sequence.prompt_len - (not sequence.generated)
+        if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
             return None, 0
         return leader.hold, wanted
 
@@ -132,7 +202,7 @@ class Scheduler:
         """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
         known = min(known, len(sequence.ids) - 1)
         if sequence.leader is None and not sequence.preemptions:
-            sequence.cached += known - sequence.computed
+            sequence.cached += min(known, sequence.prompt_len) - min(sequence.computed, sequence.prompt_len)
         sequence.run(known)
 
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
@@ -144,7 +214,8 @@ class Scheduler:
         for sequence in prefills:
             if wants_scores(sequence):
                 if not alike:
-                    return [Work(sequence, sequence.computed, min(sequence.remaining, self.capacity.scores))]
+                    most = min(self.capacity.scores, self._most([sequence]))
+                    return [Work(sequence, sequence.computed, min(sequence.remaining, most))]
                 continue
             hold = sequence.hold
             if hold is not None and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
@@ -154,8 +225,14 @@ class Scheduler:
                 alike.append(sequence)
                 if len(alike) == self.capacity.prefill_rows[-1]:
                     break
-        counts = pack_prefill(self.capacity, (s.remaining for s in alike)) if alike else []
+        counts = pack_prefill(self.capacity, (s.remaining for s in alike), self._most(alike)) if alike else []
         return [Work(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
+
+    def _most(self, prefills: list[Sequence]) -> int:
+        """New tokens of a prefill step: those who decode wait for it no longer than they are asked to."""
+        if self.chunks is None or not any(s.phase in ("decode", "due") for s in self.running):
+            return self.capacity.chunk
+        return self.chunks.most(max(s.computed for s in prefills))
 
     def _next(self, sequence: Sequence, start: int) -> bytes | None:
         """The hash of the block that position `start` lies in, where its ids are known to fill it."""
@@ -175,11 +252,16 @@ class Scheduler:
         while not self.blocks.extend(hold, sequence.length):
             if self.blocks.limbo:
                 return False  # what others held comes free with the step under way
-            victim = self.running[-1]
+            victim = self._victim()
+            assert victim is not None  # a loan never grows
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _victim(self) -> Sequence | None:
+        """The last in order of service, of those that may be preempted."""
+        return next((s for s in reversed(self.running) if s.loan is None), None)
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
@@ -201,7 +283,8 @@ class Scheduler:
         """Raise AssertionError if a row or block is owned twice or by nobody, or a phase says what is not so."""
         holds = [s.hold for s in self.running if s.hold is not None]
         assert len(holds) == len(self.running), "a sequence runs that holds nothing"
-        self.blocks.check(holds)
+        self.blocks.check([*holds, *(hold for hold, _ in self.remote.values())])
+        assert all(s is None or (s.phase == "remote" and s.hold is hold and s.asked == key) for key, (hold, s) in self.remote.items())
         assert all(s.phase == ("due", "decode", "prefill")[min(s.remaining, 2)] for s in self.running), "a phase is wrong"
         assert all(s.hold is None and s.phase == "waiting" for s in self.waiting)
         assert self.waiting_tokens == sum(s.remaining for s in self.waiting)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from rayneuron import settings, wire
 from rayneuron.devices.base import StepOutput
 from rayneuron.engine.runner import pack
@@ -21,7 +23,7 @@ from rayneuron.group.children import Children, Processes
 from rayneuron.group.messages import Advance, Done, Failed, Placed, Ready
 from rayneuron.group.opening import Runnable
 from rayneuron.group.rank import Rank
-from rayneuron.group.rendezvous import Member, Rendezvous
+from rayneuron.group.rendezvous import Member, Rendezvous, allow_files
 from rayneuron.group.watch import Watch, error_of
 from rayneuron.group.worker import Invitation
 from rayneuron.models import Progress
@@ -29,6 +31,7 @@ from rayneuron.placement.environment import BEFORE_START
 from rayneuron.placement.layout import Layout, rank_threads
 from rayneuron.placement.memory import float8
 from rayneuron.placement.records import this_process
+from rayneuron.transfer.agent import Agents, FarWorker
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Group:
         self.rank = Rank()
         self._rendezvous: Rendezvous | None = None
         self._watch: Watch | None = None
+        self._agents: Agents | None = None
         self._on_lost, self._closed = on_lost, False
 
     @property
@@ -78,7 +82,7 @@ class Group:
         """Start the workers' processes, wait for them, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
         limits, ips, others = self.config.group, tuple(self.processes.node_ips), self.layout.workers[1:]
         files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
-        wire.allow_files(files)
+        allow_files(files)
         self._rendezvous = rendezvous = Rendezvous(ips)
         invitations = [self._invitation(rendezvous, worker.index, worker.node, files) for worker in others]
         self.processes.start(invitations, [worker.node for worker in others])
@@ -88,7 +92,7 @@ class Group:
             self.refused = rendezvous.refused
             rendezvous.close()
         for member in self.members:
-            member.channel.limit_bytes = assignment.longest_answer(self.capacity, self.model.arch.vocab)
+            member.channel.frames.limit_bytes = assignment.longest_answer(self.capacity, self.model.arch.vocab)
         self._watch = Watch(self.members, self._break, limits.silence_s)
         placed = self._take_places(rendezvous.token, ips)
         begins = assignment.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())
@@ -110,6 +114,17 @@ class Group:
         self._send(message)
         self._locally(work)
         self._all(Ready, f"{late}, and made no progress", self.config.group.load_s)
+
+    def exchange(self, said: messages.HandOver) -> list[FarWorker]:
+        """The other workers' parts in handing KV over, each at the end of a channel beside that of its steps."""
+        limit_s, node_ips = self.config.group.start_s, self.processes.node_ips
+        far = any(member.worker.node for member in self.members)
+        agents = self._agents = Agents(said.token, node_ips[0] if far else None, said.layout)
+        for member in self.members:
+            address = agents.addresses[-1 if member.worker.node else 0]
+            self._tell(member, wire.frame(replace(said, address=address)))
+        self._all(Ready, "has not begun to exchange KV", limit_s)
+        return agents.all(len(self.members), limit_s)
 
     @property
     def overlaps(self) -> bool:
@@ -144,6 +159,8 @@ class Group:
             return
         self._closed = True
         orderly = self.lost is None
+        if self._agents is not None:
+            self._agents.close()
         try:
             self._dismiss(orderly)
         finally:

@@ -9,8 +9,9 @@ import msgspec
 
 from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
+from rayneuron.transfer.layout import KvLayout
 
-VERSION = 6  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 7  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -104,6 +105,21 @@ class Warm(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: make every shape ready, with me."""
 
 
+class HandOver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker 0: hand KV over to another pool (`lends`) or take it from one, as I tell you at this address, beside the steps. `ip`: of my
+    node, where other nodes read KV."""
+
+    address: str = ""
+    token: bytes
+    layout: KvLayout
+    lends: bool
+    epoch: int
+    ip: str | None
+    way: str
+    streams: int
+    stall_s: float
+
+
 class Step(msgspec.Struct, tag=True, frozen=True):
     """Worker 0: run these micro-batches, after copying blocks (from, to)."""
 
@@ -121,7 +137,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker: Begin, LoadWeights, Prepare or Warm is done."""
+    """A worker: Begin, LoadWeights, Prepare, Warm or HandOver is done."""
 
 
 class Advance(msgspec.Struct, tag=True, frozen=True):
@@ -149,5 +165,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | LoadWeights | Prepare | Warm | Step | Stop | Beat
+ToWorker = Place | Begin | LoadWeights | Prepare | Warm | HandOver | Step | Stop | Beat
 FromWorker = Hello | Placed | Ready | Advance | Done | Failed

@@ -51,7 +51,8 @@ def open_rank(
     program = pipeline.program(model.arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
     with ExitStack() as undo:
         kv_dtype = models.kv_type(config.kv_dtype)
-        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=threads, comm=comm)
+        shared = config.pools is not None
+        device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=threads, comm=comm, shared_kv=shared)
         undo.callback(device.close)
         runner = Runner(model.arch, device, model.capacity, program)
         runner.load(_weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from rayneuron.config import Deployment, parse
 from rayneuron.devices.base import Ended, Pending, StepOutput
 from rayneuron.devices.neuron import releases
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.group.messages import Begin, Place, Placed
+from rayneuron.group.messages import Begin, HandOver, Place, Placed
 from rayneuron.placement import cores, instances, ports
 from rayneuron.placement.ledger import Grant, Ledger
 
@@ -132,6 +133,25 @@ class Rank:
         outputs = [self._part(copies if i == 0 else (), shape, batch) for i, (shape, batch) in enumerate(parts)]
         self.busy_s = time.perf_counter() - began - (self._waited_s() - before_s)
         return outputs
+
+    def exchange(self, said: HandOver) -> None:
+        """Hand KV over, or take it, on threads of its own, as worker 0 says. Raises ConfigError."""
+        from rayneuron.transfer.agent import attend
+        from rayneuron.transfer.lending import Lender
+        from rayneuron.transfer.pulling import Puller
+
+        assert self.runner is not None
+        memory, begin = devices.kv_memory(self.runner.device), self._begin
+        puller = lender = None
+        if said.lends:
+            lender = Lender(memory, said.token, said.epoch, self._place.node_ip if said.ip else None, shared=said.way != "sockets")
+            self._held.callback(lender.close)
+        else:
+            how: dict[str, Any] = {"way": said.way, "streams": said.streams, "stall_s": said.stall_s}
+            puller = Puller(memory, said.layout, said.token, stage=begin.stage, rank=begin.rank, **how)
+            self._held.callback(puller.close)
+        attending = (said.address, said.token, self._place.index, said.layout, puller, lender)
+        threading.Thread(target=attend, args=attending, name="rayneuron-agent", daemon=True).start()
 
     def _waited_s(self) -> float:
         return self._before.waited_s if self._before is not None else 0.0

@@ -19,8 +19,9 @@ import msgspec
 from rayneuron import wire
 from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
-from rayneuron.group.messages import Advance, Beat, Begin, Failed, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, ToWorker, Warm
+from rayneuron.group.messages import Advance, Beat, Begin, Failed, HandOver, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, Warm
 from rayneuron.group.rank import Rank
+from rayneuron.group.rendezvous import allow_files
 from rayneuron.models import Progress
 from rayneuron.placement.records import process_started
 
@@ -45,7 +46,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 def serve_rank(invitation: Invitation) -> None:
     """Serve one rank to the end of its group. Returns after Stop; on any failure it tells worker 0, and the process ends."""
-    wire.allow_files(invitation.files)
+    allow_files(invitation.files)
     channel = _join(invitation)
     rank = Rank()
     threading.Thread(target=_watch, args=(channel, invitation), name="rayneuron-watch", daemon=True).start()
@@ -63,7 +64,7 @@ def serve_rank(invitation: Invitation) -> None:
     channel.close()
 
 
-def _join(invitation: Invitation) -> wire.Channel[ToWorker]:
+def _join(invitation: Invitation) -> wire.Channel[messages.ToWorker]:
     problems = []
     for address in invitation.addresses:
         try:
@@ -71,14 +72,14 @@ def _join(invitation: Invitation) -> wire.Channel[ToWorker]:
         except TimeoutError as problem:
             problems.append(str(problem))
             continue
-        channel: wire.Channel[ToWorker] = wire.Channel(connection, ToWorker, invitation.limit_bytes)
+        channel: wire.Channel[messages.ToWorker] = wire.Channel(connection, messages.ToWorker, invitation.limit_bytes)
         pid = os.getpid()
         channel.send(Hello(invitation.token, invitation.index, pid, process_started(pid) or 0))
         return channel
     raise WorkerLost(f"worker {invitation.index} cannot reach worker 0: {'; '.join(problems)}")
 
 
-def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
+def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
     while True:
         message = channel.receive()
         match message:
@@ -98,13 +99,16 @@ def _serve(channel: wire.Channel[ToWorker], rank: Rank) -> None:
             case Warm():
                 rank.warm(_reporter(channel))
                 channel.send(Ready())
+            case HandOver():
+                rank.exchange(message)
+                channel.send(Ready())
             case Beat():
                 pass
             case Stop():
                 return
 
 
-def _step(channel: wire.Channel[ToWorker], rank: Rank, step: Step) -> None:
+def _step(channel: wire.Channel[messages.ToWorker], rank: Rank, step: Step) -> None:
     from rayneuron.group import arrays  # torch: only once the environment is as Begin said
 
     outputs = rank.run(step.copies, [(part.shape, arrays.batch(part)) for part in step.parts])
@@ -112,7 +116,7 @@ def _step(channel: wire.Channel[ToWorker], rank: Rank, step: Step) -> None:
     channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
 
 
-def _reporter(channel: wire.Channel[ToWorker]) -> Progress:
+def _reporter(channel: wire.Channel[messages.ToWorker]) -> Progress:
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -124,7 +128,7 @@ def _reporter(channel: wire.Channel[ToWorker]) -> Progress:
     return report
 
 
-def _watch(channel: wire.Channel[ToWorker], invitation: Invitation) -> None:
+def _watch(channel: wire.Channel[messages.ToWorker], invitation: Invitation) -> None:
     """End this process when worker 0 is gone, whatever the other thread is doing: computing, loading, or waiting for a dead rank."""
     poll = select.poll()
     wire.hang_up(poll, channel.fileno())
@@ -135,7 +139,7 @@ def _watch(channel: wire.Channel[ToWorker], invitation: Invitation) -> None:
         os._exit(LOST)
 
 
-def _tell(channel: wire.Channel[ToWorker], message: Failed) -> None:
+def _tell(channel: wire.Channel[messages.ToWorker], message: Failed) -> None:
     try:
         channel.send(message, 1.0)
     except (wire.WireError, TimeoutError):

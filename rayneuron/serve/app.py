@@ -1,12 +1,7 @@
 """`rayneuron.serve.app:build`: the Ray Serve application of one model, for `serve run`, `serve deploy` and `serve.run`."""
 
 # No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
-import asyncio
-import contextvars
-import gc
 import logging
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,83 +14,55 @@ from starlette.applications import Starlette
 from rayneuron import config as deployment
 from rayneuron import devices, loading, preflight
 from rayneuron.config import Deployment
+from rayneuron.deployment_file import DEPLOYMENT, PREFILL
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
-from rayneuron.placement.layout import Layout, group_layout
-from rayneuron.serve import readiness
-from rayneuron.serve.actors import Actors, check_room, refuse_chosen_cores, worker_options
+from rayneuron.group_config import prefill_of
+from rayneuron.serve import pools, readiness
+from rayneuron.serve.answering import Answering
+from rayneuron.serve.deployed import Deployed, layout_of, serve_deployment
 from rayneuron.serve.ingress import application
+from rayneuron.serve.prefill import PrefillServer, everybody, found, token_of
 from rayneuron.serve.replica import Opener, Replica
-from rayneuron.serve.telemetry import RayExport, merged
+from rayneuron.serve.telemetry import merged
 
 log = logging.getLogger(__name__)
 
-MAX_ONGOING = 100_000  # admission is ours: Serve's own queue retries with a back-off of up to half a second
-HEALTH_PERIOD_S = 2.0
-HEALTH_TIMEOUT_S = 30.0
-DRAIN_CHECK_S = 0.5
-CONSTRUCTOR_RETRIES = 2
-EXPORT_PERIOD_S = 2.0
-PEERS_S = 2.0  # for the other replicas to give their part of a scrape
-START_S = 1.0  # for a start that fails to say why by itself
-LAST_BYTES_S = 0.5  # for Serve's proxy to fetch what streams said last
-SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
-
-
-def settle_interpreter() -> None:
-    """Set this process up to serve: threads wait little for each other, and what start-up made is not collected again.
-
-    It lives for ever; a full collection over it would hold every stream for tens of milliseconds.
-    """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()
-
-
 @serve.ingress()
-class ServedEngine(Replica):
-    """A Replica as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes)."""
+class ServedEngine(Answering, Deployed, Replica):
+    """A Replica as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes).
 
-    async def __init__(self, config: Mapping[str, Any], opener: Opener = loading.open_engine) -> None:  # type: ignore[misc]
-        _log_through_serve()
-        self._event_loop = asyncio.get_running_loop()
-        opener = self._open_group if opener is loading.open_engine and layout_of(deployment.parse(config)).grouped else opener
+    `prefill`: the handle of those who compute its prompts, where there are pools.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self, config: Mapping[str, Any], opener: Opener = loading.open_engine, prefill: Any = None
+    ) -> None:
+        self._begin()
+        self._prefill = prefill
+        opener = self._opener_of(deployment.parse(config), opener)
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
-        settle_interpreter()
-        self._export = asyncio.get_running_loop().create_task(_export(RayExport(self.telemetry)))
+        self._begun()
+        await self.listen()
 
-    def _open_group(self, config: Deployment, progress: loading.StageProgress) -> loading.Opened:
-        """Worker 0 of a group, whose other workers are actors in this replica's placement group."""
-        return loading.open_engine(config, progress, processes=Actors(layout_of(config)), on_lost=self._lost)
+    def equip(self, opened: loading.Opened) -> None:
+        """As Replica's: let the prefill pool compute prompts."""
+        if self._prefill is not None:
+            pulls = pools.borrow(self.config, opened, token_of(serve.get_replica_context().app_name))
+            following = pools.follow(pulls, lambda: found(self._prefill))
+            self._event_loop.call_soon_threadsafe(lambda: self._tasks.append(self._event_loop.create_task(following)))
 
     def check_health(self) -> None:
-        """As Replica's. One that is dead or wedged ends at once: Serve would ask three times, and then drain what cannot finish."""
-        try:
-            Replica.check_health(self)
-        except RayNeuronError as wrong:
-            self._lost(wrong.message)
-            raise
+        """As Replica's, and the end where it fails."""
+        self._checked(lambda: Replica.check_health(self))
 
-    def _lost(self, reason: str) -> None:
-        """This process ends (told by any thread), so that Serve replaces it, and with it the whole group, once."""
-        if self._leaving:
-            return
-        self._leaving = True
-        self._event_loop.call_soon_threadsafe(lambda: self._event_loop.create_task(self._leave(reason)))
-
-    async def _leave(self, reason: str) -> None:
-        log.error("this replica ends: %s", reason)
+    async def _farewell(self) -> None:
         served = self._served
-        if served is not None:
-            self.leave()
-            await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
-        else:
-            await asyncio.sleep(START_S)
-        await asyncio.sleep(LAST_BYTES_S)
-        os._exit(1)
-
-    _leaving = False
-    _export: asyncio.Task[None] | None = None
+        if served is None:
+            return await Deployed._farewell(self)
+        self.hand_over(0.0)
+        self.leave()
+        await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
 
     async def replica_metrics(self) -> tuple[str, bytes]:
         """This replica's number and its own part of `/metrics`."""
@@ -107,7 +74,10 @@ class ServedEngine(Replica):
         """The body of `/metrics`: every replica's series, told apart by `engine`, whichever of them is asked."""
         texts = dict([await self.replica_metrics()])
         try:
-            texts |= dict(answer for answer in await self._everybody("replica_metrics") if not isinstance(answer, BaseException))
+            answers = [*await self._everybody("replica_metrics")]
+            if self._prefill is not None:
+                answers += await everybody(self._prefill, "replica_metrics")
+            texts |= dict(answer for answer in answers if not isinstance(answer, BaseException))
         except Exception as wrong:
             log.warning("/metrics holds this replica only, the others did not answer: %r", wrong)
         return merged(texts.values())
@@ -127,10 +97,7 @@ class ServedEngine(Replica):
     async def _everybody(self, method: str) -> Sequence[Any]:
         """What every replica, this one too, answers to a call of a method, or what it raised."""
         context = serve.get_replica_context()
-        handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        # From an empty context: Serve takes calls made inside one request for the same call.
-        asked = contextvars.Context().run(handle.broadcast, method)
-        return await asked.results_async(timeout_s=PEERS_S, return_exceptions=True)
+        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method)
 
     def _publish(self, progress: str) -> None:
         readiness.publish(serve.get_replica_context().app_name, progress)
@@ -139,8 +106,8 @@ class ServedEngine(Replica):
         return application(self, echo_request_id=False)
 
     async def __del__(self) -> None:
-        if self._export is not None:
-            self._export.cancel()
+        self._end()
+        await self.hang_up()
         await self.close()
 
 
@@ -173,63 +140,11 @@ def _able(config: Deployment) -> bool:
 
 def application_of(config: Deployment, opener: Opener = loading.open_engine) -> Application:
     """As `build`, with another way to open the engine."""
-    placement = placement_of(config)
-    serving = config.serving
-    scaling = serving.autoscaling.model_dump(exclude_unset=True) if serving.autoscaling is not None else None
-    scale = {"autoscaling_config": scaling} if scaling is not None else {"num_replicas": serving.num_replicas or 1}
-    wanted = serve.deployment(
-        ServedEngine,
-        name="EngineServer",
-        max_ongoing_requests=MAX_ONGOING,
-        graceful_shutdown_timeout_s=serving.drain_timeout_s,
-        graceful_shutdown_wait_loop_s=DRAIN_CHECK_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_RETRIES,
-        **placement,
-        **scale,
-    )
-    arguments = config.model_dump(exclude_unset=True)
-    return wanted.bind(arguments) if opener is loading.open_engine else wanted.bind(arguments, opener)
-
-
-def layout_of(config: Deployment) -> Layout:
-    """Where the ranks of one replica run. Raises ConfigError."""
-    return group_layout(config, devices.ranks_per_process(config.device))
-
-
-def placement_of(config: Deployment) -> dict[str, Any]:
-    """The deployment options that give a replica its CPUs and cores. Raises ConfigError where the cluster could never hold it."""
-    layout = layout_of(config)
-    if ray.is_initialized():
-        refuse_chosen_cores()
-        try:
-            check_room(layout)
-        except ConfigError as short:
-            if not config.serving.wait_for_nodes:
-                raise
-            log.warning("%s: waiting for nodes: %s", config.model.served_name, short.message)
-    if not layout.grouped:
-        return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
-    return {
-        "ray_actor_options": worker_options(layout, layout.workers[0]),
-        "placement_group_bundles": [dict(bundle) for bundle in layout.bundles],
-        "placement_group_strategy": layout.strategy,
-    }
-
-
-async def _export(export: RayExport) -> None:
-    while True:
-        await asyncio.sleep(EXPORT_PERIOD_S)
-        try:
-            export.push()
-        except Exception:
-            log.exception("metrics could not be handed to Ray; trying again")
-
-
-def _log_through_serve() -> None:
-    """Send our lines where Serve sends its own: the replica's log file, and the terminal of `serve run`."""
-    ours = logging.getLogger("rayneuron")
-    ours.setLevel(logging.INFO)
-    ours.handlers = list(logging.getLogger("ray.serve").handlers)
-    ours.propagate = False
+    wanted = serve_deployment(ServedEngine, DEPLOYMENT, config)
+    arguments: list[Any] = [config.model_dump(exclude_unset=True)]
+    arguments += [] if opener is loading.open_engine else [opener]
+    if config.pools is None:
+        return wanted.bind(*arguments)
+    there = prefill_of(config)
+    prefill = serve_deployment(PrefillServer, PREFILL, there).bind(there.model_dump(exclude_unset=True), *arguments[1:])
+    return wanted.bind(*arguments, prefill=prefill)

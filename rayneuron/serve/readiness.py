@@ -14,7 +14,8 @@ from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayneuron.api import errors
+from rayneuron.api import errors, routes
+from rayneuron.deployment_file import PREFILL
 
 LOADING_RETRY_S = 2.0
 LOOK_PERIOD_S = 1.0  # how old a picture of healthy applications may be
@@ -78,7 +79,7 @@ def publish(application: str, progress: str) -> None:
 
 
 def _state(name: str, app: Any) -> State:
-    deployments = app.deployments.values()
+    deployments = [d for name, d in app.deployments.items() if name != PREFILL]  # without them it is slower, and answers
     running = any(int(d.replica_states.get(kind, 0)) for d in deployments for kind in ANSWERING)
     # An application that is built anew, or could not be, lists no deployments: those it had answer on, and one that had none has no route.
     ready = running or not any(d.status.value in WORDLESS for d in deployments)
@@ -103,7 +104,7 @@ class Readiness:
         if scope["type"] == "http" and not scope["path"].startswith("/-/"):
             refused = await self._refusal(scope["path"])
             if refused is not None:
-                return await reply(send, refused)
+                return await reply(send, routes.shaped(refused, scope["path"], scope["method"]))
         await self._app(scope, receive, send)
 
     async def _refusal(self, path: str) -> errors.Triple | None:

@@ -16,10 +16,10 @@ from prometheus_client.core import Metric as Family
 
 from rayneuron import metrics
 from rayneuron.metrics import LABELS, Metric
-from rayneuron.types import FinishReason, Request, Snapshot, Stamps
+from rayneuron.types import FinishReason, Profile, Request, Snapshot, Stamps
 
 if TYPE_CHECKING:
-    from rayneuron.engine.engine import StepInfo
+    from rayneuron.engine.profile import StepInfo
 
 RECENT_LIMIT = 10_000  # observations kept for the next push to Ray; the exact sums on /metrics never lose any
 
@@ -79,15 +79,22 @@ class Histogram:
         return family
 
 
-class Load:
-    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls; `chosen`: what its start decided."""
+Values = Mapping[Metric, Mapping[tuple[str, ...], float]]  # of counters and gauges that somebody else keeps, by label values
 
-    __slots__ = ("calls", "chosen", "refused", "sequences", "snapshot")
+
+class Load:
+    """The state of the replica at the moment of a scrape: the engine's snapshot and the open calls; `chosen`: what its start decided;
+    `told`: what its part in pools is."""
+
+    __slots__ = ("calls", "chosen", "profile", "refused", "sequences", "snapshot", "told")
 
     def __init__(
-        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None
-    ) -> None:
+        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None,
+        profile: Profile | None = None, told: Values | None = None,
+    ) -> None:  # fmt: skip
         self.chosen = chosen or {}
+        self.profile = profile  # what steps take
+        self.told = told or {}
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences
@@ -106,6 +113,7 @@ class Telemetry:
         self._registry.register(self)
         self._process = ProcessCollector(registry=None)
         self.prefix_cache = False
+        self.step_s = 0.0  # a step of late
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
         self._step_time = self.histograms[metrics.STEP_TIME]
@@ -118,14 +126,21 @@ class Telemetry:
         self._iteration.observe(tokens + prompt_tokens)
 
     def timed(self, info: StepInfo) -> None:
-        """How long one step took. Called on the engine thread, which alone touches this histogram."""
-        self._step_time.observe(info.plan_s + info.run_s + info.commit_s)
+        """How long one step took, and its drafts. Called on the engine thread, which alone touches these series."""
+        self._step_time.observe(took_s := info.plan_s + info.run_s + info.commit_s)
+        self.step_s += 0.05 * (took_s - self.step_s)
+        for tried, accepted in info.drafts:
+            for metric, count in ((metrics.SPEC_DRAFTS, 1), (metrics.SPEC_DRAFT_TOKENS, tried), (metrics.SPEC_ACCEPTED, accepted)):
+                self.series[metric].add(count)
+            for place in range(accepted):
+                self.series[metrics.SPEC_ACCEPTED_BY_PLACE].add(1, str(place))
 
-    def prefilled(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
-        """A request produced its first token."""
+    def prefilled(self, prompt_tokens: int, cached_tokens: int, ttft_s: float, remote: bool = False) -> None:
+        """A request produced its first token, maybe in another pool."""
         self.series[metrics.PROMPT_TOKENS].add(prompt_tokens)
         self.series[metrics.PROMPT_TOKENS_CACHED].add(cached_tokens)
-        self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(prompt_tokens - cached_tokens, "local_compute")
+        source = "external_kv_transfer" if remote else "local_compute"
+        self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(prompt_tokens - cached_tokens, source)
         self.series[metrics.PROMPT_TOKENS_BY_SOURCE].add(cached_tokens, "local_cache_hit")
         if self.prefix_cache:
             self.series[metrics.PREFIX_QUERIES].add(prompt_tokens)
@@ -159,6 +174,8 @@ class Telemetry:
         self.histograms[metrics.INFERENCE_TIME].observe(end_s - stamps.scheduled)
         if not stamps.first_token:
             return
+        if stamps.adopted:
+            self.histograms[metrics.KV_TRANSFER_TIME].observe(max(0.0, stamps.adopted - stamps.first_token))
         self.histograms[metrics.PREFILL_TIME].observe(stamps.first_token - stamps.scheduled)
         self.histograms[metrics.DECODE_TIME].observe(end_s - stamps.first_token)
         if tokens > 1:
@@ -186,8 +203,9 @@ class Telemetry:
         load = self._load()
         snapshot, series = load.snapshot, self.series
         series[metrics.RUNNING].set(snapshot.running)
-        series[metrics.WAITING].set(snapshot.waiting)
+        series[metrics.WAITING].set(snapshot.waiting + snapshot.remote)
         series[metrics.WAITING_BY_REASON].set(snapshot.waiting, "capacity")
+        series[metrics.WAITING_BY_REASON].set(snapshot.remote, "deferred")
         series[metrics.LORA_REQUESTS].set(time.time(), "0", "", "")
         series[metrics.KV_USAGE].set(snapshot.kv_tokens_used / snapshot.kv_tokens_total if snapshot.kv_tokens_total else 0.0)
         series[metrics.PREEMPTIONS].set(snapshot.preemptions)
@@ -199,6 +217,10 @@ class Telemetry:
         states = {"free": snapshot.blocks_free, "cached": snapshot.blocks_cached, "held": held, "limbo": snapshot.blocks_limbo}
         for state, blocks in states.items():
             series[metrics.KV_BLOCKS].set(blocks, state)
+        series[metrics.KV_PINNED].set(snapshot.blocks_pinned)
+        for metric, values in load.told.items():
+            for labels, value in values.items():
+                series[metric].set(value, *labels)
         series[metrics.KV_LEDGER_WRONG].set(snapshot.ledger_wrong)
         series[metrics.PREFIX_EVICTIONS].set(snapshot.prefix_evictions)
         series[metrics.WAITING_TOKENS].set(snapshot.waiting_tokens)

@@ -28,7 +28,7 @@ class Tracer:
             from opentelemetry import propagate, trace
         except ImportError as missing:
             raise ConfigError("serving.trace needs OpenTelemetry: pip install opentelemetry-sdk; or leave trace out") from missing
-        self._extract = propagate.extract
+        self._extract, self._inject, self._within = propagate.extract, propagate.inject, trace.set_span_in_context
         self._kind = trace.SpanKind.SERVER
         provider = provider or trace.get_tracer_provider()
         if not hasattr(provider, "add_span_processor"):
@@ -37,12 +37,20 @@ class Tracer:
         self._model_name = model_name
         self._epoch_ns = time.time_ns() - time.monotonic_ns()  # stamps are monotonic seconds, spans want nanoseconds since 1970
 
-    def begin(self, request: Request, headers: Mapping[bytes, bytes]) -> OnEnd:
-        """What to call when a choice of `request` ends; `headers` may hold the caller's traceparent."""
+    def begin(self, request: Request, headers: Mapping[bytes, bytes], name: str = "generate") -> OnEnd:
+        """What to call when a choice of `request` ends; `headers` may hold the caller's traceparent. The span of choice 0 begins now, and
+        is what others name as their parent (`Request.trace`)."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items() if name.startswith(b"trace")}
-        return partial(self._end, request, self._extract(carrier))
+        parent = self._extract(carrier)
+        first = self._tracer.start_span(name, context=parent, kind=self._kind, start_time=self._ns(request.arrival_s or time.monotonic()))
+        made: dict[str, str] = {}
+        self._inject(made, self._within(first))
+        request.trace = made.get("traceparent", "")
+        return partial(self._end, request, name, parent, first)
 
-    def _end(self, request: Request, parent: Any, index: int, reason: FinishReason, tokens: int, stamps: Stamps) -> None:
+    def _end(
+        self, request: Request, name: str, parent: Any, first: Any, index: int, reason: FinishReason, tokens: int, stamps: Stamps
+    ) -> None:
         attributes = {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": request.id,
@@ -52,11 +60,12 @@ class Tracer:
             "rayneuron.choice": index,
         }
         start = self._ns(stamps.arrived)
-        span = self._tracer.start_span("generate", context=parent, kind=self._kind, start_time=start, attributes=attributes)
-        for name in TRACE_POINTS:
-            reached_s = getattr(stamps, name)
+        span = first if not index else self._tracer.start_span(name, context=parent, kind=self._kind, start_time=start)
+        span.set_attributes(attributes)
+        for point in TRACE_POINTS:
+            reached_s = getattr(stamps, point)
             if reached_s:
-                span.add_event(name, timestamp=self._ns(reached_s))
+                span.add_event(point, timestamp=self._ns(reached_s))
         span.end(end_time=self._ns(stamps.finished))
 
     def _ns(self, stamp_s: float) -> int:

@@ -48,6 +48,12 @@ def located(source: str) -> Path | None:
     return hub.located(source) if _fetcher(source) is hub.fetch else None
 
 
+def ask(source: str, allow_pickle: bool = False) -> None:
+    """Raise what `resolve` would of a hub's model before it fetches any of it, as far as the hub can say."""
+    if not source.startswith("demo:") and not os.path.isdir(Path(source).expanduser()) and _fetcher(source) is hub.fetch:
+        hub.ask(source, allow_pickle)
+
+
 def _fetcher(source: str) -> hub.Fetch:
     if source.startswith(S3):
         return s3.fetch

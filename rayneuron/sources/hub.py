@@ -26,6 +26,7 @@ Fetch = Callable[..., tuple[Path, str]]
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ATTEMPTS = 2
+ROOM = "set HF_HOME to a folder on a larger disk"
 HASHES_AT_ONCE = 4
 
 
@@ -36,7 +37,7 @@ def fetch(source: str, progress: Progress, *, weights: bool, allow_pickle: bool)
     if known is not None and (settings.hub_offline() or COMMIT.fullmatch(revision)):
         return known, f"{name}@{known.name}"
     with _said(name, revision):
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import snapshot_download
 
         at: dict[str, Any] = {"endpoint": settings.hub_endpoint(), "token": settings.hub_token()}
         if settings.hub_offline():
@@ -46,7 +47,7 @@ def fetch(source: str, progress: Progress, *, weights: bool, allow_pickle: bool)
             _write_note(name, revision, path)
             return path, f"{name}@{path.name}"
         try:
-            info = HfApi(**at).model_info(name, revision=revision, files_metadata=True)
+            commit, sizes = _listed(name, revision, at)
         except ConnectionError:
             raise
         except Exception as wrong:
@@ -54,19 +55,35 @@ def fetch(source: str, progress: Progress, *, weights: bool, allow_pickle: bool)
                 raise
             log.warning("%s: the hub does not answer, so the commit it had last is used: %s", name, known.name)
             return known, f"{name}@{known.name}"
-        commit = str(info.sha)
-        sizes = {s.rfilename: int((s.lfs.size if s.lfs else s.size) or 0) for s in info.siblings or ()}
         names = wanted(sizes, weights, allow_pickle)
         with alone(_note(name, commit).with_suffix(".lock"), progress):
             path = _noted(name, commit) or _folder(name) / "snapshots" / commit
             missing = sum(sizes[n] for n in names if not (path / n).exists())
             if _noted(name, commit) is None:
-                check_room(_folder(name), missing, name, "set HF_HOME to a folder on a larger disk")
+                check_room(_folder(name), missing, name, ROOM)
                 path = _download({**at, "repo_id": name, "revision": commit, "allow_patterns": names}, missing, progress)
             if weights:
                 for one in (revision, commit):
                     _write_note(name, one, path)
     return path, f"{name}@{commit}"
+
+
+def ask(source: str, allow_pickle: bool) -> None:
+    """Refuse what could not be fetched: no such model or revision, no access, no room. Asks the hub, unless it was fetched whole before."""
+    name, revision = _split(source)
+    if _noted(name, revision) is not None or settings.hub_offline():
+        return
+    with _said(name, revision):
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        endpoint, token = settings.hub_endpoint(), settings.hub_token()
+        commit, sizes = _listed(name, revision, {"endpoint": endpoint, "token": token})
+        names = wanted(sizes, True, allow_pickle)
+        for one in names[:1]:  # a gated model lists its files to everybody
+            get_hf_file_metadata(hf_hub_url(name, one, revision=commit, endpoint=endpoint), token=token, endpoint=endpoint)
+        path = _folder(name) / "snapshots" / commit
+        missing = sum(sizes[n] for n in names if not (path / n).exists())
+        check_room(_folder(name), missing, name, ROOM)
 
 
 def located(source: str) -> Path | None:
@@ -78,6 +95,14 @@ def _split(source: str) -> tuple[str, str]:
     said = HUB_ID.fullmatch(source)
     assert said is not None
     return said["id"], said["revision"] or "main"
+
+
+def _listed(name: str, revision: str, at: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    """The commit of a revision, and its files with their sizes."""
+    from huggingface_hub import HfApi
+
+    info = HfApi(**at).model_info(name, revision=revision, files_metadata=True)
+    return str(info.sha), {s.rfilename: int((s.lfs.size if s.lfs else s.size) or 0) for s in info.siblings or ()}
 
 
 def _download(what: dict[str, Any], missing: int, progress: Progress) -> Path:

@@ -26,7 +26,7 @@ from rayneuron.text.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
-SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py")
+SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py", "pools.py", "speculation.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +103,8 @@ def test_an_unknown_peer_is_refused() -> None:
 
 
 def test_admission_counts_every_gap_of_every_stream(tiny: Path) -> None:
-    opened = scheduling.open_engine(str(tiny), dtype="fp32", threads=1, max_num_seqs=4, max_model_len=320, prefill_chunk_tokens=64)
+    said = {"dtype": "fp32", "threads": 1, "max_num_seqs": 4, "max_model_len": 320, "prefill_chunk_tokens": 64, "prefill_chunk_ms": 0}
+    opened = scheduling.open_engine(str(tiny), **said)
     measured = scheduling.Admission()
     scheduling.admit_while_decoding(opened, streams=3, prompt=150, seed="x", into=measured)
     # 150 tokens are chunks of 64, 64 and 22; a decode step of all three streams lies between two chunks, and one may come first.
@@ -264,7 +265,7 @@ async def test_the_first_200_is_answered_with_a_token() -> None:
             return
 
     async with Fake(handler) as fake:
-        measured = await start.measure(Server(fake.url))
+        measured = await start.measure(Server(fake.url), parts=False)
     assert set(measured.ready_s) == {"/health", "/v1/models"} and sum(measured.refused.values()) == 4
     assert asked.count("/v1/completions") == 1 + start.WARM_REQUESTS
     assert measured.engine_s == {"weights": 0.4, "graphs": 2.7}

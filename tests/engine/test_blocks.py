@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -23,7 +24,8 @@ def called(path: Path) -> bytes:
 
 @dataclass
 class Run:
-    """A sequence: its ids, how many have KV, the nodes at its front, and the other blocks it holds. `stale`: admitted before a reset."""
+    """A sequence: its ids, how many have KV, the nodes at its front, and the other blocks it holds. `stale`: admitted before a reset;
+    `ticket`: it has ended, and its blocks are this ticket's."""
 
     ids: list[int]
     hold: Hold
@@ -31,6 +33,7 @@ class Run:
     private: int
     computed: int
     stale: bool = False
+    ticket: bytes | None = None
 
 
 @dataclass
@@ -54,6 +57,10 @@ class Model:
         while (path := tuple(ids[: SIZE * (len(found) + 1)])) in self.trie and len(path) == SIZE * (len(found) + 1):
             found.append(path)
         return found
+
+    @property
+    def live(self) -> list[Run]:
+        return [run for run in self.runs if run.ticket is None]
 
     def holders(self, path: Path) -> int:
         return sum(path in run.nodes for run in self.runs if not run.stale)
@@ -126,7 +133,7 @@ class Both:
         model = self.model
         nodes = model.walk(ids) if reads else []
         width = -(-(len(ids) + 1) // SIZE)
-        fits = len(model.runs) < model.rows and width - len(nodes) <= model.available() - sum(path in model.rest for path in nodes)
+        fits = len(model.live) < model.rows and width - len(nodes) <= model.available() - sum(path in model.rest for path in nodes)
         hold = self.store.admit(len(ids) + 1, hashing.chain(ids, SIZE, ROOT) if reads else ())
         assert (hold is not None) is fits
         if hold is None:
@@ -146,7 +153,7 @@ class Both:
         shared = known // SIZE
         nodes, width = leader.nodes[:shared], -(-(len(ids) + 1) // SIZE)
         assert len(nodes) == shared, "what is settled is registered"
-        fits = len(model.runs) < model.rows and width - shared <= model.available()
+        fits = len(model.live) < model.rows and width - shared <= model.available()
         hold = self.store.admit(len(ids) + 1, (), leader.hold, known)
         assert (hold is not None) is fits
         if hold is not None:
@@ -219,16 +226,28 @@ class Both:
             run.ids += ids
 
     def release(self, run: Run) -> None:
-        model = self.model
-        model.runs.remove(run)
-        stale = set(run.hold.blocks[: len(run.nodes)]) if run.stale else set()
-        self.store.release(run.hold)
-        for _ in range(run.private):
+        self.model.runs.remove(run)
+        self.shorten(run, 0, lambda: self.store.release(run.hold) if run.ticket is None else self.store.unpin(run.ticket))
+
+    def pin(self, run: Run) -> None:
+        if run.computed:
+            run.ids, run.ticket = run.ids[: run.computed], str(len(self.model.runs) + 100 * self.model.clock).encode()
+            self.model.clock += 1
+            self.shorten(run, -(-run.computed // SIZE), lambda: self.store.pin(run.hold, run.ticket, run.computed))
+
+    def shorten(self, run: Run, kept: int, give_back: Callable[[], None]) -> None:
+        """All but the first `kept` blocks are given back."""
+        model, gone = self.model, run.nodes[kept:]
+        stale = set(run.hold.blocks[kept : len(run.nodes)]) if run.stale else set()
+        private = len(run.hold.blocks) - max(kept, len(run.nodes))
+        run.nodes, run.private = run.nodes[:kept], run.private - private
+        give_back()
+        for _ in range(private):
             model.drop(None)
         for block in stale.difference(*(other.hold.blocks for other in model.runs)):
             model.nameless.remove(block)
             model.drop(None)
-        for path in reversed(run.nodes if not run.stale else []):
+        for path in reversed(gone if not run.stale else []):
             if not model.holders(path):
                 model.drop(path)
 
@@ -244,7 +263,8 @@ class Both:
 
     def check(self) -> None:
         model, store = self.model, self.store
-        store.check([run.hold for run in model.runs])
+        store.check([run.hold for run in model.live])
+        assert store.pinned == len({block for run in model.runs if run.ticket is not None for block in run.hold.blocks})
         assert set(store.hashes()) == {called(path) for path in model.trie}
         assert all(path[:-SIZE] in model.trie for path in model.trie if len(path) > SIZE), "a child without its parent"
         assert (store.free, len(store.cached), len(store.limbo)) == (model.free, len(model.rest), len(model.limbo))
@@ -259,14 +279,17 @@ IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=LIMIT - 2)
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_the_store_is_a_trie(data: st.DataObject) -> None:
-    actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "step", "end", "end"]
+    actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "pin", "unpin", "step", "end", "end"]
     both = Both(blocks=data.draw(st.integers(LIMIT // SIZE, 16)), rows=data.draw(st.integers(1, 5)))
     model = both.model
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(actions))
         if data.draw(st.integers(0, 60)) == 60:
             both.reset()
-        run = data.draw(st.sampled_from(model.runs)) if model.runs else None
+        live, pinned = model.live, [run for run in model.runs if run.ticket is not None]
+        leads = action == "sibling" and pinned and data.draw(st.booleans())
+        choice = pinned if action == "unpin" or leads else live
+        run = data.draw(st.sampled_from(choice)) if choice else None
         if action == "admit":
             both.admit(data.draw(IDS), data.draw(st.integers(0, 4)) > 0)
         elif action in ("step", "end"):
@@ -275,8 +298,10 @@ def test_the_store_is_a_trie(data: st.DataObject) -> None:
             both.compute(run, data.draw(st.integers(1, LIMIT)))
         elif run is not None and action == "grow":
             both.grow(run, data.draw(IDS))
-        elif run is not None and action in ("rematch", "release", "sibling"):
+        elif run is not None and action in ("rematch", "release", "sibling", "pin"):
             getattr(both, action)(run)
+        elif run is not None and action == "unpin":
+            both.release(run)
         both.check()
         if data.draw(st.booleans()):
             both.follower.hear(both.store.news(both.follower.epoch, both.follower.number))

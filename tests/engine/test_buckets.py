@@ -38,7 +38,7 @@ def test_every_step_finds_a_listed_shape(rows, length, chunk, data):
         shape = decode_shape(c, count, longest, want)
         assert shape in listed and shape.rows >= count and shape.length >= longest
     remaining = data.draw(st.lists(st.integers(1, length), min_size=1, max_size=rows))
-    counts = pack_prefill(c, remaining)
+    counts = pack_prefill(c, remaining, c.chunk)
     assert 1 <= len(counts) <= len(remaining)
     assert all(1 <= n <= m for n, m in zip(counts, remaining, strict=False))
     reach = data.draw(st.integers(max(counts), length))
@@ -50,10 +50,10 @@ def test_every_step_finds_a_listed_shape(rows, length, chunk, data):
 
 def test_short_prompts_share_a_step_only_where_that_saves_work():
     c = capacity(rows=16, length=2048, chunk=512)
-    assert pack_prefill(c, [128, 128, 128, 128, 128]) == [128] * 4  # 4 x 128 padded tokens for 4 x 128 true ones
-    assert pack_prefill(c, [512, 10]) == [512]
-    assert pack_prefill(c, [128, 4]) == [128]  # 2 x 128 for 132 wastes more than 128 now and 32 later
-    assert pack_prefill(c, [700]) == [512]
+    assert pack_prefill(c, [128, 128, 128, 128, 128], c.chunk) == [128] * 4  # 4 x 128 padded tokens for 4 x 128 true ones
+    assert pack_prefill(c, [512, 10], c.chunk) == [512]
+    assert pack_prefill(c, [128, 4], c.chunk) == [128]  # 2 x 128 for 132 wastes more than 128 now and 32 later
+    assert pack_prefill(c, [700], c.chunk) == [512]
 
 
 def test_wrong_lists_are_refused():

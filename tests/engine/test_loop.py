@@ -10,7 +10,8 @@ import pytest
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RequestError
-from rayneuron.types import Request, SamplingParams, Seeds, TokenDelta
+from rayneuron.seeds import Seeds
+from rayneuron.types import Request, SamplingParams, TokenDelta
 from tests.serve.scripted import PATIENCE_S, ScriptedRunner, opener_of
 
 
@@ -104,7 +105,7 @@ def test_an_id_in_use_is_refused_to_who_asks_second(engine: Engine, running: boo
 def test_a_request_that_cannot_be_added_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, ends, add = EngineLoop(engine, (ends := Ends()).deliver), ends, engine.add
 
-    def stumble(request: Request) -> None:
+    def stumble(request: Request, loan: object) -> None:
         if request.id == "bad":
             raise OverflowError("a secret of the machine")
         add(request)

@@ -14,6 +14,7 @@ import pytest
 
 from rayneuron import LLM, SamplingParams, loading
 from rayneuron.config import parse
+from rayneuron.engine.profile import measure
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.group.group import Group
@@ -95,10 +96,30 @@ def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str,
         assert len(children()) == len(group.layout.workers) - 1
         for kind, params in KINDS.items():
             assert answers(llm, **params) == alone[kind], kind
+        found = measure(group, llm.engine.vocab)  # as a first start does; the KV of before stays as it is
+        assert min(ms for *_, ms in (*found.decode, *found.prefill)) > 0
         again = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=10))
         assert [r.num_cached_tokens for r in again] == [(len(p) - (len(p) % 16 == 0)) // 16 * 16 for p in PROMPTS]
         assert [list(r.outputs[0].token_ids) for r in again] == alone["greedy"]
         assert group.lost is None and group.refused == 0
+
+
+def test_drafts_on_two_ranks(tiny: Path) -> None:
+    """Every rank verifies what worker 0 has drafted: as one process without drafts, logprobs too, in fewer steps."""
+    kinds: list[dict[str, Any]] = [{"logprobs": 2}, {"temperature": 0.9, "seed": 7, "logprobs": 2}]
+
+    def told(llm: LLM) -> tuple[list[list[int]], list[float], int]:
+        made = [r.outputs[0] for p in kinds for r in llm.generate(PROMPTS, SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **p}))]
+        logprobs = [line[token].logprob for o in made for token, line in zip(o.token_ids, o.logprobs or (), strict=True)]
+        return [list(o.token_ids) for o in made], logprobs, llm.engine.steps
+
+    with LLM(tiny, **SMALL) as llm:
+        wanted, wanted_logprobs, plain_steps = told(llm)
+    drafting = {"adaptive": False, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with LLM(tiny, tensor_parallel=2, speculative_config=drafting, **SMALL, group=PATIENT) as llm:
+        found, logprobs, steps = told(llm)
+    assert found == wanted and steps < plain_steps
+    assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
 
 
 def test_scores_and_copies_of_prompts(tiny: Path) -> None:

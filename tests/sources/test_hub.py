@@ -138,8 +138,20 @@ def test_a_file_that_a_killed_process_left_unchecked_is_checked(hub: hub_server.
 def test_what_is_wrong_is_one_line(hub: hub_server.Hub, change: dict, source: str, says: list[str], tmp_path: Path) -> None:
     for name, value in change.items():
         setattr(hub, name, value)
+    with pytest.raises(ConfigError) as asked:  # before anything is fetched, or Ray is started
+        sources.ask(source)
+    assert all(word in asked.value.message for word in says) and hub.fetched() == []
     refused(source, ConfigError, *says)
     assert not list(tmp_path.rglob(WEIGHTS)) and left(tmp_path) == []
+
+
+def test_a_model_that_can_be_had_is_only_asked_for(hub: hub_server.Hub, tmp_path: Path) -> None:
+    sources.ask(NAME)
+    assert hub.fetched() == [] and left(tmp_path) == []
+    sources.resolve(NAME)
+    before = len(hub.asked)
+    sources.ask(NAME)
+    assert len(hub.asked) == before, "what is here whole is asked of nobody"
 
 
 def test_every_node_has_the_commit_of_the_first(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ Shapes: B rows, T new tokens, K KV heads, S positions of a block, D head size.
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, Program, Shape, Weights
-from rayneuron.devices.cpu import int8, panels
+from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, KvMemory, Program, Shape, Weights
+from rayneuron.devices.cpu import int8, packing, panels
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
 from rayneuron.devices.idle import idle
@@ -39,16 +42,19 @@ class Cpu:
         threads: int = 1,
         comm: Collectives | None = None,
         native: bool = True,
+        shared_kv: bool = False,
     ) -> None:
-        """`native`: with the C++ kernels where they can be had; False: torch's own ops."""
+        """`native`: with the C++ kernels where they can be had; False: torch's own ops. `shared_kv`: other processes may read its KV."""
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts)
+        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts, dynamic=True)
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops
         self.kv: Kv | None = None
+        self._shared_kv = shared_kv
+        self._fd, self._stride = -1, 0
         self._units: list[Tensor] = []
         self._panels = False
         self._weights: Weights = {}
@@ -58,15 +64,28 @@ class Cpu:
 
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Pack the weights and allocate KV, a unit of keys and values for each head of a block, in panels where the kernels read them."""
+        torch.set_num_threads(self._threads)
         if self.kernels is not None:
             self._weights = self.kernels.pack(weights, self.dtype)
         else:
             self._weights = {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
         zeros = torch.zeros if self.kernels is None else self.kernels.zeros
         shape = (kv.space.total, kv.heads, 2, kv.columns, kv.dim)
-        self._units = [zeros(shape, dtype=self.kv_dtype) for _ in range(kv.layers)]
+        self._units = self._shared(kv.layers, shape) if self._shared_kv else [zeros(shape, dtype=self.kv_dtype) for _ in range(kv.layers)]
         self._panels = self.kernels is not None and self.kv_dtype == self.dtype and panels.fit(kv, self.kv_dtype)
         self.kv = Kv(kv, [panels.views(units) if self._panels else (units[:, :, 0], units[:, :, 1]) for units in self._units])
+
+    def _shared(self, layers: int, shape: tuple[int, ...]) -> list[Tensor]:
+        """Units of every layer, each from a page on, in one piece of memory."""
+        size = prod(shape) * self.kv_dtype.itemsize
+        self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole, self._fd = packing.shared(layers * self._stride)
+        return [layer[:size].view(self.kv_dtype).view(shape) for layer in whole.view(layers, self._stride)]
+
+    def kv_memory(self) -> KvMemory:
+        """Its units, which another process may map if the device was opened so."""
+        held = [bytes_of(units).flatten(2).view(torch.uint8).numpy() for units in self._units]
+        return KvMemory(held, "panels" if self._panels else "rows", self._fd, self._stride)
 
     def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled."""
@@ -116,7 +135,9 @@ class Cpu:
         """Drop weights and KV."""
         if self.kernels is not None:
             self.kernels.close()
-        self.kv, self._units, self._weights, self._program = None, [], {}, None
+        if self._fd >= 0:
+            os.close(self._fd)
+        self.kv, self._units, self._weights, self._program, self._fd = None, [], {}, None, -1
 
 
 def representatives(shapes: Sequence[Shape]) -> list[Shape]:

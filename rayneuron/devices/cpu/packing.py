@@ -7,8 +7,10 @@ bf16 or four int8.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: S8}
 LOOKED_UP = ("embed.w", "position.w")  # read by row, never multiplied
 _BLOCK_BYTES = 64 << 20
 _HUGE_BYTES = 2 << 20
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python does not name
 
 
 class MatrixFields(ctypes.Structure):
@@ -70,6 +73,18 @@ class Arena:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed tensor in huge pages; those nobody touches cost no memory."""
     return _mapped(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def shared(count_bytes: int) -> tuple[Tensor, int]:
+    """Zeroed uint8 [count_bytes] that other processes may map by the descriptor, from then on only to read; not in huge pages, unless the
+    kernel gives them to shared memory too."""
+    fd = os.memfd_create("rayneuron-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, count_bytes)
+    memory = mmap.mmap(fd, count_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    # A descriptor opened to read alone could be opened anew to write; what is sealed cannot, save by who has mapped it already.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return torch.frombuffer(memory, dtype=torch.uint8), fd
 
 
 def _mapped(count_bytes: int) -> Tensor:

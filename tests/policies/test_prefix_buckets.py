@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayneuron.engine import prefix_buckets as nxd
 from rayneuron.engine.buckets import powers, prefixes
 from rayneuron.errors import CompileError
+from rayneuron.policies import prefix_buckets as nxd
 
 NXDI = os.environ.get("RAYNEURON_NXDI")
 PREFIX = [(t, p) for t in (512, 1024, 2048) for p in (0, *prefixes("auto", 2048))]

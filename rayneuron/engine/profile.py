@@ -1,0 +1,226 @@
+"""What the steps of this engine take: measured once behind the warm-up, then refined by those that run.
+
+Speculation asks what more tokens add to a step. On the CPU that hangs on how many there are, not on whose they are, so `Profile.tokens` is
+decode by rows and verification with all drafts (where nothing is verified, one row's prefill), over the shortest contexts. Read it as
+differences: a step of n tokens takes tokens(n) - tokens(rows), in proportion between the points, more than the decode step of as many
+rows, which the decode grid knows by context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec.structs import replace
+
+from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.buckets import at_least
+from rayneuron.engine.runner import Runs
+from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.models.kv import KvSpace
+from rayneuron.policies.step_times import decode_grid, prefill_grid
+from rayneuron.types import Profile, Request, SamplingParams
+
+BUDGET_S = 0.5
+DECODE_STEPS = 4.0  # a prefill step takes as long as so many where nobody says how long
+HALF_LIFE = 64  # steps, or requests, after which half of what is known is newer
+MOST_OFF = 5.0  # no more of a disturbed step counts than so many times what was expected, or that part of it
+QUIETER = 0.75  # a step that takes less than this part of what it took back then is news
+FULL = 0.75  # a step that fills less of its bucket says little of those that fill it
+_RATE = 1 - 0.5 ** (1 / HALF_LIFE)
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """What the last step did: rows and new tokens, the seconds of planning, running and committing, and by row with drafts how many there
+    were and how many came true."""
+
+    tag: str = ""
+    rows: int = 0
+    tokens: int = 0
+    plan_s: float = 0.0
+    run_s: float = 0.0
+    commit_s: float = 0.0
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, plan_s: float, run_s: float, commit_s: float) -> StepInfo:
+        """Of a step that has been committed."""
+        works = plan.works
+        drafts = [(len(w.drafts), w.accepted) for w in works if w.drafts] if plan.tag == "verify" else []
+        return cls(plan.tag, len(works), sum([w.tokens for w in works]), plan_s, run_s, commit_s, drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1."""
+
+    tag: Literal["prefill", "decode", "verify"]
+    rows: int
+    tokens: int
+    length: int
+
+    @property
+    def size(self) -> int:
+        """New tokens of all rows."""
+        return self.rows * self.tokens
+
+
+def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> Profile:
+    """Time up to twelve steps of a warm runner, the lesser of two runs each, within the budget; what it does not reach is estimated.
+
+    Nothing is written but scratch, so that memory nobody has used stays unused. On a CPU attention over long contexts therefore reads few
+    pages, and those points are lower bounds until real steps have refined them.
+    """
+    c = runner.capacity
+    deepest = at_least(c.lengths, c.chunk, "sequence length")
+    decode = [Point("decode", rows, 1, n) for n in dict.fromkeys((c.lengths[0], c.lengths[-1])) for rows in _some(c.batch)]
+    prefill = [Point("prefill", 1, tokens, n) for n in dict.fromkeys((deepest, c.lengths[-1])) for tokens in _some(c.context)]
+    short = decode[: len(_some(c.batch))] + prefill[: len(_some(c.context))]
+    if c.verify:
+        held = at_least(c.lengths, c.verify, "sequence length")
+        short = decode[: len(_some(c.batch))] + [Point("verify", rows, c.verify, held) for rows in _some(c.batch)]
+    found = _timed(runner, list(dict.fromkeys((decode[0], prefill[0], *short, *decode, *prefill))), vocab, clock)
+    _fill(found, decode, 0)
+    _fill(found, prefill, 1)
+    return Profile(
+        batch=c.batch,
+        lengths=c.lengths,
+        context=c.context,
+        prefix=c.prefix,
+        chunk=c.chunk,
+        decode=tuple((p.rows, p.length, found[p]) for p in decode),
+        prefill=tuple((p.rows, p.tokens, p.length, found[p]) for p in prefill),
+        tokens=_rising((p.size, found[p]) for p in short if p in found),
+    )
+
+
+def outdated(profile: Profile, runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> bool:
+    """Whether one step, of those the profile lists the first, takes far less than it says: others kept the machine busy back then."""
+    rows, length, ms = profile.decode[0]
+    return _took(runner, Point("decode", rows, 1, length), vocab, clock) < QUIETER * ms
+
+
+def limited(profile: Profile, chunk_ms: float | None) -> Profile:
+    """With the longest time of a prefill step while others decode: what the deployment says, else so many decode steps of some rows."""
+    if chunk_ms is None:
+        rows = profile.batch[len(profile.batch) // 2]
+        chunk_ms = DECODE_STEPS * decode_grid(profile).at(rows, profile.lengths[0])
+    return replace(profile, chunk_ms=chunk_ms)
+
+
+class Timing:
+    """A profile and what its times have become since. Told by the engine's thread, read by any."""
+
+    def __init__(self, fixed: Profile) -> None:
+        self.fixed = fixed
+        self._decode, self._prefill = decode_grid(fixed), prefill_grid(fixed)
+        self._host_ms = self._output_tokens = 0.0
+
+    def note(self, plan: Plan, info: StepInfo, overlaps: bool) -> None:
+        """A step has run; where it `overlaps` the one before, it took as long as the whole turn."""
+        self._host_ms = _moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
+        run_s = info.run_s + (host_s if overlaps else 0.0)
+        works, profile = plan.works, self.fixed
+        if plan.tag == "decode":
+            grid, true, size = self._decode, len(works), at_least(profile.batch, len(works), "batch")
+        elif plan.tag == "prefill" and works[0].sequence.prompt_logprobs is None:
+            counts = [work.count for work in works]
+            grid, true, size = self._prefill, sum(counts), len(counts) * at_least(profile.context, max(counts), "context")
+        else:
+            return  # drafts, and the logits of a whole prompt, take time of their own
+        if true < FULL * size:
+            return
+        length = at_least(profile.lengths, max([work.start + work.count for work in works]), "sequence length")
+        ratio = min(max(1e3 * run_s / grid.at(size, length), 1 / MOST_OFF), MOST_OFF)
+        for at, share in grid.shares(size, length):
+            grid.ms[at] *= ratio ** (_RATE * share)
+
+    def ended(self, tokens: int) -> None:
+        """A choice has ended by itself, with so many tokens."""
+        self._output_tokens = _moved(self._output_tokens, tokens)
+
+    def profile(self) -> Profile:
+        """As it is now."""
+        prefill = [(1, tokens, length, ms) for tokens, length, ms in self._prefill.points()]
+        changed = {"decode": tuple(self._decode.points()), "prefill": tuple(prefill)}
+        return replace(self.fixed, **changed, host_ms=self._host_ms, output_tokens=self._output_tokens)
+
+
+def _moved(known: float, new: float) -> float:
+    return known + _RATE * (new - known) if known else new
+
+
+def _some(sizes: Listed[int]) -> tuple[int, ...]:
+    """The first, the middle and the last."""
+    return tuple(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
+
+
+def _timed(runner: Runs, points: Listed[Point], vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
+    """Milliseconds of the points, the first two of which are never left out."""
+    found: dict[Point, float] = {}
+    began = clock()
+    for again in (False, True):
+        for i, point in enumerate(points):
+            if (i < 2 and not again) or clock() - began + _expected(point, found) / 1e3 <= BUDGET_S:
+                took = _took(runner, point, vocab, clock)
+                found[point] = min(took, found.get(point, took))
+    return found
+
+
+def _took(runner: Runs, point: Point, vocab: int, clock: Callable[[], float]) -> float:
+    """Milliseconds of one run."""
+    plan = Plan(point.tag, _works(point, runner.capacity.space, vocab))
+    started = clock()
+    runner.start(plan).wait()
+    return 1e3 * (clock() - started)
+
+
+def _expected(point: Point, found: dict[Point, float]) -> float:
+    """Milliseconds: as measured before, or as those alike say at worst."""
+    alike = [ms / p.size for p, ms in found.items() if p.tag == point.tag]
+    return found.get(point, point.size * max(alike, default=0.0))
+
+
+def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
+    """The rows of a step; where the KV holds less, what it holds."""
+    rows, ledger = min(point.rows, space.blocks), Blocks(space)
+    length = min(point.length, space.blocks // rows * space.block)
+    ids, count = [7919 * i % vocab for i in range(length)], min(point.tokens, length)
+    request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
+    works = []
+    for _ in range(rows):
+        hold = ledger.admit(length)
+        assert hold is not None
+        hold.shared = len(hold.blocks)  # nobody writes what is shared
+        sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=length, hold=hold)
+        works.append(Work(sequence, length - count, 1 if point.tag == "verify" else count))
+        if point.tag == "verify":
+            works[-1].drafts = tuple(ids[length - count + 1 :])
+    return works
+
+
+def _fill(found: dict[Point, float], points: Listed[Point], power: int) -> None:
+    """Estimate what there was no time for, from the next smaller of the same length (times the ratio of sizes to a power) or the same of
+    the shorter length. A longer context never takes less time."""
+    lengths = list(dict.fromkeys(point.length for point in points))
+    width = len(points) // len(lengths)
+    for i, point in enumerate(points):
+        shorter = found[points[i - width]] if i >= width else 0.0
+        if point not in found:
+            before = points[i - 1]
+            found[point] = found[before] * (point.size / before.size) ** power if i % width else shorter
+        found[point] = max(found[point], shorter)
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """By size, none less than one before it."""
+    made: dict[int, float] = {}
+    most = 0.0
+    for size, ms in sorted(points):
+        most = max(most, ms)
+        made[size] = most
+    return tuple(made.items())

@@ -1,0 +1,223 @@
+"""Which replica a request goes to: the one where all requests together lose the fewest predicted milliseconds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+from random import Random
+
+from rayneuron.news import KvNews
+from rayneuron.policies.prefix_index import PrefixIndex
+from rayneuron.policies.workers import KnownWorker, Workers
+
+_NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
+_IN_HAND = 1  # sequences a replica should have for when a row comes free; the others wait where they can still go elsewhere
+_TIE = 1.01  # costs so close are the same, and chance decides
+_CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be preempted, and what that makes of a cost
+_RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
+_SESSIONS = 100_000
+
+_COST = itemgetter(0)
+_Price = tuple[float, KnownWorker, float, float, float, int]  # cost, worker, queue, prefill, added, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAsk:
+    """A request that wants a replica: its `prompt` tokens, what was generated before included, and at `most` so many output tokens.
+
+    `hashes`: of the prompt's full blocks, each of `block` tokens. `rows`: choices. `left_s`: until its deadline. `ttft_ms`, `tpot_ms`:
+    goals for the first token and for those after it. `again`: it was begun before, and is not charged; `avoid`: where it was lost.
+    """
+
+    key: int
+    account: str
+    prompt: int
+    most: int | None = None
+    rows: int = 1
+    hashes: tuple[bytes, ...] = ()
+    block: int = 0
+    session: str = ""
+    left_s: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    again: bool = False
+    avoid: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)  # not frozen: that would take longer than the choice
+class Terms:
+    """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
+
+    `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue of those that may take
+    another.
+    """
+
+    worker: int
+    name: str
+    queue: float
+    prefill: float
+    added: float
+    cost: float
+    overlap: int
+    prompt: int
+    of: int
+    second: tuple[str, float] | None
+    least_ms: float
+    why: str
+
+    @property
+    def ttft_ms(self) -> float:
+        """Predicted, from when it is sent."""
+        return self.queue + self.prefill
+
+    def line(self, waited_s: float) -> str:
+        """As the header says it."""
+        second = "" if self.second is None else f"second={self.second[0]}+{self.second[1]:.1f}; "
+        return (
+            f"replica={self.name}; cost={self.cost:.1f}; queue={self.queue:.1f}; prefill={self.prefill:.1f}; added={self.added:.1f}; "
+            f"overlap={self.overlap}/{self.prompt}; of={self.of}; {second}waited={1e3 * waited_s:.1f}; why={self.why}"
+        )
+
+
+class Chooser:
+    """Chooses among `workers` by what `index` says of their prefixes. Sessions only raise what is expected, and force nothing."""
+
+    def __init__(self, random: Random, session_ttl_s: float = 600.0) -> None:
+        self.workers = Workers()
+        self.index = PrefixIndex()
+        self._random = random
+        self._ttl_s = session_ttl_s
+        self._sessions: OrderedDict[str, tuple[int, int, float]] = OrderedDict()  # worker, tokens, when
+
+    def hear(self, worker: int, news: KvNews) -> bool:
+        """What prefixes a replica has had or lost; False: it must say everything."""
+        found = self.workers.all.get(worker)
+        if found is None:
+            return True
+        heard = self.index.hear(worker, news)
+        if (bit := self.index.bit(worker)) != found.bit:
+            self.workers.mark(found, bit)
+        return heard
+
+    def remember(self, session: str, worker: int, tokens: int, now_s: float) -> None:
+        """A session's last prompt, with its answer, is at a worker."""
+        if session:
+            self._sessions[session] = (worker, tokens, now_s)
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def choose(self, ask: GatewayAsk, output: float, now_s: float) -> Terms | None:
+        """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""
+        start = self._random.getrandbits(16)
+        groups = self.index.depths(ask.hashes) if ask.hashes else []
+        near = self.workers.least(_NEAR, start)
+        if ask.ttft_ms is not None or ask.tpot_ms is not None:
+            near = [*near, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]
+        candidates = {worker.number: worker for worker in near}
+        session = self._session(ask, now_s)
+        holders = [] if session is None else [session[0]]
+        for held in self.workers.holders(groups, _HOLDERS) if groups else ():
+            holders += self.index.members(held, _EACH, start)
+        for number in holders:
+            worker = self.workers.all.get(number)
+            if worker is not None and worker.level >= 0:
+                candidates[number] = worker
+        if ask.avoid and (others := [number for number in candidates if number not in ask.avoid]):
+            candidates = {number: candidates[number] for number in others}
+        return self._best(ask, output, now_s, self._price(ask, output, now_s, candidates.values(), groups, session), groups)
+
+    def _price(
+        self,
+        ask: GatewayAsk,
+        output: float,
+        now_s: float,
+        candidates: Iterable[KnownWorker],
+        groups: list[tuple[int, int]],
+        session: tuple[int, int] | None,
+    ) -> list[_Price]:
+        """Of those that have room."""
+        known: dict[tuple[int, int, bool], tuple[float, int]] = {}
+        priced = []
+        rows_asked, prompt = ask.rows, ask.prompt
+        for worker in candidates:
+            overlap = self.index.depth(ask.hashes, groups, worker.number) * ask.block if groups else 0
+            if session is not None and worker.number == session[0]:
+                overlap = max(overlap, session[1])
+            new = max(1, prompt - overlap)
+            free = worker.load.kv_free - worker.booked_tokens - new
+            if free < rows_asked:
+                continue
+            costs, rows, longest = worker.costs, worker.rows, worker.load.longest
+            what = (id(costs), new, rows > 0)
+            took = known.get(what)
+            if took is None:
+                took = known[what] = costs.prefill(new, prompt - new, rows > 0)
+            prefill, steps = took
+            if rows and steps > 1:
+                prefill += (steps - 1) * costs.decode_ms(rows, longest)
+            queue, added = worker.queue_ms(now_s), rows_asked * costs.added_ms(rows, longest, prompt, output)
+            cost = queue + prefill + added
+            if free < (1 - _CROWDED) * worker.kv_tokens:
+                cost *= _CROWDED_COSTS
+            priced.append((cost, worker, queue, prefill, added, prompt - new))
+        return priced
+
+    def _best(
+        self,
+        ask: GatewayAsk,
+        output: float,
+        now_s: float,
+        priced: list[_Price],
+        groups: list[tuple[int, int]],
+    ) -> Terms | None:
+        if not priced:
+            return None
+        why = "again" if ask.again else ""
+        if ask.ttft_ms is not None or ask.tpot_ms is not None:
+            priced = _by_goals(ask, priced)
+            best, why = priced[0], why or "slo"
+        else:
+            priced.sort(key=_COST)
+            same, ties = _TIE * priced[0][0], 1
+            while ties < len(priced) and priced[ties][0] <= same:
+                ties += 1
+            best = priced[int(self._random.random() * ties)] if ties > 1 else priced[0]
+            if ask.hashes and not groups and (alike := self._alike(ask, priced, output, now_s)) is not None:
+                best, why = alike, why or "ring"
+        cost, worker, queue, prefill, added, overlap = best
+        other = next((p for p in priced if p is not best), None)
+        second = None if other is None else (other[1].name, other[0] - cost)
+        why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
+        least_ms = min([p[2] for p in priced if p[1].extra < _IN_HAND], default=1e9)
+        return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
+
+    def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
+        """Where prompts that begin like this one go, while no replica has said what it keeps."""
+        most = _RING_LOAD * self.workers.mean_ms
+        for worker in self.workers.on_ring(ask.hashes[:_RING_BLOCKS]):
+            if self.index.knows(worker.number):
+                return None
+            if worker.level >= 0 and worker.ms <= most and worker.number not in ask.avoid:
+                found = next((p for p in priced if p[1] is worker), None)
+                return found or next(iter(self._price(ask, output, now_s, [worker], [], None)), None)
+        return None
+
+    def _session(self, ask: GatewayAsk, now_s: float) -> tuple[int, int] | None:
+        found = self._sessions.get(ask.session) if ask.session else None
+        return None if found is None or now_s - found[2] > self._ttl_s else (found[0], min(found[1], ask.prompt - 1))
+
+
+def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
+    """Those that meet both goals first, with the least to spare, so that others stay free; then those that miss them by least."""
+
+    def order(p: _Price) -> tuple[bool, float]:
+        _, worker, queue, prefill, _, _ = p
+        step_ms = worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
+        used = ((queue + prefill) / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)
+        over = sum(max(0.0, u - 1) for u in used)
+        return over > 0, over or -max(used)
+
+    return sorted(priced, key=order)

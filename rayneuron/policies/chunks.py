@@ -1,0 +1,35 @@
+"""How much of a prompt one step computes while others wait for their next token: what fits into the time they are asked to wait."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from rayneuron.policies.step_times import prefill_grid
+from rayneuron.types import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """fitting[i]: the most new tokens, a size of `context`, of a step that attends lengths[i] positions and takes its time at most."""
+
+    context: tuple[int, ...]
+    lengths: tuple[int, ...]
+    fitting: tuple[int, ...]
+
+    def most(self, done: int) -> int:
+        """New tokens of a step, of all its rows together, behind at most `done` positions; never less than the smallest size."""
+        for tokens in reversed(self.context):
+            at = min(bisect_left(self.lengths, done + tokens), len(self.lengths) - 1)
+            if tokens <= self.fitting[at]:
+                return tokens
+        return self.context[0]
+
+
+def fit(profile: Profile) -> Chunks | None:
+    """What the profile's times say of `chunk_ms`; None where steps may take any time."""
+    if not profile.chunk_ms:
+        return None
+    grid, context = prefill_grid(profile), tuple(tokens for tokens in profile.context if tokens <= profile.chunk)
+    fitting = [max((t for t in context if grid.at(t, length) <= profile.chunk_ms), default=context[0]) for length in profile.lengths]
+    return Chunks(context, profile.lengths, tuple(fitting))

@@ -1,0 +1,114 @@
+"""What a request costs an engine, in predicted milliseconds: read off the sizes of its graphs and the times of its steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from rayneuron.policies.chunks import fit
+from rayneuron.policies.prefix_buckets import select_prefix
+from rayneuron.policies.step_times import decode_grid, prefill_grid
+from rayneuron.types import Profile
+
+SOME_TOKENS = 128.0  # of an output, before the first has ended
+_RATE = 1 - 0.5 ** (1 / 64)  # after so many, half of an average is newer
+_KEPT = 16_384  # prefill steps whose time is remembered
+
+
+class Costs:
+    """The times of one profile. Every step is of the graph that the engine would choose, so that crossing a bucket has its price."""
+
+    __slots__ = ("_chunks", "_decode", "_grid", "_pairs", "_rows", "_sizes", "_steps", "_together", "profile")
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        grid, host_ms = decode_grid(profile), profile.host_ms
+        self._rows = profile.batch[-1]
+        lengths = (*profile.lengths, profile.lengths[-1])  # beyond the largest size, that of the largest
+        sizes = [_at_least(profile.batch, rows) for rows in range(self._rows + 1)]
+        self._decode = [[grid.at(rows, length) + host_ms for length in lengths] for rows in sizes]  # by true rows
+        self._together = [[rows * ms for ms in line] for rows, line in enumerate(self._decode)]  # of all rows
+        self._grid = prefill_grid(profile)
+        self._chunks = fit(profile)
+        self._pairs = [(tokens, prefix) for tokens in profile.context for prefix in profile.prefix]
+        self._sizes: dict[tuple[int, int], float] = {}
+        self._steps: dict[tuple[int, int], float] = {}  # the same by true tokens
+
+    def prefill_size(self, count: int, done: int) -> tuple[int, int]:
+        """New tokens and attended positions of the graph for `count` tokens of one row behind `done`."""
+        p = self.profile
+        if p.prefix:
+            found = select_prefix(self._pairs, count, done)
+            return found.prefill, min(found.prefill + found.prefix, p.lengths[-1])
+        return _at_least(p.context, count), _at_least(p.lengths, done + count)
+
+    def prefill(self, new: int, cached: int, decoding: bool = False) -> tuple[float, int]:
+        """Milliseconds and steps of a prompt's `new` tokens behind `cached` ones, alone; `decoding`: cut as it is while others decode."""
+        chunks, whole, known = self._chunks if decoding else None, self.profile.chunk, self._steps
+        done, end, ms, steps = cached, cached + new, 0.0, 0
+        while done < end:
+            count = min(end - done, whole if chunks is None else chunks.most(done))
+            took = known.get((count, done))
+            ms += self._prefill_step(count, done) if took is None else took
+            done += count
+            steps += 1
+        return ms, steps
+
+    def _prefill_step(self, count: int, done: int) -> float:
+        if len(self._steps) >= _KEPT:
+            self._steps.clear()
+        size = self.prefill_size(count, done)
+        ms = self._sizes.get(size)
+        if ms is None:
+            ms = self._sizes[size] = self._grid.at(*size) + self.profile.host_ms
+        self._steps[count, done] = ms
+        return ms
+
+    def prefill_ms(self, new: int, cached: int, rows: int = 0, longest: int = 0) -> float:
+        """Until the first token of a prompt whose turn it is; its chunks alternate with the decode steps of `rows` others."""
+        ms, steps = self.prefill(new, cached, rows > 0)
+        return ms + (steps - 1) * self.decode_ms(rows, longest) if rows and steps > 1 else ms
+
+    def decode_ms(self, rows: int, longest: int) -> float:
+        """A decode step of so many rows, the longest of so many positions; beyond the largest sizes, that of the largest."""
+        return self._decode[rows if rows < self._rows else self._rows][bisect_left(self.profile.lengths, longest)]
+
+    def added_ms(self, rows: int, longest: int, prompt: int, output: float) -> float:
+        """What all sequences together wait longer, this one's own decoding included, where it decodes beside `rows` others."""
+        rows = min(rows, self._rows - 1)
+        lengths, after = self.profile.lengths, self._together[rows + 1]
+        before = self._together[rows][bisect_left(lengths, longest)]
+        own, left, total = prompt + 1, output, 0.0
+        at = bisect_left(lengths, own if own > longest else longest)
+        while at < len(lengths) - 1 and left > (steps := lengths[at] - own + 1):
+            total += steps * (after[at] - before)
+            own, left, at = own + steps, left - steps, at + 1
+        return total + left * (after[at] - before)
+
+    def work_ms(self, new: int, cached: int, output: float, rows: int = 1) -> float:
+        """What a request takes of a device that is full: its prefill, and the share of its rows in the decode steps of all."""
+        length = int(new + cached + output / 2)
+        return self.prefill(new, cached)[0] + rows * output * self.decode_ms(self._rows, length) / self._rows
+
+    def backlog_ms(self, remaining: Iterable[tuple[int, int]], rows: int, longest: int) -> float:
+        """Until a prompt that comes now would begin: (new, done) tokens of those before it, their chunks between decode steps."""
+        ms = 0.0
+        for new, done in remaining:
+            took, steps = self.prefill(new, done, rows > 0)
+            ms += took + (steps * self.decode_ms(rows, longest) if rows else 0.0)
+        return ms
+
+
+def expected(known: float, most: int | None) -> float:
+    """Tokens of an output: as many as there were of late (0: nobody knows), never more than asked for."""
+    tokens = known or SOME_TOKENS
+    return tokens if most is None else min(tokens, most)
+
+
+def moved(known: float, new: float) -> float:
+    """An average of late that has heard of one more; `known` 0: of none before."""
+    return known + _RATE * (new - known) if known else new
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int:
+    return sizes[min(bisect_left(sizes, wanted), len(sizes) - 1)]

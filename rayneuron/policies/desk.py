@@ -1,0 +1,266 @@
+"""The desk of one gateway for one model: who may wait, whose turn it is, where it goes, and what is known to be there.
+
+A request is bound to a replica as late as can be: it waits here until some replica has little to do, so that choices are made on fresh
+loads and accounts have an order. Bookings are dropped when the replica has acknowledged their number, never after a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+
+from rayneuron.news import KvNews, Pressure
+from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
+from rayneuron.policies.cost import Costs, expected
+from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
+from rayneuron.policies.workers import KnownWorker
+from rayneuron.types import Profile
+
+REMEMBERED = 1024  # decisions
+_ADMIT_MS = 200.0
+_BACK_S = 0.05  # until a request that came back undone may be sent again
+_RATE_S = 0.5  # over which the speed of the queue is taken
+
+
+@dataclass(frozen=True, slots=True)
+class DeskLimits:
+    """`admit_ms`: a request is sent while some replica would begin it so soon (None: as one step of a prompt takes, at most 200 ms).
+
+    `max_wait_s`: predicted to wait longer, it is refused.
+
+    An order that was not acknowledged for `suspect_s` keeps others away from its replica, after `silent_s` the replica is lost.
+    """
+
+    admit_ms: float | None = None
+    max_wait_s: float = 30.0
+    max_queue_tokens: int | None = 1_000_000
+    suspect_s: float = 1.0
+    silent_s: float = 3.0
+    session_ttl_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """It waits, and will begin in about so long."""
+
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """It does not wait: `reason` capacity, deadline, account or none (no replica); `retry_s`: when it would be otherwise."""
+
+    status: int
+    retry_s: float
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A request goes to a replica as its `number`-th order of this gateway."""
+
+    key: int
+    worker: int
+    number: int
+    waited_s: float
+    terms: Terms
+
+
+@dataclass(slots=True)
+class _Open:
+    ask: GatewayAsk
+    since_s: float
+    output: float
+    ms: float = 0.0  # charged
+    worker: int | None = None
+    overlap: int = 0  # prompt tokens that were there
+
+
+class GatewayDesk:
+    """Pure: time and randomness are arguments. Every key that was `Admitted` is `ended` once, whatever became of it."""
+
+    def __init__(
+        self, limits: DeskLimits, random: Random, shares: Mapping[str, AccountShare] | None = None, other: AccountShare | None = None
+    ) -> None:
+        self.limits = limits
+        self.chooser = Chooser(random, limits.session_ttl_s)
+        self.queue = Fairness(shares or {}, other or AccountShare())
+        self.recent: deque[Send] = deque(maxlen=REMEMBERED)
+        self._open: dict[int, _Open] = {}
+        self._back: list[tuple[float, int]] = []  # when, whose turn it is again
+        self._admit_ms = _ADMIT_MS
+        self._tokens = 0  # of prompts that wait
+        self._speed = 0.0  # ms of devices that a replica works off in a millisecond; 0: nobody knows
+        self._sent_ms = self._since_s = 0.0
+
+    def join(self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float) -> None:
+        """A replica is there. `worker`: never used before; `name`: what other gateways call it too."""
+        made = KnownWorker(worker, name, Costs(profile), kv_tokens, load, now_s)
+        chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
+        self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms
+        self.chooser.workers.join(made)
+        self.chooser.workers.weigh(made, now_s)
+
+    def offer(self, ask: GatewayAsk, now_s: float) -> Admitted | TurnedAway:
+        """A request has come."""
+        workers = self.chooser.workers
+        known = next(iter(workers.all.values()), None)
+        if known is None:
+            return TurnedAway(503, 1.0, "none", "no replica of this model is ready")
+        output = expected(self.queue.output(ask.account) or known.costs.profile.output_tokens, ask.most)
+        ms = known.costs.work_ms(*self._uncached(ask), output, ask.rows)
+        start_s = self._start_s(ask, ms, now_s)
+        if not ask.again:
+            left, most = self.limits.max_queue_tokens, self.limits.max_wait_s
+            if said := self.queue.full(ask.account, ask.prompt):
+                return TurnedAway(429, max(1.0, start_s), "account", said)
+            if start_s > most or (left is not None and self._tokens and self._tokens + ask.prompt > left):
+                return TurnedAway(429, max(1.0, start_s), "capacity", f"it would wait {start_s:.1f} s; the limit is {most:g} s")
+            if ask.left_s is not None and start_s > ask.left_s:
+                return TurnedAway(429, max(1.0, start_s), "deadline", f"it would wait {start_s:.1f} s of {ask.left_s:.1f} s it has")
+        self._open[ask.key] = _Open(ask, now_s, output, ms)
+        self._wait(ask, ms)
+        return Admitted(start_s)
+
+    def heard(self, worker: int, load: Pressure, now_s: float) -> None:
+        """A replica has said how busy it is."""
+        found = self.chooser.workers.all.get(worker)
+        if found is not None:
+            found.heard(load, now_s)
+            since = found.waits_since()
+            found.accepting = since is None or now_s - since <= self.limits.suspect_s
+            self.chooser.workers.weigh(found, now_s)
+
+    def events(self, worker: int, news: KvNews) -> bool:
+        """A replica has said what prefixes it has; False: it must say everything."""
+        return self.chooser.hear(worker, news)
+
+    def ended(self, key: int, tokens: int, now_s: float) -> None:
+        """A request has ended, or nobody wants it any more, after so many output tokens; harmless where there is none."""
+        found = self._open.pop(key, None)
+        if found is None:
+            return
+        ask = found.ask
+        if found.worker is None:
+            self._unwait(key, ask)
+            return
+        worker = self.chooser.workers.all[found.worker]
+        worker.unbook(key)
+        self.chooser.workers.weigh(worker, now_s)
+        self.chooser.remember(ask.session, worker.number, ask.prompt + tokens, now_s)
+        real_ms = worker.costs.work_ms(ask.prompt - found.overlap, found.overlap, tokens / ask.rows, ask.rows)
+        self.queue.ended(ask.account, 0.0 if ask.again else real_ms - found.ms, tokens // ask.rows)
+
+    def back(self, key: int, now_s: float) -> None:
+        """An order came back undone: the replica was another one, or had no room. It goes first of its account, in a moment."""
+        found = self._open.get(key)
+        if found is None or found.worker is None:
+            return
+        worker = self.chooser.workers.all.get(found.worker)
+        if worker is not None:
+            worker.unbook(key)
+            self.chooser.workers.weigh(worker, now_s)
+        found.worker = None
+        self.queue.ended(found.ask.account, 0.0 if found.ask.again else -found.ms)
+        heappush(self._back, (now_s + _BACK_S, key))
+
+    def lost(self, worker: int, now_s: float) -> list[int]:
+        """A replica is gone; the keys that were there, which are forgotten: what is left of them is to be offered `again`."""
+        if worker not in self.chooser.workers.all:
+            return []
+        keys = sorted(self.chooser.workers.leave(worker).keys)
+        self.chooser.index.forget(worker)
+        for key in keys:
+            self.queue.ended(self._open.pop(key).ask.account)
+        return keys
+
+    def leaving(self, worker: int, now_s: float) -> None:
+        """A replica takes no more orders; those it has go on."""
+        found = self.chooser.workers.all.get(worker)
+        if found is not None:
+            found.heard(Pressure(seen=found.load.seen, accepting=False), now_s)
+            self.chooser.workers.weigh(found, now_s)
+
+    def next(self, now_s: float) -> list[Send]:
+        """Those that go now."""
+        while self._back and self._back[0][0] <= now_s:
+            found = self._open.get(key := heappop(self._back)[1])
+            if found is not None and found.worker is None and key not in self.queue:
+                self._wait(found.ask, found.ms, first=True)
+        sends: list[Send] = []
+        while (head := self.queue.head()) is not None:
+            found = self._open[head]
+            terms = self.chooser.choose(found.ask, found.output, now_s)
+            if terms is None or terms.least_ms > self._admit_ms:
+                break
+            sends.append(self._send(head, found, terms, now_s))
+        self._measure(now_s)
+        self.chooser.index.sweep()
+        return sends
+
+    def overdue(self, now_s: float) -> list[int]:
+        """Replicas to give up, since they acknowledge nothing; those that are only late get no more orders until they do."""
+        given_up = []
+        for worker in self.chooser.workers.all.values():
+            since = worker.waits_since()
+            if since is not None and now_s - since > self.limits.silent_s:
+                given_up.append(worker.number)
+            elif since is not None and now_s - since > self.limits.suspect_s and worker.accepting:
+                worker.accepting = False
+                self.chooser.workers.weigh(worker, now_s)
+        return given_up
+
+    @property
+    def open(self) -> dict[str, int]:
+        """What is not over yet: all 0 when nothing is to do."""
+        workers = self.chooser.workers.all.values()
+        return {"calls": len(self._open), "waiting": len(self.queue), "bookings": sum(len(w.bookings) for w in workers)}
+
+    def _send(self, key: int, found: _Open, terms: Terms, now_s: float) -> Send:
+        ask, worker = found.ask, self.chooser.workers.all[terms.worker]
+        self._unwait(key, ask, taken=True)
+        found.worker, found.overlap = terms.worker, terms.overlap
+        number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
+        self.chooser.workers.weigh(worker, now_s)
+        self._sent_ms += found.ms
+        send = Send(key, terms.worker, number, now_s - found.since_s, terms)
+        self.recent.append(send)
+        return send
+
+    def _wait(self, ask: GatewayAsk, ms: float, first: bool = False) -> None:
+        self._tokens += ask.prompt
+        self.queue.add(Waiter(ask.key, ask.account, ask.prompt, ms, ask.again), first)
+
+    def _unwait(self, key: int, ask: GatewayAsk, taken: bool = False) -> None:
+        if key in self.queue:
+            self._tokens -= ask.prompt
+            (self.queue.take if taken else self.queue.drop)(key)
+
+    def _uncached(self, ask: GatewayAsk) -> tuple[int, int]:
+        """Tokens to compute, and tokens that somebody has computed."""
+        groups = self.chooser.index.depths(ask.hashes) if ask.hashes else ()
+        cached = min(groups[0][0] * ask.block, ask.prompt - 1) if groups else 0
+        return ask.prompt - cached, cached
+
+    def _start_s(self, ask: GatewayAsk, ms: float, now_s: float) -> float:
+        """When a request that comes now will begin: after the shortest queue there is, and what will have gone before it."""
+        workers = self.chooser.workers
+        near = workers.least(8, 0)
+        if not near:
+            return 0.0 if ask.again else self.limits.silent_s
+        queue = min([worker.queue_ms(now_s) for worker in near])
+        ahead = self.queue.ahead_ms(ask.account, ms) if len(self.queue) else 0.0
+        return (queue + ahead / (workers.placed * (self._speed or 1.0))) / 1e3
+
+    def _measure(self, now_s: float) -> None:
+        """How fast the queue moves, while there is one."""
+        if not self.queue or now_s < self._since_s:
+            self._sent_ms, self._since_s = 0.0, now_s
+        elif now_s - self._since_s >= _RATE_S and self.chooser.workers.placed:
+            speed = self._sent_ms / (1e3 * (now_s - self._since_s) * self.chooser.workers.placed)
+            self._speed = max(0.05, speed if not self._speed else self._speed + 0.3 * (speed - self._speed))
+            self._sent_ms, self._since_s = 0.0, now_s

@@ -1,0 +1,173 @@
+"""Who has KV of which prefix: one dictionary from blocks to sets of workers, fed by their events.
+
+A worker that has a block has all blocks before it (`engine.blocks`), so along a chain of hashes the set of those who have it only grows
+towards the root: a lookup bisects for the deepest block somebody has, and then for the places where the set grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rayneuron.news import Cleared, KvNews, Removed, Stored
+
+_SHARDS = 64  # dead entries are swept a shard at a time
+_KEY = (1 << 60) - 1  # of a hash: integers of so many bits are the largest that Python keeps in 32 bytes
+_GROUPS = 16  # of workers that have equally much
+
+
+class PrefixIndex:
+    """Sets of workers are integers of a bit each. A bit that was given up is another's only after its last entry has been swept."""
+
+    __slots__ = ("_bits", "_dying", "_free", "_known", "_live", "_shards", "_sweep", "_sweeping", "_workers")
+
+    def __init__(self) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._bits: dict[int, int] = {}  # of workers: one object each, which all its entries share
+        self._workers: list[int] = []  # by the number of their bits
+        self._free: list[int] = []
+        self._live = 0
+        self._known: dict[int, tuple[int, int]] = {}  # worker: up to which number of which epoch
+        self._dying = self._sweeping = 0  # bits that nobody has any more
+        self._sweep = _SHARDS
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    def hear(self, worker: int, news: KvNews) -> bool:
+        """What a worker has registered and forgotten. False where something before it is missing: then nothing is known of that worker."""
+        if news.held is not None:
+            self.forget(worker)
+            self._store(worker, news.held)
+        elif self._known.get(worker, (news.epoch, 0)) != (news.epoch, news.number - len(news.batches)):
+            self.forget(worker)
+            return False
+        for batch in news.batches:
+            for event in batch:
+                if isinstance(event, Stored):
+                    self._store(worker, event.hashes)
+                elif isinstance(event, Removed):
+                    self._remove(worker, event.hashes)
+                elif isinstance(event, Cleared):
+                    self.forget(worker)
+        self._known[worker] = (news.epoch, news.number)
+        return True
+
+    def knows(self, worker: int) -> bool:
+        """Whether it has heard everything of a worker."""
+        return worker in self._known
+
+    def forget(self, worker: int) -> None:
+        """A worker has nothing, or nobody knows what."""
+        self._known.pop(worker, None)
+        bit = self._bits.pop(worker, 0)
+        self._live &= ~bit
+        self._dying |= bit
+
+    def sweep(self) -> bool:
+        """Drop some entries of those who are gone; False where there are none."""
+        if self._sweep == _SHARDS:
+            if not self._dying:
+                return False
+            self._sweeping, self._dying, self._sweep = self._dying, 0, 0
+        gone, shard = self._sweeping, self._shards[self._sweep]
+        for key, held in list(shard.items()):
+            if held & gone:
+                if held & ~gone:
+                    shard[key] = held & ~gone
+                else:
+                    del shard[key]
+        self._sweep += 1
+        if self._sweep == _SHARDS:
+            self._free += [slot for slot in range(gone.bit_length()) if gone >> slot & 1]
+        return True
+
+    def depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+        """(blocks, who has so many at least), the deepest first, and not too many; each set holds the one before it."""
+        low, high = 0, len(hashes)  # blocks that somebody has, and one more than anybody may
+        if not high or not (most := self._have(hashes[0])):
+            return []
+        deepest, low = most, 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if have := self._have(hashes[middle - 1]):
+                low, deepest = middle, have
+            else:
+                high = middle - 1
+        found = [(low, deepest)]
+        while deepest != most and len(found) < _GROUPS:
+            first, last = 1, low - 1  # the deepest block that more have lies here
+            wider = most
+            while first < last:
+                middle = (first + last + 1) // 2
+                if (have := self._have(hashes[middle - 1])) != deepest:
+                    first, wider = middle, have
+                else:
+                    last = middle - 1
+            low, deepest = first, wider
+            found.append((low, deepest))
+        return found
+
+    def bit(self, worker: int) -> int:
+        """A worker in sets; 0 where it has nothing."""
+        return self._bits.get(worker, 0)
+
+    def depth(self, hashes: Sequence[bytes], groups: Sequence[tuple[int, int]], worker: int) -> int:
+        """Blocks that a worker has, by what `depths` has found."""
+        bit = self._bits.get(worker, 0)
+        for depth, held in groups:
+            if held & bit:
+                return depth
+        if not bit or len(groups) < _GROUPS:
+            return 0
+        low, high = 0, groups[-1][0] - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._have(hashes[middle - 1]) & bit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def members(self, held: int, most: int, start: int) -> Iterator[int]:
+        """Some workers of a set, `most` at most, from some place on."""
+        below = (1 << start % max(1, held.bit_length())) - 1
+        for part in (held & ~below, held & below):
+            while part and most:
+                low = part & -part
+                part ^= low
+                most -= 1
+                yield self._workers[low.bit_length() - 1]
+
+    def _have(self, digest: bytes) -> int:
+        key = int.from_bytes(digest[:8], "little") & _KEY
+        return self._shards[key % _SHARDS].get(key, 0) & self._live
+
+    def _store(self, worker: int, hashes: Iterable[bytes]) -> None:
+        bit, shards = self._bits.get(worker) or self._take(worker), self._shards
+        for digest in hashes:
+            key = int.from_bytes(digest[:8], "little") & _KEY
+            shard = shards[key % _SHARDS]
+            held = shard.get(key)
+            shard[key] = bit if held is None else held | bit
+
+    def _take(self, worker: int) -> int:
+        if self._free:
+            slot = self._free.pop()
+            self._workers[slot] = worker
+        else:
+            slot = len(self._workers)
+            self._workers.append(worker)
+        bit = self._bits[worker] = 1 << slot
+        self._live |= bit
+        return bit
+
+    def _remove(self, worker: int, hashes: Iterable[bytes]) -> None:
+        bit = self._bits.get(worker, 0)
+        for digest in hashes:
+            key = int.from_bytes(digest[:8], "little") & _KEY
+            shard = self._shards[key % _SHARDS]
+            held = shard.get(key, 0) & ~bit
+            if held:
+                shard[key] = held
+            else:
+                shard.pop(key, None)

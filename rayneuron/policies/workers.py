@@ -1,0 +1,240 @@
+"""What a gateway knows of its replicas: the load each has told, what it has sent there since, and who has least to do."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import log2
+
+from rayneuron.news import Pressure
+from rayneuron.policies.cost import SOME_TOKENS, Costs
+
+_LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
+_A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
+_POINTS = 64  # of a replica on the ring
+
+
+@dataclass(slots=True)
+class Booking:
+    """An order the replica has not acknowledged: what it will have to do, and since when."""
+
+    key: int
+    ms: float
+    rows: int
+    tokens: int
+    at_s: float
+
+
+class KnownWorker:
+    """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
+
+    __slots__ = (
+        *("accepting", "at_s", "bit", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "keys", "kv_tokens"),
+        *("level", "load", "ms", "name", "number", "orders", "place", "prompt_ms"),
+    )
+
+    def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
+        self.number = number
+        self.name = name
+        self.costs = costs
+        self.kv_tokens = kv_tokens
+        self.prompt_ms = costs.prefill(min(_A_PROMPT, costs.profile.lengths[-1]), 0)[0]
+        self.load = load
+        self.at_s = now_s
+        self.accepting = True
+        self.orders = 0
+        self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
+        self.booked_ms = 0.0
+        self.booked_rows = self.booked_tokens = 0
+        self.keys: set[int] = set()  # all that is there, acknowledged or not
+        self.bit = 0  # in sets of workers of the prefix index
+        self.level = self.place = -1  # among all, -1: it may not be chosen
+        self.ms = 0.0  # what level that is
+
+    def queue_ms(self, now_s: float) -> float:
+        """Until a prompt that is sent now would begin."""
+        load, since_ms = self.load, 1e3 * (now_s - self.at_s)
+        queue = load.backlog_ms - since_ms
+        queue = self.booked_ms if queue < 0 else queue + self.booked_ms
+        short = load.waiting + self.booked_rows - load.slots_free + 1
+        if short <= 0:
+            return queue
+        slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
+        return queue + slot_ms * short
+
+    @property
+    def extra(self) -> int:
+        """Sequences there that have no row."""
+        return self.load.waiting + self.booked_rows - self.load.slots_free
+
+    @property
+    def rows(self) -> int:
+        """Sequences that decode there, or will."""
+        return self.load.rows + self.booked_rows
+
+    def book(self, key: int, ms: float, rows: int, tokens: int, now_s: float) -> int:
+        """An order goes there; its number."""
+        self.orders += 1
+        self.bookings[self.orders] = Booking(key, ms, rows, tokens, now_s)
+        self.booked_ms += ms
+        self.booked_rows += rows
+        self.booked_tokens += tokens
+        self.keys.add(key)
+        return self.orders
+
+    def heard(self, load: Pressure, now_s: float) -> None:
+        """What it says of itself, which counts in all orders up to `seen`."""
+        self.load, self.at_s = load, now_s
+        while self.bookings and next(iter(self.bookings)) <= load.seen:
+            self._counted(self.bookings.popitem(last=False)[1])
+
+    def unbook(self, key: int) -> None:
+        """A request is not there any more."""
+        self.keys.discard(key)
+        for number, booking in self.bookings.items():
+            if booking.key == key:
+                del self.bookings[number]
+                self._counted(booking)
+                break
+
+    def _counted(self, booking: Booking) -> None:
+        self.booked_ms -= booking.ms
+        self.booked_rows -= booking.rows
+        self.booked_tokens -= booking.tokens
+        if not self.bookings:
+            self.booked_ms = 0.0
+
+    def waits_since(self) -> float | None:
+        """When the oldest order was sent that it has not acknowledged."""
+        return next(iter(self.bookings.values())).at_s if self.bookings else None
+
+
+class Workers:
+    """All replicas of a model, by load in levels: whoever has least to do is found at once, however many there are."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, KnownWorker] = {}
+        self.placed = 0  # that may be chosen
+        self._ms = 0.0  # of all of them
+        self._levels: list[list[KnownWorker]] = [[] for _ in range(_LEVELS)]
+        self._sets = [0] * _LEVELS  # the same as bits of the prefix index
+        self._filled = 0  # a bit a level that is not empty
+        self._ring: list[tuple[int, int]] = []
+
+    def join(self, worker: KnownWorker) -> None:
+        """A replica is there."""
+        self.all[worker.number] = worker
+        for point in range(_POINTS):
+            insort(self._ring, (_hashed(f"{worker.name} {point}".encode()), worker.number))
+
+    def leave(self, number: int) -> KnownWorker:
+        """A replica is gone."""
+        worker = self.all.pop(number)
+        worker.accepting = False
+        self.weigh(worker, 0.0)
+        self._ring = [at for at in self._ring if at[1] != number]
+        return worker
+
+    def weigh(self, worker: KnownWorker, now_s: float) -> None:
+        """Find a replica's place among the others anew: something about it has changed."""
+        level, ms = -1, 0.0
+        if worker.accepting and worker.load.accepting:
+            costs, longest = worker.costs, worker.load.longest
+            ms = worker.queue_ms(now_s) + worker.prompt_ms + costs.added_ms(worker.rows, longest, _A_PROMPT, _AN_OUTPUT)
+            level = _level(ms)
+        self._ms += ms - worker.ms
+        worker.ms = ms
+        if level == worker.level:
+            return
+        if worker.level >= 0:
+            here = self._levels[worker.level]
+            last = here.pop()
+            self._sets[worker.level] &= ~worker.bit
+            if last is not worker:
+                here[worker.place] = last
+                last.place = worker.place
+            if not here:
+                self._filled &= ~(1 << worker.level)
+            self.placed -= 1
+        worker.level = level
+        if level >= 0:
+            worker.place = len(self._levels[level])
+            self._levels[level].append(worker)
+            self._sets[level] |= worker.bit
+            self._filled |= 1 << level
+            self.placed += 1
+
+    def mark(self, worker: KnownWorker, bit: int) -> None:
+        """A replica's bit in the sets of the prefix index."""
+        if worker.level >= 0:
+            self._sets[worker.level] = self._sets[worker.level] & ~worker.bit | bit
+        worker.bit = bit
+
+    def holders(self, groups: Sequence[tuple[int, int]], most: int) -> list[int]:
+        """Sets of those that come into question for a prefix: of each group those with least to do, who have less than all before them."""
+        found: list[int] = []
+        before, lowest, sets = 0, _LEVELS, self._sets
+        for _, held in groups:
+            fresh, left = held & ~before, self._filled & (1 << lowest) - 1
+            before = held
+            while left and len(found) < most:
+                low = left & -left
+                left ^= low
+                level = low.bit_length() - 1
+                if both := fresh & sets[level]:
+                    found.append(both)
+                    lowest = level
+                    break
+        return found
+
+    @property
+    def mean_ms(self) -> float:
+        """Of what is compared in levels."""
+        return self._ms / self.placed if self.placed else 0.0
+
+    def least(self, most: int, start: int) -> list[KnownWorker]:
+        """Up to `most` of those with least to do; where many have equally little, some of these, from some place on."""
+        filled, found = self._filled, list[KnownWorker]()
+        while filled and len(found) < most:
+            low = filled & -filled
+            filled ^= low
+            found += _some(self._levels[low.bit_length() - 1], most - len(found), start)
+        return found
+
+    def fullest(self, most: int, start: int, ms: float) -> list[KnownWorker]:
+        """Up to `most` of those with as much to do as `ms` allows."""
+        filled, found = self._filled & ((2 << _level(ms)) - 1), list[KnownWorker]()
+        while filled and len(found) < most:
+            level = filled.bit_length() - 1
+            filled ^= 1 << level
+            found += _some(self._levels[level], most - len(found), start)
+        return found
+
+    def on_ring(self, hashes: tuple[bytes, ...]) -> Iterator[KnownWorker]:
+        """Replicas in an order that every gateway finds alike for prompts that begin alike."""
+        if not self._ring:
+            return
+        at, seen = bisect_right(self._ring, (_hashed(b"".join(hashes)), -1)), set()
+        for i in range(len(self._ring)):
+            number = self._ring[(at + i) % len(self._ring)][1]
+            if number not in seen:
+                seen.add(number)
+                yield self.all[number]
+
+
+def _level(ms: float) -> int:
+    return min(int(8 * log2(max(0.0, ms) + 1)), _LEVELS - 1)  # times measured on a busy machine may fall with the rows
+
+
+def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:
+    if len(workers) <= most:
+        return workers
+    at = start % len(workers)
+    return (workers + workers)[at : at + most] if at + most > len(workers) else workers[at : at + most]
+
+
+def _hashed(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,28 @@
+"""Virtual time: calls in the order of their times, and of their making where these are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Clock:
+    """Nothing happens between two calls, so time jumps from one to the next."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._calls: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._made = 0
+
+    def at(self, when_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Call something then."""
+        self._made += 1
+        heappush(self._calls, (when_s, self._made, call, args))
+
+    def run(self, until_s: float | None = None) -> None:
+        """Until nothing is left to be called, or not before a time."""
+        calls = self._calls
+        while calls and (until_s is None or calls[0][0] <= until_s):
+            self.now_s, _, call, args = heappop(calls)
+            call(*args)

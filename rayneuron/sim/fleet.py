@@ -1,0 +1,299 @@
+"""Gateways with their desks before engines with their schedulers, and what lies between: time, loss and death."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from rayneuron.news import KvNews, Pressure
+from rayneuron.policies.choice import GatewayAsk
+from rayneuron.policies.desk import GatewayDesk, Send, TurnedAway
+from rayneuron.policies.replay import Again, Fail, PassOn, Replay
+from rayneuron.sim.clock import Clock
+from rayneuron.sim.host import ExactHost, Gained
+from rayneuron.sim.jump import JumpHost
+from rayneuron.sim.report import FleetReport
+from rayneuron.sim.setup import Setup
+from rayneuron.sim.workload import Arrival
+
+_TICK_S = 0.005  # how often a gateway looks again while somebody waits
+_SAMPLE_S = 1.0
+_FOUND_S = 0.01  # until the death of a replica is noticed
+_HOLD_S = 0.1  # until a replay is offered anew where there is no replica
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    arrival: Arrival
+    gateway: _Gateway
+    hashes: tuple[bytes, ...]
+    replay: Replay = field(default_factory=Replay)
+    key: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    start_s: float = 0.0  # predicted
+    predicted_s: float = 0.0  # when its first token was to come
+    lost_on: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class _Gateway:
+    desk: GatewayDesk
+    ticking: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    number: int
+    host: ExactHost
+    seen: dict[int, int] = field(default_factory=dict)  # by gateway
+    told: dict[int, tuple[int, float]] = field(default_factory=dict)  # which, and when
+    due: set[int] = field(default_factory=set)
+
+
+class Simulation:
+    """Runs arrivals to their ends. All that is random comes of `seed`."""
+
+    def __init__(self, setup: Setup, arrivals: Iterable[Arrival], seed: int = 0) -> None:
+        self.setup = setup
+        self.clock = Clock()
+        self.report = FleetReport()
+        self._random = Random(seed)
+        self._arrivals = iter(arrivals)
+        self._gateways = [_Gateway(GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
+        self._numbers, self._keys = count(), count(1)
+        self._nodes: dict[int, _Node] = {}
+        self._by_host: dict[ExactHost, _Node] = {}
+        self._calls: dict[int, _Call] = {}  # by key
+        self._turn = 0
+        self._arriving = True
+        self._busy_s = 0.0
+        for _ in range(setup.nodes):
+            self._open()
+        for when_s, some, back_s in setup.kills:
+            self.clock.at(when_s, self._kill, some, back_s)
+
+    def run(self) -> FleetReport:
+        """To the end of the last request."""
+        self._arrive_next()
+        self.clock.at(_SAMPLE_S, self._sample)
+        self.clock.run()
+        report = self.report
+        report.seconds = self.clock.now_s
+        life_s = sum(node.host.busy_s for node in self._nodes.values()) + self._busy_s
+        report.cached_tokens += sum(node.host.cached_tokens for node in self._nodes.values())
+        report.busy = life_s / (self.clock.now_s * self.setup.nodes) if self.clock.now_s else 0.0
+        return report
+
+    @property
+    def open(self) -> dict[str, int]:
+        """What is not over: all 0 at the end."""
+        left = {"calls": len(self._calls), "sequences": sum(not node.host.idle for node in self._nodes.values())}
+        for gateway in self._gateways:
+            for name, number in gateway.desk.open.items():
+                left[name] = left.get(name, 0) + number
+        return left
+
+    # Requests.
+
+    def _arrive_next(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is None:
+            self._arriving = False
+        else:
+            self.clock.at(arrival.at_s, self._arrive, arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self.report.arrived += 1
+        gateway = self._gateways[arrival.number % len(self._gateways)]
+        hashes = arrival.hashes(self.setup.capacity.block) if self.setup.caching else ()
+        self._offer(_Call(arrival, gateway, hashes))
+        self._arrive_next()
+
+    def _offer(self, call: _Call) -> None:
+        arrival, setup, done = call.arrival, self.setup, len(call.replay.ids)
+        prompt = arrival.prompt + done
+        call.key = next(self._keys)
+        self._calls[call.key] = call
+        if setup.route == "turns":
+            self._in_turn(call)
+            return
+        known = call.hashes[: prompt // setup.capacity.block] if setup.route == "kv" else ()
+        most = None if arrival.most is None else arrival.most - done
+        again = call.replay.attempt > 0
+        session = arrival.session if setup.route == "kv" else ""
+        block, avoid = setup.capacity.block, call.lost_on
+        ask = GatewayAsk(call.key, arrival.account, prompt, most, 1, known, block, session, again=again, avoid=avoid)
+        verdict = call.gateway.desk.offer(ask, self.clock.now_s)
+        if isinstance(verdict, TurnedAway):
+            del self._calls[call.key]
+            if again:
+                self.clock.at(self.clock.now_s + _HOLD_S, self._offer, call)
+            else:
+                self.report.refused[verdict.reason] += 1
+            return
+        call.start_s = self.clock.now_s + verdict.start_s
+        self._pump(call.gateway)
+
+    def _pump(self, gateway: _Gateway) -> None:
+        now_s = self.clock.now_s
+        for send in gateway.desk.next(now_s):
+            self._sent(self._calls[send.key], send)
+        for worker in gateway.desk.overdue(now_s) if self.setup.kills else ():
+            self._mourn(gateway, worker)
+        if len(gateway.desk.queue) and not gateway.ticking:
+            gateway.ticking = True
+            self.clock.at(now_s + _TICK_S, self._tick, gateway)
+
+    def _tick(self, gateway: _Gateway) -> None:
+        gateway.ticking = False
+        self._pump(gateway)
+
+    def _sent(self, call: _Call, send: Send) -> None:
+        now_s, first = self.clock.now_s, not call.replay.attempt
+        if first:
+            self.report.waited.add(send.waited_s)
+            call.predicted_s = now_s + send.terms.ttft_ms / 1e3
+            predicted_s = call.start_s - (now_s - send.waited_s)
+            if send.waited_s >= 1.0:
+                self.report.start_off.add(predicted_s / send.waited_s)
+        self._place(call, send.worker, send.number)
+
+    def _in_turn(self, call: _Call) -> None:
+        nodes = list(self._nodes)
+        if not nodes:
+            del self._calls[call.key]
+            self.clock.at(self.clock.now_s + _HOLD_S, self._offer, call)
+            return
+        self._turn += 1
+        self._place(call, nodes[self._turn % len(nodes)], 0)
+
+    def _place(self, call: _Call, worker: int, number: int) -> None:
+        call.replay.placed()
+        call.lost_on |= {worker} if self.setup.kills else frozenset()
+        self.clock.at(self.clock.now_s + self.setup.hop_s, self._ordered, call, call.key, worker, number)
+
+    # Engines.
+
+    def _open(self) -> None:
+        setup, number = self.setup, next(self._numbers)
+        host = (ExactHost if setup.exact else JumpHost)(self.clock, setup.capacity, setup.profile, self._stepped, setup.caching)
+        node = self._nodes[number] = self._by_host[host] = _Node(number, host)
+        for gateway in self._gateways:
+            kv_tokens = setup.capacity.blocks * setup.capacity.block
+            gateway.desk.join(number, f"n{number}", setup.profile, kv_tokens, node.host.pressure(0), self.clock.now_s)
+
+    def _ordered(self, call: _Call, key: int, worker: int, number: int) -> None:
+        node = self._nodes.get(worker)
+        if node is not None and key in self._calls:
+            node.seen[self._gateways.index(call.gateway)] = number
+            node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes, len(call.replay.ids))
+            for i, gateway in enumerate(self._gateways):
+                self._press(node, i, gateway)
+
+    def _stepped(self, host: ExactHost, told: list[Gained]) -> None:
+        node, now_s, hop_s = self._by_host[host], self.clock.now_s, self.setup.hop_s
+        if told:
+            self.clock.at(now_s + hop_s, self._heard, told)
+        if self.setup.route == "turns":
+            return
+        news = host.news() if self.setup.route == "kv" else None
+        for i, gateway in enumerate(self._gateways):
+            if news is not None and (not self.setup.event_loss or self._random.random() >= self.setup.event_loss):
+                self.clock.at(now_s + hop_s, self._news, gateway, node.number, news)
+            before, last_s = node.told.get(i, (-1, -1.0))
+            if node.seen.get(i, 0) != before or now_s - last_s >= self.setup.load_s:
+                self._press(node, i, gateway)
+            elif i not in node.due:  # a leap may last longer than one may be silent
+                node.due.add(i)
+                self.clock.at(last_s + self.setup.load_s, self._press, node, i, gateway)
+
+    def _press(self, node: _Node, i: int, gateway: _Gateway) -> None:
+        seen, now_s = node.seen.get(i, 0), self.clock.now_s
+        node.due.discard(i)
+        node.told[i] = (seen, now_s)
+        self.clock.at(now_s + self.setup.hop_s + self.setup.load_late_s, self._pressed, gateway, node.number, node.host.pressure(seen))
+
+    def _news(self, gateway: _Gateway, worker: int, news: KvNews) -> None:
+        node = self._nodes.get(worker)
+        if node is not None and not gateway.desk.events(worker, news):  # it asks for everything
+            gateway.desk.events(worker, node.host.everything())
+
+    def _pressed(self, gateway: _Gateway, worker: int, load: Pressure) -> None:
+        if worker in self._nodes:
+            gateway.desk.heard(worker, load, self.clock.now_s)
+            if len(gateway.desk.queue):
+                self._pump(gateway)
+
+    # Tokens.
+
+    def _heard(self, told: list[Gained]) -> None:
+        for progress in told:
+            call = self._calls.get(progress.key)
+            if call is not None:
+                self._take(call, progress)
+
+    def _take(self, call: _Call, progress: Gained) -> None:
+        now_s, replay, arrival = self.clock.now_s, call.replay, call.arrival
+        ids = range(progress.at, progress.at + progress.count)
+        effect = replay.piece(replay.attempt, progress.at, ids, "length" if progress.ended else None)
+        if not isinstance(effect, PassOn):
+            return
+        report = self.report
+        if not call.first_s:
+            call.first_s = now_s
+            ttft_s = now_s - arrival.at_s
+            report.ttft.add(ttft_s)
+            if call.predicted_s:
+                report.off.add(abs(call.predicted_s - now_s) / max(now_s - arrival.at_s, 1e-9))
+            report.account(arrival.account).ttft.add(ttft_s)
+        elif self.setup.exact:
+            report.pause.add(now_s - call.last_s)
+        call.last_s = now_s
+        if effect.ends:
+            self._done(call)
+
+    def _done(self, call: _Call) -> None:
+        arrival = call.arrival
+        work_ms = next(iter(self._by_host)).costs.work_ms(arrival.prompt, 0, arrival.output)
+        self.report.answered(arrival, call.replay.ids, call.first_s, self.clock.now_s, work_ms)
+        self._forget(call)
+
+    def _forget(self, call: _Call) -> None:
+        del self._calls[call.key]
+        if self.setup.route != "turns":
+            call.gateway.desk.ended(call.key, len(call.replay.ids), self.clock.now_s)
+            if len(call.gateway.desk.queue):
+                self._pump(call.gateway)
+
+    # Death.
+
+    def _kill(self, some: int, back_s: float) -> None:
+        for number in self._random.sample(sorted(self._nodes), min(some, len(self._nodes))):
+            node = self._nodes.pop(number)
+            node.host.kill()
+            self._busy_s += node.host.busy_s
+            self.report.cached_tokens += node.host.cached_tokens
+            for gateway in self._gateways:
+                self.clock.at(self.clock.now_s + _FOUND_S, self._mourn, gateway, number)
+            self.clock.at(self.clock.now_s + back_s, self._open)
+
+    def _mourn(self, gateway: _Gateway, worker: int) -> None:
+        for key in gateway.desk.lost(worker, self.clock.now_s):
+            call = self._calls.pop(key)
+            effect = call.replay.lost(call.replay.attempt, "crash")
+            if isinstance(effect, Again):
+                self.report.replays += 1
+                self._offer(call)
+            elif isinstance(effect, Fail):
+                self.report.failed += 1
+        self._pump(gateway)
+
+    def _sample(self) -> None:
+        rows = [len(n.host.scheduler.running) + len(n.host.scheduler.waiting) for n in self._nodes.values()]
+        if sum(rows) >= len(rows) > 0:
+            self.report.crowd.add(max(rows) * len(rows) / sum(rows))
+        if self._arriving or self._calls:
+            self.clock.at(self.clock.now_s + _SAMPLE_S, self._sample)

@@ -1,0 +1,189 @@
+"""One engine of the fleet, exact: the real scheduler, blocks and shapes, with times instead of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rayneuron.devices.base import LIKELIEST, Shape
+from rayneuron.engine.buckets import Capacity, decode_shape, prefill_shape
+from rayneuron.engine.pressure import pressure
+from rayneuron.engine.scheduler import Scheduler
+from rayneuron.engine.sequence import Plan
+from rayneuron.engine.sequence import Sequence as Running
+from rayneuron.news import KvNews, Pressure
+from rayneuron.policies.chunks import Chunks, fit
+from rayneuron.policies.cost import Costs, moved
+from rayneuron.policies.step_times import decode_grid, prefill_grid
+from rayneuron.sim.clock import Clock
+from rayneuron.types import Profile, Request, SamplingParams
+
+_PARAMS = SamplingParams(max_tokens=None, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gained:
+    """What steps gave a sequence: `count` tokens behind `at`, the last at the time of the call; `ended`: its answer is whole."""
+
+    key: int
+    at: int
+    count: int
+    ended: bool
+
+
+class _Traced(Scheduler):
+    """The real one; what blocks hold is said by the trace, not by ids that nobody has."""
+
+    def __init__(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> None:
+        super().__init__(capacity, model, chunks)
+        self.hashes: dict[int, Sequence[bytes]] = {}  # of all blocks a sequence will ever fill, by its order
+
+    def _hashes(self, sequence: Running) -> list[bytes]:
+        have, need = len(sequence.hashes), len(sequence.ids) // self.capacity.block
+        if need > have:
+            sequence.hashes += self.hashes[sequence.order][have:need]
+        return sequence.hashes
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block of this hash is registered."""
+        return bool(self.blocks._find((digest,)))
+
+
+class ExactHost:
+    """Takes sequences, and tells `listener` at the end of every step what they got."""
+
+    def __init__(
+        self, clock: Clock, capacity: Capacity, profile: Profile, listener: Callable[[ExactHost, list[Gained]], None], caching: bool = False
+    ) -> None:
+        self.clock = clock
+        self.scheduler = _Traced(capacity, "simulated" if caching else None, fit(profile))
+        self.costs = Costs(profile)
+        self.alive = True
+        self.steps = self.tokens = self.cached_tokens = 0
+        self.busy_s = 0.0
+        self.slow = 1.0  # steps take so many times as long
+        self._listener = listener
+        self._decode, self._prefill, self._host_ms = decode_grid(profile), prefill_grid(profile), profile.host_ms
+        self._known: dict[Shape, float] = {}
+        self._sequences: dict[int, Running] = {}
+        self._keys: dict[int, int] = {}  # by the order of a sequence
+        self._orders = 0
+        self._running = False
+        self._unwanted: list[int] = []
+        self._output = profile.output_tokens
+        self._told = (0, 0)  # of what others know
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return not self._sequences
+
+    def submit(self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0) -> None:
+        """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of all blocks of both."""
+        ids = [1] * (prompt + done)
+        self._orders += 1
+        sequence = Running(Request(id="", prompt_ids=[], params=_PARAMS), 0, ids, 0, output, self._orders, prompt_len=prompt)
+        self.scheduler.hashes[self._orders] = hashes
+        self._sequences[key] = sequence
+        self._keys[self._orders] = key
+        self.scheduler.add(sequence)
+        self._interrupt()
+
+    def cancel(self, key: int) -> None:
+        """Nobody wants it any more; it ends with the step under way."""
+        if key in self._sequences:
+            self._unwanted.append(key)
+            self._interrupt()
+
+    def kill(self) -> None:
+        """It is gone, and nobody is told anything."""
+        self.alive = False
+
+    def pressure(self, seen: int) -> Pressure:
+        """How busy it says it is."""
+        return pressure(self.scheduler, self.costs, self._output, seen)
+
+    def news(self) -> KvNews | None:
+        """What prefixes it has had or lost since it was asked last."""
+        log = self.scheduler.blocks.log
+        if log is None or (not log.open and self._told == (log.epoch, log.number)):
+            return None
+        told = self._told if self._told[0] == log.epoch else (log.epoch, 0)
+        news = self.scheduler.blocks.news(*told)
+        assert news is not None
+        self._told = (news.epoch, news.number)
+        return news
+
+    def everything(self) -> KvNews:
+        """All prefixes it has."""
+        news = self.scheduler.blocks.news()
+        assert news is not None
+        return news
+
+    def _interrupt(self) -> None:
+        """Something is to be looked at when a step ends."""
+        if not self._running:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Between two steps."""
+        for key in self._unwanted:
+            self._forget(key)
+        self._unwanted.clear()
+        plan = self.scheduler.plan()
+        self._running = plan is not None
+        if plan is not None:
+            self.scheduler.launch(plan, overlaps=False)
+            self._begin(plan, self._step_s(plan))
+
+    def _begin(self, plan: Plan, step_s: float) -> None:
+        self.busy_s += step_s
+        self.clock.at(self.clock.now_s + step_s, self._end, plan)
+
+    def _end(self, plan: Plan) -> None:
+        if self.alive:
+            told = self._commit(plan)
+            self._turn()
+            self._listener(self, told)
+
+    def _commit(self, plan: Plan) -> list[Gained]:
+        """A step has ended: `engine.sequence.advance` without logits."""
+        self.steps += 1
+        self.scheduler.landed(plan)
+        told = []
+        for work in plan.works:
+            sequence = work.sequence
+            if work.valid and work.last:
+                at = sequence.generated
+                if not at:
+                    self.cached_tokens += sequence.cached
+                sequence.append(1)
+                told.append(self._progress(sequence, at, 1))
+        return told
+
+    def _progress(self, sequence: Running, at: int, count: int) -> Gained:
+        key = self._keys[sequence.order]
+        self.tokens += count
+        ended = sequence.generated >= sequence.max_tokens
+        if ended:
+            self._output = moved(self._output, sequence.generated)
+            self._forget(key)
+        return Gained(key, at, count, ended)
+
+    def _forget(self, key: int) -> None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            sequence.finish_reason = "stop"
+            del self._keys[sequence.order], self.scheduler.hashes[sequence.order]
+            self.scheduler.remove(sequence)
+
+    def _step_s(self, plan: Plan) -> float:
+        c, works = self.scheduler.capacity, plan.works
+        length = max([w.start + w.count for w in works])
+        decode = plan.tag == "decode"
+        shape = decode_shape(c, len(works), length, LIKELIEST) if decode else prefill_shape(c, [w.count for w in works], length, LIKELIEST)
+        ms = self._known.get(shape)
+        if ms is None:
+            ms = self._decode.at(shape.rows, shape.length) if decode else self._prefill.at(shape.rows * shape.tokens, shape.length)
+            self._known[shape] = ms = ms + self._host_ms
+        return ms * self.slow / 1e3

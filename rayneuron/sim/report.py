@@ -1,0 +1,133 @@
+"""What a run was like: percentiles, refusals, reuse, and whether everything balances."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayneuron.sim.workload import Arrival
+
+_STEP = math.log(1.01)  # bins are 1 % wide
+_LEAST = 1e-6
+
+
+class Distribution:
+    """Numbers as counts in bins, however many there are."""
+
+    __slots__ = ("_bins", "count", "most", "total")
+
+    def __init__(self) -> None:
+        self._bins: Counter[int] = Counter()
+        self.count = 0
+        self.total = self.most = 0.0
+
+    def add(self, value: float) -> None:
+        """One number, not negative."""
+        self._bins[int(math.log(max(value, _LEAST)) / _STEP)] += 1
+        self.count += 1
+        self.total += value
+        self.most = max(self.most, value)
+
+    @property
+    def mean(self) -> float:
+        """Of all, 0 of none."""
+        return self.total / self.count if self.count else 0.0
+
+    def at(self, share: float) -> float:
+        """The number that such a share of all does not exceed, within 1 %."""
+        left = share * self.count
+        for number in sorted(self._bins):
+            left -= self._bins[number]
+            if left <= 0:
+                return min(math.exp((number + (1 if number >= 0 else 0)) * _STEP), self.most)
+        return 0.0
+
+    def summary(self) -> dict[str, float]:
+        """For people and machines."""
+        return {"mean": self.mean, "p50": self.at(0.5), "p90": self.at(0.9), "p95": self.at(0.95), "p99": self.at(0.99), "max": self.most}
+
+
+@dataclass(slots=True)
+class AccountReport:
+    """One account's part."""
+
+    ttft: Distribution = field(default_factory=Distribution)
+    work_ms: float = 0.0
+    finished: int = 0
+
+
+@dataclass(slots=True)
+class FleetReport:
+    """Times in seconds. `cached_tokens` of `prompt_tokens` that nobody had to compute; `off`: of predicted first tokens, by actual."""
+
+    arrived: int = 0
+    finished: int = 0
+    failed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    replays: int = 0
+    wrong: int = 0  # answers that were not what the engine had said, to the token
+    ttft: Distribution = field(default_factory=Distribution)
+    tpot: Distribution = field(default_factory=Distribution)
+    whole: Distribution = field(default_factory=Distribution)
+    waited: Distribution = field(default_factory=Distribution)
+    pause: Distribution = field(default_factory=Distribution)
+    off: Distribution = field(default_factory=Distribution)
+    start_off: Distribution = field(default_factory=Distribution)  # predicted by actual start, of those who waited for a second or more
+    crowd: Distribution = field(default_factory=Distribution)  # sequences of the busiest engine by those of the mean, every second
+    accounts: dict[str, AccountReport] = field(default_factory=dict)
+    seconds: float = 0.0
+    busy: float = 0.0  # share of the time that engines had a step under way
+
+    def account(self, name: str) -> AccountReport:
+        """One account's part."""
+        found = self.accounts.get(name)
+        if found is None:
+            found = self.accounts[name] = AccountReport()
+        return found
+
+    def answered(self, arrival: Arrival, ids: list[int], first_s: float, now_s: float, work_ms: float) -> None:
+        """A request has its whole answer: the tokens 0, 1, 2 and so on. `work_ms`: what it takes of a device."""
+        self.finished += 1
+        self.wrong += ids != list(range(arrival.output))
+        self.prompt_tokens += arrival.prompt
+        self.output_tokens += len(ids)
+        self.whole.add(now_s - arrival.at_s)
+        if len(ids) > 1:
+            self.tpot.add((now_s - first_s) / (len(ids) - 1))
+        mine = self.account(arrival.account)
+        mine.finished += 1
+        mine.work_ms += work_ms
+
+    def json(self) -> dict[str, Any]:
+        """All of it."""
+        spread = ("ttft", "tpot", "whole", "waited", "pause", "off", "crowd")
+        plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds", "busy")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            "refused": dict(self.refused),
+            "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
+            **{name: getattr(self, name).summary() for name in spread},
+            "accounts": {
+                name: {"finished": a.finished, "work_ms": a.work_ms, "ttft": a.ttft.summary()} for name, a in sorted(self.accounts.items())
+            },
+        }
+
+    def text(self) -> str:
+        """For people."""
+        cached, speed = self.cached_tokens / max(1, self.prompt_tokens), self.output_tokens / max(self.seconds, 1e-9)
+        lines = [
+            f"{self.arrived} requests in {self.seconds:.0f} s: {self.finished} answered, {sum(self.refused.values())} refused, "
+            f"{self.failed} failed, {self.replays} replayed",
+            f"{self.prompt_tokens} prompt tokens ({cached:.1%} cached), {self.output_tokens} output tokens, {speed:.0f} a second; "
+            f"engines busy {self.busy:.1%}",
+        ]
+        shown = (("first token", self.ttft), ("each after it", self.tpot), ("answer", self.whole), ("at the gateway", self.waited))
+        for name, what in shown:
+            s = what.summary()
+            lines.append(f"{name + ', ms:':23}" + "  ".join(f"{part} {1e3 * s[part]:.1f}" for part in s))
+        return "\n".join(lines)

@@ -1,0 +1,39 @@
+"""What a simulated fleet is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rayneuron.engine.buckets import Capacity
+from rayneuron.policies.desk import DeskLimits
+from rayneuron.policies.fairness import AccountShare
+from rayneuron.types import Profile
+
+Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; one after another
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A fleet of equal engines. `hop_s`: from a gateway to an engine or back. An engine says how busy it is, `load_late_s` after it was so,
+    to all gateways when an order has come, and every `load_s` while it has steps; else those that hear of a new sequence late crowd it.
+
+    `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until they are back). Where `exact`,
+    every step is a call of its own.
+    """
+
+    capacity: Capacity
+    profile: Profile
+    nodes: int = 1
+    gateways: int = 1
+    route: Route = "kv"
+    caching: bool = True
+    limits: DeskLimits = field(default_factory=DeskLimits)
+    shares: Mapping[str, AccountShare] = field(default_factory=dict)
+    hop_s: float = 0.0005
+    load_s: float = 0.05
+    load_late_s: float = 0.0
+    event_loss: float = 0.0
+    kills: tuple[tuple[float, int, float], ...] = ()
+    exact: bool = False

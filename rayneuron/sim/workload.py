@@ -1,0 +1,153 @@
+"""Requests and when they come: public traces, or made up of Poisson arrivals, shared prefixes, sessions and accounts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from random import Random
+
+from rayneuron.errors import ConfigError
+
+_MOONCAKE = 512  # tokens of a block of that trace
+_OWN = 1 << 40  # numbers of what a request shares with nobody begin here
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: `prompt` tokens, and the `output` tokens it will be answered with, of `most` it asks for.
+
+    `parts`: (number, tokens) of what prompt and answer are made of, in order; equal numbers are equal tokens.
+    """
+
+    number: int
+    at_s: float
+    prompt: int
+    output: int
+    most: int | None = None
+    account: str = ""
+    session: str = ""
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def hashes(self, block: int) -> tuple[bytes, ...]:
+        """Of all full blocks of prompt and answer. Parts that others have too are whole blocks."""
+        made = [
+            ((number << 20 | at) & (1 << 60) - 1).to_bytes(8, "little") + number.to_bytes(8, "little")
+            for number, tokens in self.parts
+            for at in range(tokens // block)
+        ]
+        return tuple(made[: (self.prompt + self.output) // block])
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Made-up requests of one account: `rate` a second, of about so many tokens (exponential, at least 1).
+
+    `prefixes`: of how many prompts each begins with one, the first ones the likeliest (Zipf), of `shared` tokens. `turns`: of a session,
+    each behind all before it, `think_s` after its answer might have come.
+    """
+
+    rate: float
+    prompt: int
+    output: int
+    account: str = ""
+    prefixes: int = 0
+    shared: int = 0
+    turns: int = 1
+    think_s: float = 5.0
+    most: int | None = None
+    weights: list[float] = field(init=False, compare=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.weights.extend(1 / (i + 1) ** 1.1 for i in range(self.prefixes))
+
+
+def made_up(streams: list[Traffic], seconds: float, random: Random, block: int = 64, longest: int = 1 << 30) -> Iterator[Arrival]:
+    """The requests of all streams, in order of time."""
+    number = 0
+    due: list[tuple[float, int]] = [(random.expovariate(s.rate), i) for i, s in enumerate(streams) if s.rate > 0]
+    later: list[tuple[float, int, int, int, int]] = []  # of sessions: when, stream, number of the session, turn, tokens so far
+    while due or later:
+        if later and (not due or min(later)[0] <= min(due)[0]):
+            turn = min(later)
+            later.remove(turn)
+            at_s, which, own, done, so_far = turn
+        else:
+            at_s, which = first = min(due)
+            due.remove(first)
+            due.append((at_s + random.expovariate(streams[which].rate), which))
+            own, done, so_far = _OWN + number, 0, 0
+            if at_s >= seconds:
+                due.remove(due[-1])
+                continue
+        stream = streams[which]
+        fresh, output = _about(stream.prompt, random), _about(stream.output, random)
+        parts: list[tuple[int, int]] = []
+        if stream.prefixes:
+            chosen = Random(own).choices(range(stream.prefixes), stream.weights)[0]
+            parts.append(((which + 1) * 100_000 + chosen, stream.shared // block * block))
+        head = sum(tokens for _, tokens in parts)
+        prompt = min(head + so_far + fresh, longest - 1)
+        output = min(output, longest - prompt)
+        parts.append((own, prompt + output - head))
+        session = f"s{own}" if stream.turns > 1 else ""
+        yield Arrival(number, at_s, prompt, output, stream.most, stream.account, session, tuple(parts))
+        number += 1
+        if done + 1 < stream.turns and prompt + output < longest // 2:
+            later.append((at_s + random.expovariate(1 / stream.think_s), which, own, done + 1, prompt + output - head))
+
+
+def _about(mean: int, random: Random) -> int:
+    return max(1, round(random.expovariate(1 / mean)))
+
+
+def read(path: Path, scale: float = 1.0, repeat: int = 1) -> Iterator[Arrival]:
+    """A trace file: Azure's (.csv: TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's (.jsonl). `scale`: so many times as fast;
+    `repeat`: so many times over, one after another."""
+    number, behind_s = 0, 0.0
+    for _ in range(repeat):
+        last_s = 0.0
+        for at_s, prompt, output, parts in _lines(path):
+            last_s = at_s
+            own = (_OWN + number, prompt + output - sum(tokens for _, tokens in parts))
+            yield Arrival(number, behind_s + at_s / scale, prompt, output, parts=(*parts, own))
+            number += 1
+        behind_s += last_s / scale
+
+
+def _lines(path: Path) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:
+    kind = {".csv": _azure, ".jsonl": _mooncake}.get(path.suffix)
+    if kind is None:
+        raise ConfigError(f"{path}: a trace is a .csv as Azure's, or a .jsonl as Mooncake's")
+    with path.open() as file:
+        requests, line = kind(file), 1 + (path.suffix == ".csv")
+        while True:
+            try:
+                found = next(requests, None)
+                if found is None:
+                    return
+                if found[1] < 1 or found[2] < 1 or found[0] < 0:
+                    raise ValueError("a request has a token at least, each way, and does not come before the first")
+            except (ValueError, KeyError, TypeError) as wrong:
+                raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
+            yield found
+            line += 1
+
+
+def _azure(file: Iterator[str]) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:
+    first: datetime | None = None
+    for row in csv.DictReader(file):
+        when = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        first = first or when
+        yield (when - first).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
+
+
+def _mooncake(file: Iterator[str]) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:
+    for line in file:
+        row = json.loads(line)
+        prompt = int(row["input_length"])
+        whole = [int(number) for number in row["hash_ids"][: prompt // _MOONCAKE]]
+        yield row["timestamp"] / 1e3, prompt, int(row["output_length"]), tuple((number, _MOONCAKE) for number in whole)

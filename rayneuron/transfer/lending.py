@@ -1,0 +1,160 @@
+"""A worker of a prefill pool gives its KV to those who have a ticket, as memory to map or as bytes; a thread a connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayneuron import wire
+from rayneuron.devices.base import KvMemory
+from rayneuron.transfer.door import Door
+from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
+from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, digest, header, pieces, places_of, segments, stale, sums_of
+
+
+@dataclass(slots=True)
+class _Lent:
+    """The blocks of one ticket as far as they may be read, and who reads them."""
+
+    session: bytes
+    blocks: Sequence[int]
+    readers: list[socket.socket] = field(default_factory=list)
+    gone: Callable[[], None] | None = None  # what waits for the last of them
+
+
+class Lender:
+    """The tickets one worker knows. What is withdrawn is read by nobody once `gone` has been called."""
+
+    def __init__(self, memory: KvMemory, token: bytes, epoch: int, ip: str | None, *, shared: bool = True) -> None:
+        """`ip`: of this node, where other hosts may come; `shared`: give the memory itself to processes of this host."""
+        self._memory = memory
+        self._epoch = epoch
+        self._shared = shared and memory.fd >= 0
+        self._lent: dict[bytes, _Lent] = {}
+        self._lock = threading.Lock()
+        self._door = Door(token, ip, OfData, self._serve)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it is read, the nearest first."""
+        return self._door.addresses
+
+    @property
+    def refused(self) -> int:
+        """Connections that said what is no message, or not the token."""
+        return self._door.refused
+
+    def lend(self, ticket: bytes, session: bytes, blocks: Sequence[int]) -> None:
+        """These blocks, in the ticket's order, may be read from now on."""
+        with self._lock:
+            self._lent.setdefault(ticket, _Lent(session, blocks)).blocks = blocks
+
+    def withdraw(self, ticket: bytes, gone: Callable[[], None]) -> None:
+        """Nobody may read a ticket any more; `gone` is called once nobody does, maybe on another thread."""
+        with self._lock:
+            lent = self._lent.pop(ticket, None)
+            if lent is not None and lent.readers:
+                lent.gone = gone
+                for reader in lent.readers:
+                    wire.shut(reader)
+                return
+        gone()
+
+    def close(self) -> None:
+        """End every connection."""
+        self._door.close()
+
+    def _serve(self, channel: wire.Channel[Any], knock: Knock) -> None:
+        if knock.memory:
+            self._give_memory(channel.socket)
+            return
+        while True:
+            get = channel.receive()
+            if not isinstance(get, Get):
+                raise wire.WireError("a second knock")
+            self._answer(channel.socket, get)
+
+    def _give_memory(self, connection: socket.socket) -> None:
+        if not self._shared:
+            return
+        memory = self._memory
+        blocks, heads, unit = memory.units[0].shape
+        said = MemoryHere(self._epoch, memory.stride, (len(memory.units), blocks, heads, unit))
+        socket.send_fds(connection, [bytes(wire.frame(said))], [memory.fd])
+
+    def _answer(self, connection: socket.socket, get: Get) -> None:
+        units = self._memory.units
+        _, heads, unit = units[0].shape
+        with self._reading(connection, get) as blocks:
+            if blocks is None or get.epoch != self._epoch:
+                connection.sendall(stale(get.epoch, get.ticket))
+                return
+            _check(get, len(blocks), len(units), heads)
+            if get.sums_only:
+                places = np.array(blocks[get.first : get.end], "<i4")
+                _send_list(connection, get, places_of(get.first, len(places)), places, PLACES)
+            sums: list[int] = []
+            every = list(pieces(get.layer, get.count, get.runs, get.first, get.end, unit))
+            for piece in every:
+                parts = segments(units, piece.layer, piece.head, piece.heads, blocks[piece.first : piece.first + piece.blocks])
+                if not get.sums_only:
+                    said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, digest(parts))
+                    _send(connection, [said, *parts])
+                    continue
+                sums.append(digest(parts))
+                if len(sums) == SUMS_AT_ONCE or piece is every[-1]:
+                    of = sums_of(piece.number + 1 - len(sums), len(sums))
+                    _send_list(connection, get, of, np.array(sums, "<u8"), SUMS)
+                    sums.clear()
+
+    @contextmanager
+    def _reading(self, connection: socket.socket, get: Get) -> Iterator[Sequence[int] | None]:
+        """The ticket's blocks, which stay what they are until this reader has left; None where it may not read them."""
+        with self._lock:
+            lent = self._lent.get(get.ticket)
+            allowed = lent is not None and wire.same_token(get.session, lent.session)
+            if lent is not None and allowed:
+                lent.readers.append(connection)
+        try:
+            yield lent.blocks if lent is not None and allowed else None
+        finally:
+            gone = None
+            if lent is not None and allowed:
+                with self._lock:
+                    lent.readers.remove(connection)
+                    gone = lent.gone if not lent.readers else None
+            if gone is not None:
+                gone()
+
+
+def _check(get: Get, blocks: int, layers: int, heads: int) -> None:
+    """Raise WireError where a Get asks for what is not there."""
+    whole = 0 <= get.first < get.end <= blocks and 0 <= get.layer < get.layer + get.count <= layers
+    if not whole or not get.runs or len(get.runs) > heads or not all(0 <= head < head + n <= heads for head, n in get.runs):
+        raise wire.WireError(f"blocks {get.first}-{get.end} of {blocks}, layers {get.layer}+{get.count}, heads {get.runs}")
+
+
+def _send_list(connection: socket.socket, get: Get, of: KvPiece, numbers: NDArray[Any], kind: int) -> None:
+    data = numbers.tobytes()
+    _send(connection, [header(get.epoch, get.ticket, of, len(data), digest([data]), kind), data])
+
+
+def _send(connection: socket.socket, parts: Sequence[Any]) -> None:
+    """All of some stretches of memory. The other side may be slow; who withdraws the ticket breaks the connection."""
+    left = [memoryview(part).cast("B") for part in parts]
+    while left:
+        try:
+            sent = connection.sendmsg(left[:512], [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            continue
+        while left and sent >= len(left[0]):
+            sent -= len(left.pop(0))
+        if sent:
+            left[0] = left[0][sent:]

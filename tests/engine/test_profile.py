@@ -1,0 +1,206 @@
+"""What steps take: which are measured and how long that lasts, what is estimated, and what real steps change of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rayneuron.devices.base import Ended, StepOutput
+from rayneuron.engine.buckets import Capacity, capacity, inventory
+from rayneuron.engine.profile import BUDGET_S, HALF_LIFE, MOST_OFF, StepInfo, Timing, limited, measure
+from rayneuron.engine.runner import choose, pack
+from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.types import Profile, Request, SamplingParams
+
+CAPACITIES = {
+    "default": capacity(rows=16, length=4096, chunk=512, block=64),
+    "one block a row": capacity(rows=4, length=1024, chunk=256),
+    "few graphs": capacity(rows=4, length=8192, chunk=512, few=True),
+    "prefix buckets": capacity(rows=4, length=4096, chunk=1024, prefix=(512, 1024)),
+    "hardly any KV": capacity(rows=16, length=4096, chunk=512, block=16, kv_tokens=48),
+    "tiny": capacity(rows=1, length=2, chunk=512, block=64),
+    "listed": capacity(rows=6, length=600, chunk=512, block=64, batch=(3,), context=(48, 80), lengths=(300,)),
+}
+
+
+class Slow:
+    """A runner whose steps take the time `cost` says, on a clock of its own."""
+
+    overlaps = False
+
+    def __init__(self, held: Capacity, cost: Any) -> None:
+        self.capacity, self.cost = held, cost
+        self.now = 100.0
+        self.plans: list[Plan] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def start(self, plan: Plan) -> Ended:
+        self.plans.append(plan)
+        self.now += self.cost(plan)
+        return Ended(StepOutput())
+
+    def close(self) -> None: ...
+
+
+def by_tokens(plan: Plan) -> float:
+    """A model of 3 ms a step, 0.1 ms a token, and half of that again at 4,096 positions."""
+    tokens, longest = sum(w.count for w in plan.works), max(w.start + w.count for w in plan.works)
+    return 0.003 + 1e-4 * tokens * (1 + longest / 8192)
+
+
+def measured(held: Capacity, cost: Any = by_tokens) -> tuple[Profile, Slow]:
+    runner = Slow(held, cost)
+    return measure(runner, 512, runner.clock), runner
+
+
+@pytest.mark.parametrize("name", CAPACITIES)
+def test_every_step_is_one_that_requests_could_make_and_writes_nothing(name: str) -> None:
+    held = CAPACITIES[name]
+    profile, runner = measured(held)
+    listed = {(shape.tag, shape.rows, shape.tokens, shape.length) for shape in inventory(held)}
+    for plan in runner.plans:
+        shape = choose(held, plan)
+        assert (shape.tag, shape.rows, shape.tokens, shape.length) in listed
+        batch = pack(plan.works, shape, held.space)
+        assert (batch.slots == held.space.nowhere).all(), "the KV of nobody is touched"
+        assert len(set(batch.rows[: len(plan.works)].tolist())) == len(plan.works)
+        assert int(batch.tokens.max()) < 512 and int(batch.tokens.min()) >= 0
+    assert len(profile.decode) + len(profile.prefill) <= 12
+    assert {ms > 0 for *_, ms in (*profile.decode, *profile.prefill)} == {True}
+
+
+def test_what_is_measured_is_what_it_took() -> None:
+    profile, runner = measured(CAPACITIES["default"])
+    assert [(b, n) for b, n, _ in profile.decode] == [(1, 128), (4, 128), (16, 128), (1, 4096), (4, 4096), (16, 4096)]
+    assert [(r, t, n) for r, t, n, _ in profile.prefill] == [(1, t, n) for n in (512, 4096) for t in (32, 128, 512)]
+    for rows, length, ms in profile.decode:
+        assert ms == pytest.approx(3 + 0.1 * rows * (1 + length / 8192))
+    for _, tokens, length, ms in profile.prefill:
+        assert ms == pytest.approx(3 + 0.1 * tokens * (1 + length / 8192))
+    assert profile.tokens == tuple(sorted(profile.tokens)) and [n for n, _ in profile.tokens] == [1, 4, 16, 32, 128, 512]
+    assert len(runner.plans) == 24 and runner.now - 100 < BUDGET_S
+
+
+@pytest.mark.parametrize("disturbed", [1, 2])
+def test_of_two_runs_the_lesser_counts(disturbed: int) -> None:
+    """What disturbs a step only ever adds to it."""
+    runs: Counter[tuple[str, int, int, int]] = Counter()
+
+    def cost(plan: Plan) -> float:
+        point = (plan.tag, len(plan.works), plan.works[0].count, plan.works[0].start)
+        runs[point] += 1
+        return 0.2 * by_tokens(plan) * (3 if runs[point] == disturbed else 1)
+
+    assert measured(CAPACITIES["default"], cost)[0] == measured(CAPACITIES["default"], lambda plan: 0.2 * by_tokens(plan))[0]
+    assert set(runs.values()) == {2} and len(runs) == 12
+
+
+@pytest.mark.parametrize("slower", [4, 30, 200])
+def test_a_slow_model_is_measured_no_longer(slower: int) -> None:
+    """What there was no time for is estimated from the nearest that there was: more tokens in proportion, no context for nothing."""
+    profile, runner = measured(CAPACITIES["default"], lambda plan: slower * by_tokens(plan))
+    least = slower * (by_tokens(runner.plans[0]) + by_tokens(runner.plans[1]))
+    assert runner.now - 100 <= max(1.2 * BUDGET_S, least) + 1e-9
+    ms = {(t, n): took for _, t, n, took in profile.prefill}
+    assert ms[32, 512] == pytest.approx(slower * (3 + 3.2 * 1.0625))
+    for tokens, length in ms:
+        assert slower * (3 + 0.1 * tokens) <= ms[tokens, length] * 1.01, "nothing is thought to be faster than it is"
+        assert ms[tokens, length] >= ms[tokens, 512]
+    rows = len(profile.decode) // 2
+    assert all(long >= short for (*_, short), (*_, long) in zip(profile.decode[:rows], profile.decode[rows:], strict=True))
+
+
+def test_a_prefill_step_lasts_as_long_as_four_decode_steps_of_some_rows() -> None:
+    profile, _ = measured(CAPACITIES["default"])
+    assert limited(profile, None).chunk_ms == pytest.approx(4 * (3 + 0.4 * (1 + 128 / 8192)))
+    assert limited(profile, 7.5).chunk_ms == 7.5 and limited(profile, 0.0).chunk_ms == 0.0
+
+
+def plan_of(tag: Any, *rows: tuple[int, int], scores: bool = False) -> Plan:
+    """`rows`: (start, count)."""
+    request = Request(id="a", prompt_ids=[], params=SamplingParams(temperature=0.0))
+    works = []
+    for start, count in rows:
+        sequence = Sequence(request, 0, [1] * (start + count), 0, 9, 0, prompt_len=start + count)
+        sequence.prompt_logprobs = [] if scores else None
+        works.append(Work(sequence, start, count))
+    return Plan(tag, works)
+
+
+def took(run_s: float, host_s: float = 0.0) -> StepInfo:
+    return StepInfo(plan_s=host_s / 2, run_s=run_s, commit_s=host_s / 2)
+
+
+@pytest.fixture
+def timing() -> Iterator[Timing]:
+    profile, _ = measured(CAPACITIES["default"])
+    yield Timing(profile)
+
+
+def test_half_of_what_is_known_is_newer_after_its_half_life(timing: Timing) -> None:
+    known = {(b, n): ms for b, n, ms in timing.fixed.decode}
+    for _ in range(HALF_LIFE):
+        timing.note(plan_of("decode", *[(90, 1)] * 4), took(2e-3 * known[4, 128], 5e-4), False)
+    now = {(b, n): ms for b, n, ms in timing.profile().decode}
+    assert now.pop((4, 128)) == pytest.approx(math.sqrt(2) * known.pop((4, 128)))
+    assert now == known and timing.profile().prefill == timing.fixed.prefill
+    assert timing.profile().host_ms == pytest.approx(0.5)
+    assert timing.fixed.host_ms == 0
+
+
+def test_a_step_that_overlaps_takes_as_long_as_its_turn(timing: Timing) -> None:
+    """Its end is waited for only in what is left of it when the host has done its own part."""
+    (rows, length, ms), *_ = timing.fixed.decode
+    for _ in range(HALF_LIFE):
+        timing.note(plan_of("decode", (90, 1)), took(1e-3 * ms / 4, 3e-3 * ms / 4), overlaps=True)
+    assert timing.profile().decode[0] == (rows, length, pytest.approx(ms))
+
+
+def test_between_two_points_both_move(timing: Timing) -> None:
+    for _ in range(HALF_LIFE):
+        timing.note(plan_of("prefill", (1984, 64)), took(1.0), False)
+    moved = [(t, n) for (_, t, n, ms), (*_, was) in zip(timing.profile().prefill, timing.fixed.prefill, strict=True) if ms > was * 1.01]
+    assert moved == [(32, 512), (128, 512), (32, 4096), (128, 4096)]
+
+
+def test_a_disturbed_step_counts_for_no_more_than_others(timing: Timing) -> None:
+    timing.note(plan_of("decode", (90, 1)), took(60.0), False)
+    (*_, was), (*_, now) = timing.fixed.decode[0], timing.profile().decode[0]
+    assert was < now <= was * MOST_OFF ** (1.01 / HALF_LIFE)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of("prefill", (0, 70)),
+        plan_of("prefill", (0, 128), scores=True),
+        plan_of("decode", *[(90, 1)] * 9),
+        plan_of("prefill", (0, 128), (0, 9)),
+    ],
+    ids=["half a bucket", "scores", "half the rows", "rows of very different lengths"],
+)
+def test_steps_that_say_nothing_of_their_bucket_are_left_out(plan: Plan, timing: Timing) -> None:
+    timing.note(plan, took(60.0), False)
+    assert (timing.profile().decode, timing.profile().prefill) == (timing.fixed.decode, timing.fixed.prefill)
+
+
+def test_what_requests_generate_is_learnt(timing: Timing) -> None:
+    assert timing.profile().output_tokens == 0
+    for _ in range(HALF_LIFE):
+        timing.ended(100)
+    for _ in range(HALF_LIFE):
+        timing.ended(200)
+    assert timing.profile().output_tokens == pytest.approx(150)
+
+
+def test_points_by_tokens_never_fall() -> None:
+    """A noisy measurement must not say that more tokens are for nothing, or give time back."""
+    profile, _ = measured(CAPACITIES["default"], lambda plan: 0.01 if plan.tag == "decode" else 0.004)
+    assert [ms for _, ms in profile.tokens] == sorted(ms for _, ms in profile.tokens)
+    assert max(ms for _, ms in profile.tokens) == pytest.approx(10.0)

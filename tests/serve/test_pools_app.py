@@ -1,0 +1,139 @@
+"""Pools through Ray Serve: one replica that prefills, one that decodes, its process killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayneuron import LLM, SamplingParams
+from rayneuron.serve import leaks
+from rayneuron.serve.profile import profile_env
+from tests.cluster.conftest import descendants
+from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+PROMPTS = [" ".join(f"{n} words {i}" for i in range(20)) for n in range(12)]
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "fp32", "max_model_len": 512, "max_num_seqs": 8, "threads": 1, "block_size": 16, "prefill_chunk_tokens": 64,
+    "serving": {"drain_timeout_s": 10, "num_cpus": 0.5},
+    "pools": {"local_tokens": 0, "stall_s": 2.0, "prefill": {"serving": {"num_cpus": 0.5}}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(tiny: Path) -> Iterator[httpx.Client]:
+    """The model in pools, in a Ray of its own."""
+    import ray
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
+        (Path(folder) / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", folder)
+        for name, value in profile_env("plain").items():
+            patch.setenv(name, value)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        try:
+            port = free_port()
+            args = {"model": {"path": str(tiny), "name": "tiny"}, **ARGUMENTS}
+            one = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
+            http = {"host": "127.0.0.1", "port": port}
+            serve.start(http_options=http)
+            file = ServeDeploySchema.model_validate({"http_options": http, "applications": [one]})
+            serve.context._get_global_client().deploy_apps(file, _blocking=False)
+            eventually(lambda: state() == "RUNNING", 120, lambda: serve.status().applications)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as found:
+                yield found
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def state() -> str:
+    from ray import serve
+
+    return str({name: app.status.value for name, app in serve.status().applications.items()}.get("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[str]:
+    """What one engine says alone."""
+    with LLM(str(tiny), dtype="fp32", max_model_len=512, threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        return [llm.generate([prompt], params)[0].outputs[0].text for prompt in PROMPTS]
+
+
+def counted(client: httpx.Client, name: str) -> float:
+    """The sum of a metric over its labels, of all replicas of both pools."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def streamed(client: httpx.Client, prompt: str) -> str:
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=asked) as stream:
+        events = sse(list(stream.iter_lines()))
+    assert events[-1] == "[DONE]", events
+    return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
+
+
+def prefillers() -> list[int]:
+    """Processes of prefill replicas."""
+    found = []
+    for pid in descendants(os.getpid()):
+        try:
+            if b"PrefillServer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def test_the_same_texts_and_a_killed_prefill_replica_costs_time_alone(client: httpx.Client, expected: list[str]) -> None:
+    def remote() -> bool:
+        adopted = counted(client, "rayneuron:tickets_ended_total")
+        streamed(client, "some words to find out whether somebody computes prompts " + str(adopted))
+        return counted(client, "rayneuron:kv_transfer_bytes_total") > 0
+
+    eventually(remote, 60)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        assert list(threads.map(lambda prompt: streamed(client, prompt), PROMPTS)) == expected
+        text = client.get("/metrics").text
+        assert 'rayneuron:tickets_ended_total{engine="prefill 0",how="committed",model_name="tiny"}' in text
+        assert client.get("/load").json()["pools"]["kv_transfer_bytes"][""] > 0
+        (said,) = leaks._pools()
+        assert said.startswith("prefill replica of model: tickets live 0, ") and "committed" in said and "blocks are kept" in said
+        (pid,) = prefillers()
+        client.post("/reset_prefix_cache")
+        begun = threading.Semaphore(0)
+
+        def again(prompt: str) -> str:
+            begun.release()
+            return streamed(client, prompt)
+
+        running = [threads.submit(again, prompt) for prompt in PROMPTS]
+        for _ in range(4):
+            begun.acquire()
+        os.kill(pid, signal.SIGKILL)
+        assert [one.result() for one in running] == expected
+    assert streamed(client, PROMPTS[0]) == expected[0], "nobody computes prompts now"
+    bytes_before = counted(client, "rayneuron:kv_transfer_bytes_total")
+    eventually(lambda: bool(prefillers()) and prefillers() != [pid], 60)
+    number = iter(range(1000))
+
+    def back() -> bool:
+        streamed(client, f"{next(number)} prompts that nobody has seen before, and that are long enough to be asked for elsewhere")
+        return counted(client, "rayneuron:kv_transfer_bytes_total") > bytes_before
+
+    eventually(back, 60)

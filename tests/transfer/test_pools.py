@@ -1,0 +1,166 @@
+"""Prompts computed by one engine and gone on with by another: the text is that of the request alone, the KV that of an own prefill."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from rayneuron.types import Request, SamplingParams
+from tests.engine.test_fuzz import drain, draw
+from tests.transfer.pair import Pair, cpu, held, open_engine
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def solo(tiny):
+    """Each request's own run alone, as in tests/engine/test_fuzz.py."""
+    engine = open_engine(tiny, rows=1, block=96, chunk=96)
+    known: dict[tuple, tuple] = {}
+
+    def run(request: Request, index: int) -> tuple:
+        from msgspec.structs import replace
+
+        params = request.params
+        key = (tuple(request.prompt_ids), repr(params), index)
+        if key not in known:
+            alone = replace(params, n=1, seed=None if params.seed is None else params.seed + index)
+            known[key] = drain(engine, [Request(id="solo", prompt_ids=list(request.prompt_ids), params=alone)])["solo", 0]
+        return known[key]
+
+    return run
+
+
+WAYS = [
+    (0, "shared", False, False),
+    (1, "sockets", True, False),
+    (2, "shared", True, True),
+    (3, "sockets", False, True),
+    (4, "auto", True, True),
+]
+
+
+@pytest.mark.parametrize(("seed", "way", "cached", "ahead"), WAYS)
+def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, way, cached, ahead):
+    """Whatever the generator of the engine's fuzz draws: seeds, choices, logprobs, penalties, stops; with and without a prefix cache on
+    both sides; not one prompt token is computed where it is decoded."""
+    rng = random.Random(seed)
+    families = [[rng.randrange(12, 512) for _ in range(64)] for _ in range(3)] if cached else None
+    requests = [draw(rng, i, families) for i in range(40)]
+    with ExitStack() as stack:
+        p = open_engine(tiny, rows=3, kv_tokens=384, chunk=rng.choice([8, 16, 32]), cached=cached, shared=True, ahead=ahead)
+        d = open_engine(tiny, rows=8, chunk=16, cached=cached, ahead=ahead)
+        pair = Pair(stack, p, d, way)
+        got = pair.run(*requests)
+        assert got == {(r.id, i): solo(r, i) for r in requests for i in range(r.params.n)}
+        pair.at_baseline()
+        local = pair.d.engine.scheduler.preemptions + pair.d.counts["failed"]
+        assert pair.d.counts["adopted"] > 15 and (local or not pair.d.counts["prefill"]), pair.d.counts
+        assert pair.p.offers.counts["committed"] >= pair.d.pulls.counts["adopted"], "what is adopted was committed"
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(12, 512) for _ in range(length)]
+
+
+KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), KINDS, ids=str)
+@pytest.mark.parametrize("block", [16, 64])
+def test_the_kv_that_arrives_has_the_bits_of_an_own_prefill(tiny, dtype, quantization, block):
+    """At every edge of a block; in rows and in panels; over memory and over sockets."""
+    lengths = sorted({n for k in (1, 2, 4) for n in (k * SIZE - 1, k * SIZE, k * SIZE + 1) if n <= 80})
+    how = {"dtype": dtype, "quantization": quantization, "block": block}
+    own = open_engine(tiny, rows=1, chunk=32, **how)
+    if cpu(own).kernels is None:
+        pytest.skip("torch's own products depend on how a prompt is cut")
+    for way in ("shared", "sockets"):
+        with ExitStack() as stack:
+            pair = Pair(stack, open_engine(tiny, shared=True, chunk=16, **how), open_engine(tiny, rows=12, **how), way)
+            requests = [ask(str(n), prompt(n, n), 3) for n in lengths]
+            got = pair.run(*requests)
+            pair.at_baseline()
+            assert pair.d.counts["prefill"] == 0 and pair.d.counts["adopted"] == len(lengths)
+        for request in requests:
+            n = len(request.prompt_ids)
+            own.add(ask("own", request.prompt_ids, 3))
+            own.step()
+            while own.scheduler.running[0].settled < n:
+                own.step()
+            wanted = held(own, own.scheduler.running[0].hold.blocks, n)
+            alone = [t for delta in drain_on(own) for t in delta.token_ids]
+            assert torch.equal(pair.d.kv[request.id].view(torch.uint8), wanted.view(torch.uint8)), n
+            assert list(got[request.id, 0][0])[-len(alone) :] == alone
+
+
+def drain_on(engine):
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    return deltas
+
+
+def ask(name: str, ids: list[int], new: int, **params) -> Request:
+    return Request(id=name, prompt_ids=ids, params=SamplingParams(**{"max_tokens": new, "temperature": 0.0, "ignore_eos": True} | params))
+
+
+def test_what_is_known_here_is_not_asked_for(tiny):
+    """The second turn of a conversation: only blocks behind the cached ones come."""
+    first = prompt(40, 1)
+    with ExitStack() as stack:
+        pair = Pair(stack, open_engine(tiny, cached=True, shared=True), open_engine(tiny, cached=True))
+        said = pair.run(ask("a", first, 8))["a", 0][0]
+        before = pair.d.pulls.counts["bytes"]
+        second = [*first, *said, *prompt(20, 2)]
+        pair.run(ask("b", second, 4))
+        each = sum(units[0].nbytes for units in cpu(pair.d.engine).kv_memory().units)  # a block of all layers
+        assert before == 3 * each
+        assert pair.d.pulls.counts["bytes"] - before == each * (-(-len(second) // SIZE) - (len(first) + 7) // SIZE)
+        assert pair.d.heard.out["b", 0][0].cached_tokens >= 32
+        pair.at_baseline()
+
+
+def test_a_first_token_that_ends_the_request_moves_no_kv_for_long(tiny):
+    with ExitStack() as stack:
+        pair = Pair(stack, open_engine(tiny, shared=True), open_engine(tiny))
+        got = pair.run(ask("a", prompt(50, 3), 1), ask("b", prompt(50, 4), 9, stop_token_ids=tuple(range(512))))
+        assert [len(tokens) for tokens, _ in got.values()] == [1, 1] and got["a", 0][1] == "length" and got["b", 0][1] == "stop"
+        pair.at_baseline()
+
+
+def test_a_request_that_is_aborted_leaves_nothing_on_either_side(tiny):
+    """At any moment: before, while and after its KV comes."""
+    rng = random.Random(5)
+    with ExitStack() as stack:
+        pair = Pair(stack, open_engine(tiny, shared=True), open_engine(tiny))
+        for i in range(60):
+            pair.d.loop.submit(ask(f"r{i}", prompt(60, i), 9))
+            for _ in range(rng.choice([0, 0, 10, 200, 1000])):
+                pass
+            if rng.random() < 0.7:
+                pair.d.loop.abort(f"r{i}")
+        pair.d.heard.wait([ask(f"r{i}", [1], 1) for i in range(60)])
+        pair.at_baseline()
+
+
+def test_pools_that_differ_are_refused_and_prompts_stay_local(tiny, caplog):
+    from tests.transfer.pair import Decoding, Prefilling
+
+    with ExitStack() as stack:
+        p = Prefilling(open_engine(tiny, block=32, shared=True))
+        stack.callback(p.close)
+        d = Decoding(open_engine(tiny, block=16))
+        stack.callback(d.close)
+        d.pulls.meet({"p": p.offers.addresses})
+        from tests.serve.scripted import eventually
+
+        eventually(lambda: "block: 16 here, 32 there" in caplog.text, 10)
+        assert d.pulls.ready == []
+        d.loop.submit(ask("a", prompt(40, 1), 3))
+        d.heard.wait([ask("a", [1], 1)])
+        assert d.counts["prefill"] > 0

@@ -1,0 +1,405 @@
+"""Units from one memory into another, by every way: the right ones, all of them, no others; and what is stale, damaged or foreign never."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import threading
+import zlib
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rayneuron import wire
+from rayneuron.devices.base import KvMemory
+from rayneuron.devices.cpu import packing
+from rayneuron.transfer import dialogue, lending, pieces
+from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Stale
+from rayneuron.transfer.layout import Reading, Run
+from rayneuron.transfer.lending import Lender
+from rayneuron.transfer.messages import Get, Knock
+from rayneuron.transfer.shared import Shared
+from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
+from tests.serve.scripted import eventually
+
+TOKEN, EPOCH, SESSION, TICKET = b"t" * 16, 7, b"s" * 16, b"k" * 16
+STALL_S = 2.0
+NEVER = threading.Event()
+sealed = partial(wire.frame, sealed=True)
+
+
+def memory(layers: int, blocks: int, heads: int, unit: int, seed: int | None = None) -> KvMemory:
+    """In pages that can be shared, full of random bytes, or of 0xEE."""
+    size = blocks * heads * unit
+    stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole, fd = packing.shared(layers * stride)
+    made = [whole[i * stride : i * stride + size].view(blocks, heads, unit).numpy() for i in range(layers)]
+    for layer, units in enumerate(made):
+        units[:] = 0xEE if seed is None else np.random.default_rng(seed + layer).integers(0, 256, units.shape, np.uint8)
+    return KvMemory(made, "rows", fd, stride)
+
+
+@pytest.fixture
+def lend():
+    made: list[Lender] = []
+
+    def start(held: KvMemory, **options) -> Lender:
+        made.append(Lender(held, TOKEN, EPOCH, "127.0.0.1", **options))
+        return made[-1]
+
+    yield start
+    for lender in made:
+        lender.close()
+
+
+def way(name: str, lender: Lender, stall_s: float = STALL_S):
+    unix, tcp = lender.addresses
+    if name == "shared":
+        return Shared(unix, TOKEN, EPOCH, stall_s)
+    return Sockets([unix if name == "unix" else tcp], TOKEN, stall_s, streams=3)
+
+
+def want(read: Reading, first: int, blocks: tuple[int, ...], ticket: bytes = TICKET, session: bytes = SESSION, epoch: int = EPOCH) -> Pull:
+    return Pull(epoch, session, ticket, first, first + len(blocks), read, blocks)
+
+
+WAYS = ("shared", "unix", "tcp")
+# layers there and here, heads there and here, unit, what is read
+SHAPES = [
+    (3, 3, 4, 4, 512, Reading(0, 0, 0, 3, (Run(0, 0, 4),))),  # all heads: blocks side by side are one stretch
+    (3, 2, 4, 3, 512, Reading(0, 1, 0, 2, (Run(1, 0, 2),))),  # some heads of some layers
+    (2, 4, 4, 4, 96, Reading(0, 0, 2, 2, (Run(3, 0, 1), Run(0, 2, 2)))),  # several runs, in another order
+    (2, 2, 2, 1, 300 << 10, Reading(0, 0, 0, 2, (Run(1, 0, 1),))),  # a unit is more than a piece
+    (2, 2, 1, 1, 4096, Reading(0, 0, 0, 2, (Run(0, 0, 1),))),
+]
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name, shape):
+    layers, mine, heads, here, unit, read = shape
+    rng = random.Random(len(WAYS))
+    theirs, ours = memory(layers, 9, heads, unit, seed=1), memory(mine, 12, here, unit)
+    lender = lend(theirs)
+    transport = way(name, lender)
+    for places, blocks in (
+        ((2, 3, 4, 5, 6), (4, 5, 6, 7, 8)),
+        (tuple(rng.sample(range(9), 6)), tuple(rng.sample(range(12), 6))),
+        ((3,), (11,)),
+    ):
+        lender.lend(TICKET, SESSION, places)
+        for units in ours.units:
+            units[:] = 0xEE
+        expected = [units.copy() for units in ours.units]
+        first = 1 if len(places) > 1 else 0  # what was there before is not read
+        for layer in range(read.count):
+            for run in read.runs:
+                for place, block in zip(places[first:], blocks[first:], strict=True):
+                    expected[read.here + layer][block, run.here : run.here + run.count] = theirs.units[read.there + layer][
+                        place, run.there : run.there + run.count
+                    ]
+        receipt = transport.pull(want(read, first, blocks[first:]), ours, NEVER)
+        for got, wanted in zip(ours.units, expected, strict=True):
+            assert (got == wanted).all()
+        assert receipt.size == (len(places) - first) * read.count * sum(run.count for run in read.runs) * unit
+    transport.close()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_long_comes_over_several_streams(lend, name, monkeypatch):
+    theirs, ours = memory(5, 40, 3, 16 << 10, seed=3), memory(5, 40, 3, 16 << 10)
+    assert sum(units.nbytes for units in theirs.units) > STREAM_BYTES
+    lender, began = lend(theirs), []
+    monkeypatch.setattr(dialogue.Dialogue, "_open", lambda self, old=dialogue.Dialogue._open: (began.append(id(self)), old(self))[1])
+    lender.lend(TICKET, SESSION, range(40))
+    transport = way(name, lender)
+    transport.pull(want(Reading(0, 0, 0, 5, (Run(0, 0, 3),)), 0, tuple(range(40))), ours, NEVER)
+    assert all((a == b).all() for a, b in zip(theirs.units, ours.units, strict=True))
+    assert len(set(began)) == (1 if name == "shared" else 3)
+    transport.close()
+
+
+ONE = Reading(0, 0, 0, 2, (Run(0, 0, 2),))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_ticket_that_is_not_alive_gives_nothing(lend, name):
+    theirs, ours = memory(2, 4, 2, 256, seed=4), memory(2, 4, 2, 256)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, (0, 1))
+    transport = way(name, lender)
+    for wrong in (
+        want(ONE, 0, (0, 1), ticket=b"x" * 16),
+        want(ONE, 0, (0, 1), session=b"x" * 16),
+        want(ONE, 0, (0, 1), epoch=EPOCH + 1),
+    ):
+        with pytest.raises(Stale):
+            transport.pull(wrong, ours, NEVER)
+    assert all((units == 0xEE).all() for units in ours.units)
+    transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)  # the control
+    eventually(lambda: not lender._lent[TICKET].readers, 10)  # it learns of our having read a little later than we
+    gone = threading.Event()
+    lender.withdraw(TICKET, gone.set)
+    assert gone.is_set()
+    with pytest.raises(Stale):
+        transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    "read_or_range",
+    [
+        (ONE, 1, (0, 1)),  # more blocks than may be read yet
+        (Reading(0, 1, 0, 2, (Run(0, 0, 2),)), 0, (0,)),
+        (Reading(0, 0, 0, 2, (Run(1, 0, 2),)), 0, (0,)),
+        (Reading(0, 0, 0, 2, (Run(-1, 0, 1),)), 0, (0,)),
+        (Reading(0, -1, 0, 1, (Run(0, 0, 1),)), 0, (0,)),
+        (Reading(0, 0, 0, 2, tuple(Run(0, 0, 1) for _ in range(3))), 0, (0,)),
+    ],
+)
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_outside_a_ticket_cannot_be_asked_for(lend, name, read_or_range):
+    read, first, blocks = read_or_range
+    ours = memory(2, 4, 2, 256)
+    lender = lend(memory(2, 4, 2, 256, seed=4))
+    lender.lend(TICKET, SESSION, (0, 1))
+    transport = way(name, lender)
+    with pytest.raises(Lost):
+        transport.pull(want(read, first, blocks), ours, NEVER)
+    assert all((units == 0xEE).all() for units in ours.units)
+    transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)  # the same lender, and transport, go on
+    transport.close()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypatch):
+    """One bit differs, on the way or in what is read: of any piece."""
+    theirs, ours = memory(2, 4, 2, 256, seed=5), memory(2, 4, 2, 256)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, (0, 1, 2))
+    transport = way(name, lender)
+    if name == "shared":
+        other = [units.copy() for units in theirs.units]
+        other[1][2, 1, 17] ^= 4
+        monkeypatch.setattr(lender, "_memory", KvMemory(other, "rows", theirs.fd, theirs.stride))
+    else:
+        send = lending._send
+
+        def damaged(connection, parts):
+            if pieces.struct.unpack_from("<I", parts[0], 32)[0] == 1:
+                parts = [parts[0], *(np.array(part) for part in parts[1:])]
+                parts[1][100] ^= 4
+            send(connection, parts)
+
+        monkeypatch.setattr(lending, "_send", damaged)
+    with pytest.raises(Damaged, match="piece 1"):
+        transport.pull(want(ONE, 0, (0, 1, 2)), ours, NEVER)
+    transport.close()
+
+
+@pytest.mark.parametrize("field", ["epoch", "ticket", "number", "layer", "head", "heads", "first", "blocks", "size", "magic"])
+def test_a_header_of_something_else_is_refused_before_its_bytes(field):
+    piece = pieces.KvPiece(3, 1, 0, 2, 4, 2)
+    right = pieces.header(EPOCH, TICKET, piece, 512, 99)
+    assert pieces.said(right, EPOCH, TICKET, piece, 512) == 99
+    if field == "magic":
+        wrong = b"x" + right[1:]
+    elif field in ("epoch", "ticket", "size"):
+        said = {"epoch": EPOCH, "ticket": TICKET, "size": 512} | {field: {"epoch": 8, "ticket": b"x" * 16, "size": 511}[field]}
+        wrong = pieces.header(said["epoch"], said["ticket"], piece, said["size"], 99)
+    else:
+        from dataclasses import replace
+
+        wrong = pieces.header(EPOCH, TICKET, replace(piece, **{field: getattr(piece, field) + 1}), 512, 99)
+    with pytest.raises(Damaged):
+        pieces.said(wrong, EPOCH, TICKET, piece, 512)
+    with pytest.raises(Stale):
+        pieces.said(pieces.stale(EPOCH, TICKET), EPOCH, TICKET, piece, 512)
+
+
+def test_the_memory_can_be_mapped_to_read_and_never_to_write(lend):
+    theirs = memory(1, 2, 1, 4096, seed=6)
+    lender = lend(theirs)
+    with wire.connect(lender.addresses[0], 1) as connection:
+        connection.sendall(sealed(Knock(TOKEN, memory=True)))
+        _, fds, _, _ = socket.recv_fds(connection, 4096, 1)
+    assert bytes(mmap.mmap(fds[0], 4096, prot=mmap.PROT_READ)[:64]) == theirs.units[0][0, 0, :64].tobytes()
+    opened = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR)
+    for fd in (fds[0], opened):
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 4096)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+    theirs.units[0][0, 0, 0] ^= 1  # who has it writes on
+
+
+def test_memory_is_not_given_over_the_network_nor_where_it_shall_not_be(lend):
+    lender = lend(memory(1, 2, 1, 4096, seed=6), shared=False)
+    with pytest.raises(Lost, match="gives no memory away"):
+        Shared(lender.addresses[0], TOKEN, EPOCH, STALL_S)
+    with pytest.raises(Lost, match="not on this host"):
+        Shared(lender.addresses[1], TOKEN, EPOCH, STALL_S)
+    with pytest.raises(Lost, match="not what was promised"):
+        Shared(lend(memory(1, 2, 1, 4096, seed=6)).addresses[0], TOKEN, EPOCH + 1, STALL_S)
+
+
+class Slow:
+    """A reader that asks for all and reads nothing, until the other side's buffers are full."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self.connection = wire.connect(address, 1)
+        self.connection.sendall(sealed(Knock(TOKEN)))
+        self.connection.sendall(sealed(Get(EPOCH, SESSION, TICKET, 0, count, 0, 2, ((0, 2),))))
+        assert self.connection.recv(1, socket.MSG_PEEK)  # the answer has begun
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["unix", "tcp"])
+def test_who_withdraws_waits_for_readers_and_breaks_them(lend, at):
+    theirs = memory(2, 64, 2, 256 << 10, seed=7)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, range(64))
+    slow = Slow(lender.addresses[at], 64)
+    gone = threading.Event()
+    lender.withdraw(TICKET, gone.set)
+    assert gone.wait(5), "a reader that does not read holds a ticket for ever"
+    theirs.units[0][:] = 0  # somebody else's now
+    slow.connection.close()
+
+
+@pytest.mark.parametrize("name", ["unix", "tcp"])
+def test_who_is_told_to_stop_writes_nothing_more(lend, name):
+    """Between two pieces of a pull the other side falls silent; whoever has stopped has left our blocks alone for good."""
+    theirs, ours = memory(2, 8, 2, 200 << 10, seed=8), memory(2, 8, 2, 200 << 10)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, range(8))
+    transport, stop, ended = way(name, lender, stall_s=60), threading.Event(), []
+    hold, held = threading.Event(), threading.Event()
+    send, count = lending._send, [0]
+
+    def slowly(connection, parts):
+        count[0] += 1
+        if count[0] == 4:
+            held.set()
+            assert hold.wait(30)
+        send(connection, parts)
+
+    lending._send = slowly
+    try:
+
+        def pull():
+            try:
+                transport.pull(want(ONE, 0, tuple(range(8))), ours, stop)
+            except Halted:
+                ended.append("halted")
+
+        thread = threading.Thread(target=pull)
+        thread.start()
+        assert held.wait(30)
+        stop.set()
+        thread.join(30)
+        assert ended == ["halted"]
+        before = [units.copy() for units in ours.units]
+        hold.set()
+        gone = threading.Event()
+        lender.withdraw(TICKET, gone.set)
+        assert gone.wait(30)
+        assert all((a == b).all() for a, b in zip(before, ours.units, strict=True))
+    finally:
+        lending._send = send
+    transport.close()
+
+
+@pytest.mark.parametrize("name", ["unix", "tcp"])
+def test_who_sends_nothing_is_lost_after_a_while(lend, name, monkeypatch):
+    ours = memory(2, 4, 2, 256)
+    lender = lend(memory(2, 4, 2, 256, seed=9))
+    lender.lend(TICKET, SESSION, (0,))
+    silent = threading.Event()
+    monkeypatch.setattr(lending, "_send", lambda *_: silent.wait(30))
+    with pytest.raises(Lost, match=r"nothing for 0\.3 s"):
+        way(name, lender, stall_s=0.3).pull(want(ONE, 0, (0,)), ours, NEVER)
+    silent.set()
+
+
+def framed(data: bytes) -> bytes:
+    """As a sealed frame, whatever it is."""
+    return (len(data) + 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
+
+
+BAD = {
+    "token": bytes(sealed(Knock(b"x" * 16))),
+    "unsealed": bytes(wire.frame(Knock(TOKEN))),
+    "a wrong bit": bytes(sealed(Knock(TOKEN)))[:-1] + b"x",
+    "no knock": bytes(sealed(Get(EPOCH, SESSION, TICKET, 0, 1, 0, 1, ((0, 1),)))),
+    "long": (5000).to_bytes(4, "big") + b"x" * 5000,
+    "longest": b"\xff" * 8,
+    "garbage": framed(bytes(range(100))),
+    "pickle": framed(pickle.dumps(Path("/"))),
+    "two knocks": bytes(sealed(Knock(TOKEN)) * 2),
+    "unknown": framed(msgspec.msgpack.encode({"type": "Steal"})),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("at", [0, 1], ids=["unix", "tcp"])
+def test_whoever_says_what_is_no_message_is_counted_and_harms_nobody(lend, bad, at):
+    theirs, ours = memory(2, 4, 2, 256, seed=10), memory(2, 4, 2, 256)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, (0, 1))
+    with wire.connect(lender.addresses[at], 1) as connection:
+        connection.settimeout(10)
+        connection.sendall(BAD[bad])
+        try:
+            assert connection.recv(1) == b"", "it was answered"
+        except ConnectionResetError:
+            pass
+    assert lender.refused == 1
+    way("unix", lender).pull(want(ONE, 0, (0, 1)), ours, NEVER)
+    assert (ours.units[0][0] == theirs.units[0][0]).all()
+
+
+CHILD = """
+import sys, threading
+from tests.transfer.test_transports import EPOCH, SESSION, TICKET, TOKEN, Lender, memory
+lender = Lender(memory(3, 16, 2, 64 << 10, seed=11), TOKEN, EPOCH, "127.0.0.1")
+lender.lend(TICKET, SESSION, range(16))
+print(*lender.addresses, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def other_process():
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    yield child, child.stdout.readline().split()
+    child.kill()
+    child.wait()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_from_another_process_and_after_its_death(other_process, name):
+    child, (unix, tcp) = other_process
+    theirs, ours = memory(3, 16, 2, 64 << 10, seed=11), memory(3, 16, 2, 64 << 10)
+    whole = want(Reading(0, 0, 0, 3, (Run(0, 0, 2),)), 0, tuple(range(16)))
+    transport = Shared(unix, TOKEN, EPOCH, STALL_S) if name == "shared" else Sockets([unix if name == "unix" else tcp], TOKEN, STALL_S)
+    transport.pull(whole, ours, NEVER)
+    assert all((a == b).all() for a, b in zip(theirs.units, ours.units, strict=True))
+    if name == WAYS[-1]:
+        child.kill()
+        child.wait()
+        with pytest.raises(Lost):
+            transport.pull(whole, ours, NEVER)
+    transport.close()
