@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from rayneuron.metrics import METRICS, Metric
+from rayneuron.metrics import METRICS, Gateway, Metric
+
+EVERY = (*METRICS, *(f.default for f in fields(Gateway)))
 
 BY = "model_name"
 MINUTES = "5m"
@@ -81,7 +84,7 @@ def board(title: str, metrics: list[Metric]) -> dict[str, Any]:
 
 def boards() -> dict[str, dict[str, Any]]:
     """By file name: what clients feel, what the engine does, and the gateway and the host where there are such."""
-    rest = [m for m in METRICS if not m.name.endswith("_info")]  # the value of those is their labels
+    rest = [m for m in EVERY if not m.name.endswith("_info")]  # the value of those is their labels
     rooms = {"gateway": "rayneuron:gateway_", "host": "rayneuron:host_", "engine": "rayneuron:", "requests": ""}
     out = {}
     for name, prefix in rooms.items():

@@ -39,7 +39,8 @@ class Service:
 
 SERVICES = {
     "rayservice-inf2-host": Service(
-        "inf2_three_models.yaml", "Three models on one inf2.48xlarge. Not run on AWS.\n  kubectl apply -f cluster/kuberay/rayservice-inf2-host.yaml",
+        "inf2_three_models.yaml",
+        "Three models on one inf2.48xlarge. Not run on AWS.\n  kubectl apply -f cluster/kuberay/rayservice-inf2-host.yaml",
         "inf2.48xlarge",
     ),
     "rayservice-trn1x4-405b": Service(

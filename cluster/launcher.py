@@ -1,4 +1,4 @@
-"""Configs for Ray's cluster launcher (`ray up`): one inf2.48xlarge, and four trn1.32xlarge with EFA. Fill in what stands in angle brackets."""
+"""Configs for Ray's cluster launcher (`ray up`): one inf2.48xlarge, and four trn1.32xlarge with EFA."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rayneuron.serve import profile
 REGION, ZONE = "us-east-1", "us-east-1b"
 HEAD = "m7i.2xlarge"
 DISK_GB = 500
+SDK = "https://pip.repos.neuron.amazonaws.com"
 EXPORTS = {**profile.PLAIN, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", NOSET: "1"}
 
 
@@ -46,7 +47,7 @@ def cluster(name: str, hosts: int) -> dict[str, Any]:
         "head_node_type": "head",
         "file_mounts": {"~/.ray/auth_token": "~/.ray/auth_token"},  # `ray get-auth-token --generate` makes it
         "setup_commands": [
-            "python3 -m venv ~/rayneuron && ~/rayneuron/bin/pip install --extra-index-url https://pip.repos.neuron.amazonaws.com '<WHEEL>[neuron,s3]'",
+            f"python3 -m venv ~/rayneuron && ~/rayneuron/bin/pip install --extra-index-url {SDK} '<WHEEL>[neuron,s3]'",
         ],
         "head_start_ray_commands": [
             "~/rayneuron/bin/ray stop",
@@ -58,7 +59,8 @@ def cluster(name: str, hosts: int) -> dict[str, Any]:
 
 def _image() -> dict[str, Any]:
     """A Deep Learning AMI with the Neuron driver and EFA, and room for weights."""
-    return {"ImageId": "<NEURON_AMI>", "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": DISK_GB, "VolumeType": "gp3"}}]}
+    disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": DISK_GB, "VolumeType": "gp3"}}
+    return {"ImageId": "<NEURON_AMI>", "BlockDeviceMappings": [disk]}
 
 
 def _network(efa: Instance | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the files of cluster/ that follow from others: RayServices and Ray clusters from deployment files and instance types, dashboards and alerts from the metrics' names.
+"""Writes the files of cluster/ that follow from others: RayServices and Ray clusters from deployment files and instance types, dashboards
+and alerts from the metrics' names.
 
 `make.py` writes them, `make.py --check` says which are out of date and changes nothing.
 """

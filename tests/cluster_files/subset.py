@@ -16,9 +16,12 @@ CLUSTER = {
     "authOptions": {"mode": None},
     "headGroupSpec": {"rayStartParams": ANY, "template": POD},
     "workerGroupSpecs": [
-        {"groupName": None, "replicas": None, "minReplicas": None, "maxReplicas": None, "numOfHosts": None, "rayStartParams": ANY, "template": POD}
+        {
+            "groupName": None, "replicas": None, "minReplicas": None, "maxReplicas": None, "numOfHosts": None, "rayStartParams": ANY,
+            "template": POD,
+        }
     ],
-}
+}  # fmt: skip
 ENDPOINT = {"port": None, "portNumber": None, "path": None, "interval": None}
 TERMS = [{"alias": None, "tags": ANY}]
 KINDS: dict[tuple[str, str], dict[str, Any]] = {
