@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rayneuron import aliases, config, group_config, serve_config
+from rayneuron import aliases, config, gateway_config, group_config, serve_config, yaml_file
 from rayneuron.errors import ConfigError, RayNeuronError
 from rayneuron.validation import KeyPath, dotted, override, validate
 
 IMPORT_PATH = "rayneuron.serve.app:build"
+GATEWAY_PATH = "rayneuron.gateway.app:build"
 DEPLOYMENT, PREFILL = "EngineServer", "PrefillServer"  # what the Serve deployments of our applications are called; the latter of pools
 ALL = "all"
 PROXIES = {  # what the files of deployments/ say to Serve's proxies too
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
 }
-MOST_KEYS, MOST_LETTERS = 100_000, 1000  # values of a file; letters of what is said of one
+MOST_LETTERS = 1000  # of what is said of one value
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentFile:
-    """The whole Serve config as plain data, and our applications in it: name -> checked deployment. `lines`: where each key stands."""
+    """The whole Serve config as plain data, and our applications in it: name -> checked deployment, and gateways in front of them.
+
+    `lines`: where each key stands.
+    """
 
     path: Path | str
     content: Mapping[str, Any]
     deployments: Mapping[str, config.Deployment]
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     assigned: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    gateways: Mapping[str, gateway_config.GatewayConfig] = field(default_factory=dict)
 
     def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
         """What is wrong with an application, said with its name and the line of the key that it is about."""
-        index = next(i for i, entry in enumerate(self.content["applications"]) if entry.get("name", "default") == name)
+        index = next(i for i, entry in enumerate(self.content["applications"]) if _name(entry) == name)
         param = tuple(error.param.split(".")) if error.param else ()
         where = _place(self.path, self.lines, self.assigned, ("applications", index, "args", *param), error.message)
         said = " ".join(error.message.split())
@@ -49,8 +54,9 @@ class DeploymentFile:
 
     def filled(self) -> dict[str, Any]:
         """The content with every default of our applications' args written out: a file that can be served."""
-        ours = {name: _filled(deployment) for name, deployment in self.deployments.items()}
-        entries = [{**e, "args": ours[e.get("name", "default")]} if _is_ours(e) else e for e in self.content["applications"]]
+        ours = {name: _filled(made) for name, made in self.deployments.items()}
+        ours |= {name: made.model_dump() for name, made in self.gateways.items()}
+        entries = [{**e, "args": ours[name]} if (name := _name(e)) in ours else e for e in self.content["applications"]]
         return {**self.content, "applications": entries}
 
 
@@ -65,7 +71,7 @@ def read(
     `application` names it where the file has several, ALL means each of them. `options`: how a key was set, where not by --set. Raises
     ConfigError for a file or key that is wrong, with its line.
     """
-    return _checked(path, *_content(path), _Assigned(assignments or {}, options or {}), application)
+    return _checked(path, *yaml_file.content(path), _Assigned(assignments or {}, options or {}), application)
 
 
 def made(model: str, assignments: Mapping[str, Any], options: Mapping[str, str]) -> DeploymentFile:
@@ -78,6 +84,16 @@ def made(model: str, assignments: Mapping[str, Any], options: Mapping[str, str])
         "applications": [{**entry, "args": {"model": {"path": model}}}],
     }
     return _checked(model, content, {}, _Assigned(assignments, options), None)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a Serve config, whoever's. Raises ConfigError."""
+    return yaml_file.content(path)[0]
+
+
+def of(content: dict[str, Any], path: Path) -> DeploymentFile:
+    """A file of ours from its content; `path` is where that came from. Raises ConfigError."""
+    return _checked(path, content, {}, _Assigned({}, {}), None)
 
 
 class _Assigned(dict[str, Any]):
@@ -112,6 +128,7 @@ def _checked(
             if isinstance(listed[i].get("args"), dict | None):
                 listed[i]["args"] = _overridden(listed[i].get("args") or {}, inside)
                 assigned[i] = {key: inside.option(key) for key in inside}
+                _repeat(listed, _name(listed[i]), inside)
 
     def place(keys: KeyPath, text: str) -> str:
         return f"{whole.option(dotted(keys))}: " if dotted(keys) in whole else _place(path, lines, assigned, keys, text)
@@ -120,7 +137,8 @@ def _checked(
     if not ours:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}")
     file = DeploymentFile(path, content, {}, lines, assigned)
-    return DeploymentFile(path, content, {listed[i].get("name", "default"): _parsed(file, i) for i in ours}, lines, assigned)
+    file = DeploymentFile(path, content, {_name(listed[i]): _parsed(file, i) for i in ours}, lines, assigned)
+    return replace(file, gateways={_name(e): _gateway(file, i) for i, e in enumerate(listed) if e.get("import_path") == GATEWAY_PATH})
 
 
 def _translate(path: Path | str, entry: dict[str, Any], keys: KeyPath, lines: dict[KeyPath, int]) -> None:
@@ -181,6 +199,35 @@ def _parsed(file: DeploymentFile, index: int) -> config.Deployment:
     return made
 
 
+def _gateway(file: DeploymentFile, index: int) -> gateway_config.GatewayConfig:
+    """The args of a gateway, checked by themselves and against the applications of the file."""
+    entry, base = file.content["applications"][index], ("applications", index, "args")
+
+    def place(keys: KeyPath, text: str) -> str:
+        return _place(file.path, file.lines, file.assigned, (*base, *keys), text) + f"application {_name(entry)}: "
+
+    made = gateway_config.parse(entry.get("args") or {}, place)
+    try:
+        gateway_config.check(made, file.deployments, {_name(e): e.get("route_prefix", "/") for e in file.content["applications"]})
+    except ConfigError as wrong:
+        keys = tuple(int(part) if part.isdigit() else part for part in (wrong.param or "").split("."))
+        raise ConfigError(f"{place(keys, '')}{wrong.message}", param=wrong.param) from None
+    return made
+
+
+def _repeat(listed: list[Any], name: str, inside: _Assigned) -> None:
+    """What is set in an application's args is set where a gateway repeats them."""
+    for entry in listed:
+        members = (entry.get("args") or {}).get("models") if entry.get("import_path") == GATEWAY_PATH else None
+        for member in members if isinstance(members, list) else ():
+            if isinstance(member, dict) and member.get("application") == name and isinstance(member.get("args"), dict):
+                member["args"] = _overridden(member["args"], inside)
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name", "default"))
+
+
 def _place(path: Path | str, lines: Mapping[KeyPath, int], assigned: Mapping[int, Mapping[str, str]], keys: KeyPath, text: str) -> str:
     """ "FILE:LINE: ", or the option that set the key. What is said of a whole section is looked up by the first key it names."""
     options = assigned.get(int(keys[1]), {}) if keys[2:3] == ("args",) else {}
@@ -196,64 +243,6 @@ def _place(path: Path | str, lines: Mapping[KeyPath, int], assigned: Mapping[int
     while keys and keys not in lines:
         keys = keys[:-1]
     return f"{path}:{lines[keys]}: " if keys in lines else f"{path}: "
-
-
-def _content(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    import yaml
-
-    lines: dict[KeyPath, int] = {}
-    try:
-        text = path.read_text("utf-8")
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-            if node is not None:
-                _number(node, (), lines, path)
-            content = loader.construct_document(node) if node is not None else None
-        finally:
-            loader.dispose()
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: cannot be read as YAML: {error.problem}") from None
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(content, dict) or "applications" not in content:
-        known = list(serve_config.File.model_fields)
-        near = [key for key in content if str(key).lower().startswith("appl")] if isinstance(content, dict) else []
-        hint = f"; did you mean applications where it says {near[0]}?" if near and known else ""
-        raise ConfigError(
-            f"{path} is not a Ray Serve config: it needs `applications:`, a list of entries with name, import_path and args{hint}"
-        )
-    return content, lines
-
-
-def _number(node: Any, keys: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
-    """The line of every key below `node`. Raises ConfigError for a key that stands twice in one mapping, or a list that holds itself."""
-    import yaml
-
-    if keys not in lines:
-        lines[keys] = node.start_mark.line + 1
-    if len(lines) > MOST_KEYS:
-        raise ConfigError(f"{path} holds more than {MOST_KEYS} values, aliases included; no deployment file does")
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _number(item, (*keys, index), lines, path)
-    elif isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{path}:{line}: a key must be a word, not a list or mapping")
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.value in seen:
-                raise ConfigError(f"{path}:{line}: {key.value} stands here and in line {seen[key.value]}; leave one of them out")
-            seen[str(key.value)] = line
-            inner = (*keys, key.value)
-            lines[inner] = line
-            _number(value, inner, lines, path)
 
 
 def _filled(deployment: config.Deployment) -> dict[str, Any]:

@@ -60,6 +60,13 @@ PROMPT_TOKENS_BY_SOURCE = Metric(
 PREFIX_QUERIES = Metric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HITS = Metric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.")
 GENERATION_TOKENS = Metric("vllm:generation_tokens", "counter", "Generated tokens.")
+SPEC_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "Times a sequence verified drafts.")
+SPEC_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens", "counter", "Draft tokens verified.")
+SPEC_ACCEPTED = Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Draft tokens that came true.")
+SPEC_ACCEPTED_BY_PLACE = Metric(
+    "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "Draft tokens that came true, by their place among a sequence's.",
+    ("position",), known=(("0",),),
+)  # fmt: skip
 PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences that lost their slot and will be recomputed.")
 SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",), known=ENDS)
 REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before the engine.", ("reason",), known=(("capacity",),))
@@ -149,3 +156,20 @@ METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() 
 
 # The seven stamps of a request (types.Stamps), as event names of its OpenTelemetry span.
 TRACE_POINTS = ("arrived", "scheduled", "prefill_done", "handed_over", "adopted", "first_token", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What a gateway says of each model, beside the replicas' own families."""
+
+    requests: Metric = Metric(
+        "rayneuron:gateway_requests", "gauge", "Requests in the gateway: at the desk, or at a replica.", ("state",),
+        known=(("waiting",), ("placed",)),
+    )  # fmt: skip
+    replicas: Metric = Metric("rayneuron:gateway_replicas", "gauge", "Replicas it is connected with.")
+    refusals: Metric = Metric("rayneuron:gateway_refusals", "counter", "Calls turned away.", ("reason",), known=(("capacity",),))
+    ttft: Metric = Metric("rayneuron:gateway_ttft_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
+    replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
+    replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
+    misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")
+    frames: Metric = Metric("rayneuron:gateway_link_frames", "counter", "Frames heard from replicas.")

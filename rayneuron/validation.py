@@ -168,7 +168,7 @@ def fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
 
 def _section(kind: type[BaseModel], path: KeyPath) -> type[BaseModel]:
     for part in path:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in kind.model_fields:  # else a name of the file's own, as that of a tenant
             kind = _model(kind.model_fields[part].annotation) or kind
     return kind
 

@@ -1,4 +1,4 @@
-"""Framed messages between the processes of a group: a length, then msgpack of a known struct; never pickle.
+"""Framed messages between processes: a length, then msgpack of a known struct; never pickle.
 
 A unix socket without a file (Linux abstract name) on one host, TCP bound to one internal address and port 0 between hosts. The first frame
 must carry the group's token. Whatever is too long, not of the schema or without the token closes the connection and is counted.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import resource
 import secrets
 import select
 import socket
@@ -52,15 +51,54 @@ def frame(message: msgspec.Struct, sealed: bool = False) -> bytearray:
     return out
 
 
+class Frames(Generic[Heard]):
+    """What has arrived of one connection, cut into messages of `kinds`, a union of structs; `sealed`: each with its checksum behind it."""
+
+    def __init__(self, kinds: Any, limit_bytes: int, sealed: bool = False) -> None:
+        self.limit_bytes = limit_bytes
+        self._sealed = sealed
+        self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
+        self._buffer = bytearray()
+
+    def __bool__(self) -> bool:
+        return bool(self._buffer)
+
+    def add(self, data: bytes) -> None:
+        """Some more has arrived."""
+        self._buffer += data
+
+    def lacking(self) -> int:
+        """How many bytes the first message lacks, 0 where that is not known. Raises WireError where it is too long."""
+        if len(self._buffer) < _HEAD.size:
+            return 0
+        length: int = _HEAD.unpack_from(self._buffer)[0]
+        if length > self.limit_bytes:
+            raise WireError(f"a message of {length} bytes is longer than {self.limit_bytes}")
+        return max(0, _HEAD.size + length - len(self._buffer))
+
+    def take(self) -> Heard | None:
+        """The next whole message, None where there is none. Raises WireError."""
+        if self.lacking() or len(self._buffer) < _HEAD.size:
+            return None
+        end = _HEAD.size + _HEAD.unpack_from(self._buffer)[0]
+        whole, self._buffer = self._buffer, self._buffer[end:]  # arrays of the message look into `whole` for as long as they live
+        if self._sealed:
+            end -= _HEAD.size
+            if end < _HEAD.size or _HEAD.unpack_from(whole, end)[0] != zlib.crc32(memoryview(whole)[_HEAD.size : end]):
+                raise WireError("a message that is not the one that was sent")
+        try:
+            return self._decoder.decode(memoryview(whole)[_HEAD.size : end])
+        except (msgspec.DecodeError, ValueError, RecursionError) as problem:
+            raise WireError(f"no message that is known here: {problem}") from None
+
+
 class Channel(Generic[Heard]):
     """One connection. `kinds`: the union of structs that may arrive. One thread receives; `beat` may be called beside one that sends."""
 
     def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES, sealed: bool = False) -> None:
         self.socket = connection
+        self.frames: Frames[Heard] = Frames(kinds, limit_bytes, sealed)
         self._sealed = sealed
-        self.limit_bytes = limit_bytes
-        self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
-        self._buffer = bytearray()
         self._sending = threading.Lock()
         ticking(connection)
 
@@ -117,7 +155,7 @@ class Channel(Generic[Heard]):
         """Wait for the next message. `check` is called every TICK_S and may raise. Raises TimeoutError, WireError, Closed."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            message = self._take()
+            message = self.frames.take()
             if message is not None:
                 return message
             try:
@@ -130,52 +168,26 @@ class Channel(Generic[Heard]):
 
     def receive_now(self) -> Heard | None:
         """The next message if it is there, None if not. Raises WireError, Closed."""
-        message = self._take()
+        message = self.frames.take()
         if message is not None:
             return message
         try:
             self._read(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        return self._take()
+        return self.frames.take()
 
     def _read(self, flags: int) -> None:
         """One read: the rest of a long frame, or whatever is there."""
-        wanted = _READ
-        if len(self._buffer) >= _HEAD.size:
-            wanted = max(wanted, _HEAD.size + self._length() - len(self._buffer))
         try:
-            data = self.socket.recv(wanted, flags)
+            data = self.socket.recv(max(_READ, self.frames.lacking()), flags)
         except BlockingIOError:
             raise
         except OSError as problem:
             raise Closed(str(problem)) from None
         if not data:
-            raise Closed("the connection was closed" if not self._buffer else "the connection was closed within a message")
-        self._buffer += data
-
-    def _length(self) -> int:
-        length: int = _HEAD.unpack_from(self._buffer)[0]
-        if length > self.limit_bytes:
-            raise WireError(f"a message of {length} bytes is longer than {self.limit_bytes}")
-        return length
-
-    def _take(self) -> Heard | None:
-        if len(self._buffer) < _HEAD.size:
-            return None
-        end = _HEAD.size + self._length()
-        if len(self._buffer) < end:
-            return None
-        whole, self._buffer = self._buffer, self._buffer[end:]
-        if self._sealed:
-            end -= _HEAD.size
-            if end < _HEAD.size or _HEAD.unpack_from(whole, end)[0] != zlib.crc32(memoryview(whole)[_HEAD.size : end]):
-                raise WireError("a message that is not the one that was sent")
-        # Arrays of the message look into `whole` for as long as they live
-        try:
-            return self._decoder.decode(memoryview(whole)[_HEAD.size : end])
-        except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-            raise WireError(f"no message of a group: {problem}") from None
+            raise Closed("the connection was closed within a message" if self.frames else "the connection was closed")
+        self.frames.add(data)
 
     def shutdown(self) -> None:
         """End both directions: whoever waits on this channel, here or there, is told. For any thread."""
@@ -285,16 +297,3 @@ def same_token(shown: bytes, expected: bytes) -> bool:
 def hang_up(poll: select.poll, fd: int) -> None:
     """Register a descriptor so that `poll` returns when the other side is gone, and not when there is data."""
     poll.register(fd, select.POLLRDHUP)
-
-
-def allow_files(needed: int) -> None:
-    """Raise the limit of open files of this process to `needed`. Raises ConfigError with the number where the hard limit is lower."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"this process may open {hard} files, the group needs {needed}; "
-            f"write `ulimit -n {needed}` (or LimitNOFILE={needed}) before Ray starts"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

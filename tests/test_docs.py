@@ -25,6 +25,7 @@ from rayneuron import aliases, cli, settings
 from rayneuron.cli import flags
 from rayneuron.config import Deployment, HotSettings, parse, parse_hot
 from rayneuron.devices.neuron import releases
+from rayneuron.gateway_config import GatewayConfig
 from tests.test_structure import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,10 +55,10 @@ def _parts() -> Iterator[str]:
         f"nearest name.\n{hot} may also stand under `user_config`, and change without a restart.\n"
         "[deployments.md](deployments.md) says more of some. No default: none, or what the meaning says.\n"
     )
-    for prefix, kind in _sections(Deployment, ""):
-        yield f"### {prefix or 'Top level'}\n\n{kind.__doc__}\n"
-        rows = [(f"`{prefix}.{n}`" if prefix else f"`{n}`", *_key(f)) for n, f in kind.model_fields.items() if _section(f) is None]
-        yield _table(("key", "value", "default", "meaning"), rows)
+    yield from _keys(Deployment, "Top level")
+    yield "## Keys of a gateway\n"
+    yield "These stand under `args` of an application with `import_path: rayneuron.gateway.app:build`; `tenants.X` is account X's.\n"
+    yield from _keys(GatewayConfig, "Top level of a gateway")
     yield "## Names of vLLM\n"
     yield (
         "Each may stand where our key may: on the command line (`--tensor-parallel-size 2`), under `args`, and as a keyword of `LLM`.\n"
@@ -88,12 +89,20 @@ def _parts() -> Iterator[str]:
             yield _table(("argument", "meaning"), rows)
 
 
+def _keys(top: type[BaseModel], title: str) -> Iterator[str]:
+    for prefix, kind in _sections(top, ""):
+        yield f"### {prefix or title}\n\n{kind.__doc__}\n"
+        rows = [(f"`{prefix}.{n}`" if prefix else f"`{n}`", *_key(f)) for n, f in kind.model_fields.items() if _section(f) is None]
+        yield _table(("key", "value", "default", "meaning"), rows)
+
+
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section of a key, of each entry of its list, or of each of its names."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -282,7 +291,8 @@ def test_its_words_for_files_are_files() -> None:
     for word in re.findall(r"`(\w+)`", row):
         assert (PACKAGE / f"{word}.py").is_file(), word
     for word in re.findall(r"`([\w/]+/)`", text):
-        assert any((base / word).is_dir() for base in (ROOT, PACKAGE, PACKAGE / "devices", PACKAGE / "api", PACKAGE / "serve")), word
+        bases = (ROOT, PACKAGE, *(PACKAGE / room for room in ("devices", "api", "engine", "serve")))
+        assert any((base / word).is_dir() for base in bases), word
 
 
 # Every file that is named anywhere

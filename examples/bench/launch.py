@@ -50,6 +50,26 @@ def bare(urgent: bool = False) -> Server:
     return Server("bare Ray Serve", lambda port: [sys.executable, script, str(port)], env, folder, urgent)
 
 
+def gateway(args: dict[str, Any], profile: str = "plain", urgent: bool = False) -> Server:
+    """`rayneuron serve` of a model at /m/bench, and of a gateway before it at /."""
+    from rayneuron.serve.profile import profile_env
+
+    folder = _folder()
+    (folder / "ray").mkdir()
+    env = profile_env(profile) | (_private_haproxy(folder) if profile == "fast" else {}) | {"PYTHONPATH": str(CHECKOUT)}
+    model = {"name": "bench", "route_prefix": "/m/bench", "import_path": "rayneuron.serve.app:build", "args": args}
+    front = {"models": [{"application": "bench"}], "serving": {"num_cpus": 0.25, "reset_prefix_cache": True}}
+    before = {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": front}
+
+    def command(port: int) -> list[str]:
+        config = folder / "deployment.yaml"
+        http = {"host": "127.0.0.1", "port": port}
+        config.write_text(yaml.safe_dump({"http_options": http, "applications": [model, before]}))
+        return [sys.executable, "-m", "rayneuron", "serve", str(config), "--profile", profile, "--grace", "10"]
+
+    return Server(f"gateway {profile}", command, {**env, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}, folder, urgent)
+
+
 def ray_llm(model: Path, name: str, rows: int, length: int, threads: int, urgent: bool = False, venvs: Path = VENVS) -> Server:
     """`serve run` of ray.serve.llm's OpenAI application over vLLM's CPU build, in bf16, prefix caching off."""
     vllm = peers(threads)["vllm"]

@@ -34,3 +34,6 @@ def run(args: argparse.Namespace) -> None:
 
     found = describe(file.pools, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
     print(found)
+    for name, gateway in file.gateways.items():
+        models = ", ".join(listed.application for listed in gateway.models)
+        print(f"gateway {name}: {gateway.serving.replicas} of {gateway.serving.num_cpus:g} CPUs, before {models}")

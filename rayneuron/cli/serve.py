@@ -31,6 +31,9 @@ def run(args: argparse.Namespace) -> None:
         if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
             sources.ask(config.model.source, config.model.allow_pickle)
     settings.export(environment)  # before Ray is imported, which reads them once
+    from rayneuron.serve import fresh
+
+    fresh.begin(file.deployments.values())
     from rayneuron.serve import process
 
-    process.run(file.content, file.deployments, args.grace, alone=not isinstance(file.path, Path))
+    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone=not isinstance(file.path, Path))

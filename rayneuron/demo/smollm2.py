@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
-from rayneuron.demo import llama, vocabulary
+from rayneuron.demo import gguf_reader, llama, vocabulary
+from rayneuron.demo.gguf_reader import RawTensor
 from rayneuron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -76,15 +77,13 @@ def _verified(path: Path) -> Path:
 
 def write(source: Path, folder: Path, dtype: str) -> None:
     """Dequantise the Llama in a GGUF file into `folder`."""
+    _log.info("converting %s to %s", source.name, dtype)
     try:
-        from gguf import GGUFReader
+        meta, tensors = gguf_reader.read(source)
     except ModuleNotFoundError as error:
         raise ConfigError("the demo model needs the package gguf: pip install 'rayneuron[demo]'") from error
-    _log.info("converting %s to %s", source.name, dtype)
-    reader = GGUFReader(source)
-    meta = {name: field.contents() for name, field in reader.fields.items()}
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
-    llama.save({_name(t.name): _weight(t, heads) for t in reader.tensors}, folder, dtype)
+    llama.save({_name(t.name): _weight(t, heads) for t in tensors}, folder, dtype)
     epsilon = float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}")  # 1e-5, stored as float32 and so read as 9.9999997e-06
     length = meta["llama.context_length"]
     llama.write_config(_size(meta), folder, dtype, length=length, theta=meta["llama.rope.freq_base"], epsilon=epsilon)
@@ -103,9 +102,9 @@ def _size(meta: Mapping[str, Any]) -> llama.Size:
     )
 
 
-def _tokens(meta: Mapping[str, Any]) -> vocabulary.Tokens:
+def _tokens(meta: Mapping[str, Any]) -> vocabulary.Vocabulary:
     names, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
-    return vocabulary.Tokens(
+    return vocabulary.Vocabulary(
         names=tuple(names),
         merges=tuple(tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]),
         special=tuple(name for name, kind in zip(names, kinds, strict=True) if kind == 3),  # 3: a control token
@@ -136,15 +135,16 @@ def _name(name: str) -> str:
     raise CheckpointError(f"the GGUF file holds a tensor of unknown name: {name}")
 
 
-def _weight(tensor: Any, heads: Mapping[str, int]) -> Tensor:
+def _weight(tensor: RawTensor, heads: Mapping[str, int]) -> Tensor:
     """One tensor as float32 [out, in], rows of q and k in transformers' order.
 
     llama.cpp rotates neighbours (2i, 2i + 1) of a head, transformers rotates its halves (i, i + D/2); the rows differ by that permutation.
     """
     import torch
+    from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    values: Tensor = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+    values: Tensor = torch.tensor(dequantize(tensor.data, GGMLQuantizationType(tensor.kind)))
     part = tensor.name.split(".")[-2]
     if part not in heads:
         return values

@@ -15,7 +15,7 @@ CHATML = (
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Vocabulary:
     """`names` in id order (0, 1, 2: unknown, begin, end), the pairs that merge in rank order, and the names that are control tokens."""
 
     names: tuple[str, ...]
@@ -23,7 +23,7 @@ class Tokens:
     special: tuple[str, ...]
 
 
-def small(size: int) -> Tokens:
+def small(size: int) -> Vocabulary:
     """Three control tokens, the 256 bytes, and pairs of frequent letters up to `size` names: pieces of one and two bytes."""
     from tokenizers import pre_tokenizers
 
@@ -32,10 +32,10 @@ def small(size: int) -> Tokens:
     letters = "etaoinshrdlcumwfg"
     pairs = itertools.product("\u0120" + letters, letters)  # \u0120 is how byte-level BPE writes a space
     merges = tuple(itertools.islice(pairs, size - len(special) - len(alphabet)))
-    return Tokens((*special, *alphabet, *("".join(pair) for pair in merges)), merges, special)
+    return Vocabulary((*special, *alphabet, *("".join(pair) for pair in merges)), merges, special)
 
 
-def write(tokens: Tokens, folder: Path, length: int, chat_template: str) -> None:
+def write(tokens: Vocabulary, folder: Path, length: int, chat_template: str) -> None:
     """Write tokenizer.json and tokenizer_config.json; `length` is the model's context in tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import subprocess
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron.devices.base import Device, HostKv, KvMemory, Program, Shape
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.errors import CompileError, ConfigError
+from rayneuron.errors import CompileError, ConfigError, RayNeuronError
 from rayneuron.models import Progress
 
 if TYPE_CHECKING:
@@ -150,6 +151,15 @@ def built(name: str) -> str:
 
     kernels = library()
     return Path(kernels._name).parent.name if kernels is not None else "torch"
+
+
+def build_first(name: str) -> None:
+    """Build what every rank of the device needs, if none was ever built on this machine. What fails is for whoever needs it to say."""
+    from rayneuron.devices.cpu import library
+
+    if name != "neuron" and not any(_native().folder.manifests()):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, RayNeuronError):
+            library.built(library.best())
 
 
 def kept(name: str, url: str | None) -> Cache:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from rayneuron.devices.base import SCORES, Pending, StepOutput
+from rayneuron.engine.commit import advance, ended, failed
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
-from rayneuron.engine.profile import Timing
-from rayneuron.engine.remote import Arrived, First, Loan
+from rayneuron.engine.profile import StepInfo, Timing
+from rayneuron.engine.remote import Arrived, First, Loan, Prefills
 from rayneuron.engine.requests import Requests
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
-from rayneuron.engine.sequence import Plan, Sequence, advance, ended, failed
+from rayneuron.engine.sequence import Plan, Sequence
+from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.policies.chunks import fit
 from rayneuron.types import FinishReason, Profile, Request, SamplingParams, Snapshot, TokenDelta
-
-
-@dataclass(slots=True)
-class StepInfo:
-    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
-
-    tag: str = ""
-    rows: int = 0
-    tokens: int = 0
-    plan_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
 
 
 class Engine:
@@ -39,7 +28,7 @@ class Engine:
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
     `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
-    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again.
+    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again. `speculation`: the drafts tried.
     """
 
     def __init__(
@@ -51,13 +40,13 @@ class Engine:
         rule: NeuronSampling | None = None,
         model: str | None = None,
         profile: Profile | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner = runner
-        self.capacity = runner.capacity
+        self.runner, self.capacity = runner, runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None)
+        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation)
         self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
@@ -135,10 +124,9 @@ class Engine:
         deltas += self._commit(plan, output, ran)
         ended = self._last_step_s = self._clock()
         self.steps += 1
-        self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
-        if self.timing is not None:  # a step that began before the one before had ended took as long as the whole turn
-            host_s = ended - started - (ran - planned)
-            self.timing.note(plan, ended - started if self.runner.overlaps else ran - planned, host_s)
+        self.info = StepInfo.of(plan, planned - started, ran - planned, ended - ran)
+        if self.timing is not None:
+            self.timing.note(plan, self.info, self.runner.overlaps)
         return deltas
 
     def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
@@ -244,6 +232,11 @@ class Engine:
         assert queued <= known, "a sequence runs that no request owns"
         assert all(self._requests.values()), "a request without choices was kept"
 
+    @property
+    def prefills(self) -> Prefills | None:
+        """Others who compute its prompts."""
+        return self.scheduler.prefills
+
     def close(self) -> None:
         """Give the device back, once nobody else writes its KV."""
         if self.scheduler.prefills is not None:
@@ -251,13 +244,15 @@ class Engine:
         self.runner.close()
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
-        deltas = []
-        for work, delta in zip(plan.works, advance(plan, output, now, self._host), strict=True):
+        deltas, made = [], advance(plan, output, now, self._host)
+        if self.scheduler.speculation is not None and plan.tag == "verify":
+            self.scheduler.speculation.learn(plan, made)
+        for work, delta in zip(plan.works, made, strict=True):
             sequence = work.sequence
             if delta is None:
                 continue
-            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated <= 2:
-                # The prompt's KV exists now: the other choices may share it. (Two tokens: the first may have come from elsewhere.)
+            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
+                # The prompt's KV exists now: the other choices may share it. (One before: the first may have come from elsewhere.)
                 for choice in self._requests.followers(sequence.request.id):
                     self.scheduler.add(choice)
             deltas.append(delta)

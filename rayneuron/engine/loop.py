@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from rayneuron.engine.commit import FAILED
 from rayneuron.engine.remote import Loan
-from rayneuron.engine.sequence import FAILED
 from rayneuron.errors import NotReady, RequestError
 from rayneuron.types import Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
-    from rayneuron.engine.engine import Engine, StepInfo
+    from rayneuron.engine.engine import Engine
+    from rayneuron.engine.profile import StepInfo
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,10 @@ class EngineLoop:
     def snapshot(self) -> Snapshot:
         """The engine's load, without the requests not taken in yet."""
         return self.engine.snapshot()
+
+    def taken(self, request_id: str) -> bool:
+        """Whether a request that was submitted is in the engine's books, or over."""
+        return request_id not in self._coming
 
     def pending(self) -> bool:
         """Whether there is anything to do: what a health check holds against the age of the last step."""

@@ -36,7 +36,7 @@ class Requests(dict[str, dict[int, Sequence]]):
             choice = Sequence(
                 request,
                 index,
-                list(request.prompt_ids),
+                [*request.prompt_ids, *request.output_ids],
                 seed + index,
                 1 if loan is not None else self._length - prompt if most is None else most,
                 self._order,

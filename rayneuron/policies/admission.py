@@ -119,11 +119,24 @@ def validate(request: Request, length: int, kv_tokens: int, vocab: int, eos_ids:
         raise RequestError("the prompt is empty", param="prompt")
     left = room(prompt, params.max_tokens, length)
     _check_ids("prompt", request.prompt_ids, vocab)
+    if request.output_ids:
+        _check_output(request, left if params.max_tokens is None else params.max_tokens, vocab)
+    _check_ids("prediction", request.prediction or (), vocab)
     if eos_ids is not None:
         _check_params(params, vocab, eos_ids)
     most = prompt + (left if params.max_tokens is None else params.max_tokens)
     if most > kv_tokens:
         raise RequestError(f"{most} tokens do not fit the KV cache of {kv_tokens} tokens", param="max_tokens")
+
+
+def _check_output(request: Request, most: int, vocab: int) -> None:
+    """Of a request that goes on behind what another engine has generated."""
+    if request.params.n > 1 or request.params.prompt_logprobs is not None:
+        raise RequestError("output_ids belong to one choice (n 1) whose prompt_logprobs have been told", param="output_ids")
+    if len(request.output_ids) >= most:
+        said = f"output_ids holds {len(request.output_ids)} tokens, which leaves none of {most} to generate"
+        raise RequestError(said, param="output_ids")
+    _check_ids("output_ids", request.output_ids, vocab)
 
 
 def _check_params(params: SamplingParams, vocab: int, eos_ids: Set[int]) -> None:

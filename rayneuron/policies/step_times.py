@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from rayneuron.types import Profile
 
+FLAT_MS = 20.0  # of a step that nobody has measured
+
 
 class Grid:
     """Milliseconds at every (x, y) of two axes: bilinear between the points, beyond the outermost what those say."""
@@ -51,3 +53,12 @@ def _between(axis: Sequence[int], value: int) -> tuple[int, float]:
     if at == len(axis) - 1 or value <= axis[at]:
         return at, 0.0
     return at, (value - axis[at]) / (axis[at + 1] - axis[at])
+
+
+def flat(rows: int, length: int) -> Profile:
+    """Of an engine that nobody has measured: every step takes the same."""
+    prefill = ((1, length, length, FLAT_MS),)
+    return Profile(
+        batch=(rows,), lengths=(length,), context=(length,), prefix=(), chunk=length, decode=((rows, length, FLAT_MS),), prefill=prefill,
+        tokens=(),
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from rayneuron.deployment_file import DEPLOYMENT, PREFILL
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.group_config import prefill_of
 from rayneuron.serve import pools, readiness
+from rayneuron.serve.answering import Answering
 from rayneuron.serve.deployed import Deployed, layout_of, serve_deployment
 from rayneuron.serve.ingress import application
 from rayneuron.serve.prefill import PrefillServer, everybody, found, token_of
@@ -27,7 +28,7 @@ from rayneuron.serve.telemetry import merged
 log = logging.getLogger(__name__)
 
 @serve.ingress()
-class ServedEngine(Deployed, Replica):
+class ServedEngine(Answering, Deployed, Replica):
     """A Replica as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes).
 
     `prefill`: the handle of those who compute its prompts, where there are pools.
@@ -42,6 +43,7 @@ class ServedEngine(Deployed, Replica):
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         self._begun()
+        await self.listen()
 
     def equip(self, opened: loading.Opened) -> None:
         """As Replica's: let the prefill pool compute prompts."""
@@ -58,6 +60,7 @@ class ServedEngine(Deployed, Replica):
         served = self._served
         if served is None:
             return await Deployed._farewell(self)
+        self.hand_over(0.0)
         self.leave()
         await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
 
@@ -104,6 +107,7 @@ class ServedEngine(Deployed, Replica):
 
     async def __del__(self) -> None:
         self._end()
+        await self.hang_up()
         await self.close()
 
 

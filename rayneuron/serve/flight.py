@@ -1,8 +1,7 @@
 """Calls in flight: what the engine has produced for each, and the task that waits for it.
 
-The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); everything else here runs on the event loop. Text is put
-together at once, so that a stop string ends the choice in the step it appears in, however slowly the client reads; deltas nobody has taken
-yet are joined, so a slow reader gets fewer and longer chunks.
+The engine thread hands over one list of TokenDeltas a step (`Flights.deliver`); all else runs on the event loop. Text is put together at
+once, so that a stop string ends the choice in its step; deltas nobody has taken yet are joined: a slow reader gets longer chunks.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
+from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.serve.trace import OnEnd
-from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, join
 
 log = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ class ActiveRequest:
 
     __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
-    def __init__(self, request: Request, assembler: Assembler, ended: OnEnd | None = None) -> None:
+    def __init__(self, request: Request, assembler: Takes, ended: OnEnd | None = None) -> None:
         self.request = request
         self.assembler = assembler
         self.ended = ended
@@ -88,6 +86,7 @@ class Flight:
     def __init__(self, actives: Sequence[ActiveRequest], pace_s: Callable[[], float]) -> None:
         self.actives = {active.request.id: active for active in actives}
         self.unfinished = sum(active.request.params.n for active in actives)  # choices
+        self.headers: dict[str, str] = {}  # of the reply, once it begins
         self.error: RayNeuronError | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._pace_s = pace_s
@@ -171,6 +170,11 @@ class Flight:
             self._wake()
         return finished is not None and piece.finish_reason is None
 
+    def settle(self) -> None:
+        """A choice has ended that nothing more is taken of."""
+        self.unfinished -= 1
+        self._wake()
+
     def _lost(self, piece: TokenDelta) -> bool:
         """Whether such an end is that of the whole flight: nobody here asked for it, and no answer can come any more."""
         if piece.finish_reason == "abort":  # the engine saw the deadline pass
@@ -196,32 +200,30 @@ class Flight:
 
 
 class Flights:
-    """Every call in flight, by engine request id. All methods but `deliver` belong to the event loop; `engine` is set before a call comes.
+    """Every call in flight, `by_request`. All methods but `deliver` belong to the event loop; `engine` is set before a call comes.
 
     `sequences` counts choices that have not finished and `waiting_tokens` prompt tokens of requests that have not begun: admission decides
     on these, because unlike the engine's snapshot they are never a step late.
     """
 
-    engine: EngineLoop
+    engine: Computes
 
     def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop, events_per_s: float = math.inf) -> None:
         self.events_per_s = events_per_s
         self.sequences = 0
         self.waiting_tokens = 0
         self.closed: RayNeuronError | None = None
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         self._event_loop = event_loop
-        self._by_request: dict[str, Flight] = {}
+        self.by_request: dict[str, Flight] = {}
         self._open: set[Flight] = set()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def pace_s(self) -> float:
-        """How long a stream lets deltas gather between two writes, so that all of them together stay below `events_per_s`.
-
-        Serve's own proxy spends most of a millisecond of CPU on every event, which the engine has not got. Few streams never wait.
-        """
+        """How long a stream lets deltas gather between two writes, so that all together stay below `events_per_s`: Serve's own proxy
+        spends most of a millisecond of CPU on every event. Few streams never wait."""
         return min(len(self._open) / self.events_per_s, LONGEST_PAUSE_S)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
@@ -233,13 +235,13 @@ class Flights:
         now_s, tokens, prompt_tokens = time.monotonic(), 0, 0  # the latter of prompts whose prefill these deltas tell of
         for piece in deltas:
             tokens += len(piece.token_ids)
-            flight = self._by_request.get(piece.request_id)
+            flight = self.by_request.get(piece.request_id)
             if flight is None:
                 continue  # its client has gone
             active, unfinished = flight.actives[piece.request_id], flight.unfinished
             waited, stopped = not active.begun, False
             try:
-                stopped = flight.receive(active, piece, now_s, self._telemetry)
+                stopped = flight.receive(active, piece, now_s, self.telemetry)
             except Exception:  # one call's text must not stop the delivery of the others'
                 log.exception("request %s: its text could not be put together", piece.request_id)
                 flight.fail(RayNeuronError(TORN))
@@ -249,7 +251,7 @@ class Flights:
             if stopped:
                 self.engine.abort(piece.request_id, piece.index)
         self.waiting_tokens -= prompt_tokens
-        self._telemetry.step(tokens, prompt_tokens)
+        self.telemetry.step(tokens, prompt_tokens)
 
     def open(self, actives: Sequence[ActiveRequest]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
@@ -264,8 +266,8 @@ class Flights:
         try:
             for active in actives:
                 self.engine.submit(active.request)  # refuses an id in use, which is another flight's to keep
-                self._by_request[active.request.id] = flight
-                self._telemetry.asked(active.request)
+                self.by_request[active.request.id] = flight
+                self.telemetry.asked(active.request)
         except BaseException:
             self.close(flight)
             raise
@@ -283,12 +285,12 @@ class Flights:
         if flight.deadline is not None:
             flight.deadline.cancel()
         for active in flight.actives.values():
-            mine = self._by_request.get(active.request.id) is flight
+            mine = self.by_request.get(active.request.id) is flight
             if mine:
-                del self._by_request[active.request.id]
+                del self.by_request[active.request.id]
             if not active.begun:
                 self.waiting_tokens -= len(active.request.prompt_ids)
-            if active.drop(flight.error is not None, self._telemetry) and mine:
+            if active.drop(flight.error is not None, self.telemetry) and mine:
                 self.engine.abort(active.request.id)
 
     def fail_all(self, error: RayNeuronError) -> None:

@@ -69,8 +69,7 @@ def stats_of(server: Server) -> Json:
     refused = {} if load.refused is None else {"refused_user_config": load.refused}
     pools = {metric.name.partition(":")[2]: {",".join(labels): n for labels, n in of.items()} for metric, of in load.told.items()}
     told = {"open_calls": load.calls, "open_sequences": load.sequences, "chosen": load.chosen, "profile": msgspec.to_builtins(load.profile)}
-    told |= {"pools": pools} if pools else {}
-    return {**msgspec.to_builtins(load.snapshot), **told, **refused}
+    return {**msgspec.to_builtins(load.snapshot), **told, **refused, **({"pools": pools} if pools else {})}
 
 
 async def _fly(server: Server, parse: Callable[..., api.Call], body: Json) -> tuple[api.Call, AbstractContextManager[Flight]]:
@@ -91,7 +90,7 @@ async def _answer(server: Server, parse: Callable[..., api.Call], body: Json) ->
 
 async def _chunks(call: api.Call, flying: AbstractContextManager[Flight]) -> AsyncIterator[Json]:
     """The chunks of a stream as objects; an error is raised instead of sent."""
-    stream = openai.Events(call)
+    stream = call.open()
     with flying as flight:
         await flight.started()
         out = stream.first()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError
+from rayneuron.serve.seams import Computes
 
 
 class Heart:
@@ -14,7 +14,7 @@ class Heart:
     def __init__(self) -> None:
         self._idle_s = 0.0
 
-    def check(self, engine: EngineLoop, limit_s: float) -> None:
+    def check(self, engine: Computes, limit_s: float) -> None:
         """Raise where the engine is dead, or has had work for so long without finishing a step. Takes no lock."""
         if not engine.alive:
             raise RayNeuronError(f"the engine has stopped: {engine.error or 'its thread ended'}")

@@ -4,13 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rayneuron import config as deployment
 from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Deployment, Limits
-from rayneuron.loading import Opened
+from rayneuron.text.text import Text
+
+if TYPE_CHECKING:
+    from rayneuron.engine.profile import Timing
+    from rayneuron.engine.remote import Prefills
+
+
+class Sizes(Protocol):
+    """How much an engine holds: `rows` sequences at once, each up to `length` tokens."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+class Holds(Protocol):
+    """The part of an engine that requests are held against."""
+
+    @property
+    def capacity(self) -> Sizes: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def timing(self) -> Timing | None: ...
+
+    @property
+    def prefills(self) -> Prefills | None: ...
+
+
+class Known(Protocol):
+    """A model to read bodies for: `loading.Opened`, or what a gateway knows of one."""
+
+    @property
+    def engine(self) -> Holds: ...
+
+    @property
+    def text(self) -> Text: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def generation(self) -> dict[str, Any]: ...
+
+    @property
+    def chosen(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +71,7 @@ class Hot:
     limits: Limits
 
 
-def hot(config: Deployment, opened: Opened, user_config: Mapping[str, Any] | None = None) -> Hot:
+def hot(config: Deployment, opened: Known, user_config: Mapping[str, Any] | None = None) -> Hot:
     """What `args` and `user_config` together say; a key that is in both is user_config's. Raises ConfigError."""
     said = deployment.parse_hot(user_config)
     limits = said.limits.model_dump(exclude_unset=True) if said.limits is not None else {}
@@ -35,6 +85,7 @@ def hot(config: Deployment, opened: Opened, user_config: Mapping[str, Any] | Non
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
+        lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),
     )
     openai.check_defaults(context)
     return Hot(context, merged)

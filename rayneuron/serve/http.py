@@ -12,9 +12,9 @@ from uuid import uuid4
 
 from starlette.types import Message, Receive, Scope, Send
 
-from rayneuron import keys, metrics
+from rayneuron import metrics
 from rayneuron.api import call as api
-from rayneuron.api import errors, openai
+from rayneuron.api import errors, openai, routes
 from rayneuron.errors import BodyTooLarge, RayNeuronError, RequestError, RequestTimeout, UnsupportedMedia
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.verbs import Server
@@ -36,13 +36,16 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, echo_request_id: bool = True) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
         self.params: Mapping[str, str] = scope.get("path_params") or {}
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.client_id = openai.clean_id(self.header("x-request-id"))
         self.request_id = self.client_id or uuid4().hex
         self.status = 0
+        self.shape: Callable[[errors.Triple], errors.Triple] = lambda triple: routes.shaped(triple, self.path, self.method)
         self.gone = False
         self._unread = False  # a body that was not read to its end
+        self._whole: bytes | None = None  # one that was
         self._echo = [(b"x-request-id", self.request_id.encode())] if echo_request_id else []
         self._receive = receive
         self._send = send
@@ -55,7 +58,11 @@ class Exchange:
 
     async def body(self, limit_bytes: int, within_s: float | None = None) -> bytes:
         """The request body. Raises BodyTooLarge before reading more than the limit, RequestTimeout where it does not come in time,
-        ClientGone if the client leaves while sending."""
+        ClientGone if the client leaves while sending. Once it is read it is kept."""
+        if self._whole is not None:
+            if len(self._whole) > limit_bytes:
+                raise _too_large(limit_bytes)
+            return self._whole
         self._unread = True
         declared = self.header("content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
@@ -64,7 +71,7 @@ class Exchange:
             body = await asyncio.wait_for(self._body(limit_bytes), within_s)
         except asyncio.TimeoutError:
             raise RequestTimeout(f"the request body did not arrive within {within_s:g} s") from None
-        self._unread = False
+        self._unread, self._whole = False, body
         return body
 
     async def _body(self, limit_bytes: int) -> bytes:
@@ -191,7 +198,7 @@ class RouteApp:
         if not isinstance(wrong, RayNeuronError):
             log.exception("%s %s failed [%s]", exchange.method, exchange.path, exchange.request_id)
         if exchange.status == 0:
-            await exchange.refuse(errors.error_body(wrong))
+            await exchange.refuse(exchange.shape(errors.error_body(wrong)))
 
 
 def _left(server: Server, exchange: Exchange) -> None:
@@ -200,11 +207,11 @@ def _left(server: Server, exchange: Exchange) -> None:
 
 
 def _check_key(server: Server, exchange: Exchange, path: str) -> None:
-    if not server.config.serving.api_keys or path in OPEN_PATHS:
+    if not server.keys or path in OPEN_PATHS:
         return
     scheme, _, given = (exchange.header("authorization") or "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else ""
-    if not keys.accepts(server.keys, given.encode("latin-1")):
+    given = given.strip() if scheme.lower() == "bearer" else exchange.header("x-api-key") or ""  # the latter is Anthropic's
+    if server.account(given.encode("latin-1")) is None:
         raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
 
 
@@ -212,8 +219,15 @@ class _WrongKey(RayNeuronError):
     status = 401
 
 
-async def generate(parse: Callable[..., api.Call], server: Server, exchange: Exchange) -> None:
+async def generate(dialect: api.Dialect, server: Server, exchange: Exchange) -> None:
     """Any endpoint that generates: admit, read, parse, run, answer whole or piece by piece."""
+
+    def parse(body: api.Json, context: api.Context, **words: Any) -> api.Call:
+        spoken = dialect if dialect.choose is None else dialect.choose(body)
+        exchange.shape = spoken.error
+        said = {} if dialect.head is None else dialect.head(exchange.params, exchange.header)
+        return spoken.parse({**body, **said}, context, **words)
+
     arrival_s = time.monotonic()
     server.now.admit()
     limits = server.now.limits
@@ -227,14 +241,16 @@ async def generate(parse: Callable[..., api.Call], server: Server, exchange: Exc
         if call.head.stream:
             await _stream(call, flight, exchange)
         else:
-            await exchange.reply(200, await now.write(call, await flight.finish(), errors.encode))
+            body = await now.write(call, await flight.finish(), errors.encode)
+            await exchange.reply(200, body, headers=flight.headers)
 
 
 async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
-    stream = openai.Events(call)
-    await exchange.begin(200, stream.content_type, STREAM_HEADERS)
+    stream = call.open()
+    said = [(name.encode(), value.encode()) for name, value in flight.headers.items()]
+    await exchange.begin(200, stream.content_type, [*STREAM_HEADERS, *said])
     try:
         out = stream.first() + b"".join([stream.chunk(delta) for delta in flight.ready()])
         while not stream.done:

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rayneuron import __version__
+from rayneuron.api import anthropic, errors, openai, responses, sagemaker, tgi
 from rayneuron.api import call as api
-from rayneuron.api import errors, neuron_server, openai
+from rayneuron.api.routes import SPOKEN, shaped
 from rayneuron.errors import NotReady, RayNeuronError, RequestError
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
@@ -32,12 +33,12 @@ def application(server: Server, echo_request_id: bool = True) -> Starlette:
     routes: list[BaseRoute] = [
         Route(path, RouteApp(server, path, endpoint, echo_request_id), methods=list(methods)) for path, endpoint, methods in ROUTES
     ]
-    if server.config.serving.page:
+    if server.door.page:
         routes += page_routes()
-    origins = server.config.serving.allowed_origins
+    origins = server.door.allowed_origins
     app = Starlette(
         routes=routes,
-        exception_handlers={HTTPException: partial(_no_route, server)},
+        exception_handlers={HTTPException: partial(no_route, server)},
         middleware=[Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else [],
     )
     app.router.redirect_slashes = False
@@ -56,6 +57,32 @@ async def _model(server: Server, exchange: Exchange) -> None:
 async def _tokens(convert: Callable[[Any, api.Context], Any], server: Server, exchange: Exchange) -> None:
     body = await exchange.json_body(server.now.limits.max_body_bytes, server.now.limits.body_timeout_s)
     await exchange.reply(200, await server.now.read(lambda fields, context: errors.encode(convert(fields, context)), body))
+
+
+def _tokenize(body: Any, context: api.Context) -> Any:
+    """vLLM's body, or TGI's."""
+    return (tgi.tokenize if body.get("inputs") is not None else openai.tokenize)(body, context)
+
+
+async def _info(server: Server, exchange: Exchange) -> None:
+    waiting = server.now.limits.max_waiting
+    await exchange.reply(200, await server.now.read(lambda _, context: errors.encode(tgi.info(context, waiting)), {}))
+
+
+async def _named_models(server: Server, exchange: Exchange) -> None:
+    """SageMaker's and LMI's view of what is served."""
+    cards = server.now.cards()
+    root, names = cards[0]["root"], [card["id"] for card in cards]
+    name = exchange.params.get("model")
+    await exchange.reply(200, errors.encode(sagemaker.models(names, root) if name is None else sagemaker.model(name, names, root)))
+
+
+async def _unmanaged(verb: str, server: Server, exchange: Exchange) -> None:
+    raise sagemaker.unmanaged(verb)
+
+
+async def _no_response(server: Server, exchange: Exchange) -> None:
+    raise responses.unknown(exchange.params["id"])
 
 
 async def _tokenizer_info(server: Server, exchange: Exchange) -> None:
@@ -78,7 +105,7 @@ async def _metrics(server: Server, exchange: Exchange) -> None:
 
 async def _reset_prefix_cache(server: Server, exchange: Exchange) -> None:
     """vLLM's: every replica forgets what prefixes it knows. Whoever may do that slows others down, hence not everybody may."""
-    if not server.config.serving.reset_prefix_cache:
+    if not server.door.reset_prefix_cache:
         raise RequestError("clients of this server may not reset its prefix cache (serving.reset_prefix_cache: true would allow it)")
     await exchange.reply(200, errors.encode({"blocks": await server.forget_prefixes()}))
 
@@ -93,24 +120,31 @@ async def _load(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode({"server_load": stats["open_calls"], **stats}))
 
 
-async def _no_route(server: Server, http: HttpRequest, wrong: Exception) -> Response:
-    """404 and 405 in OpenAI's error body; a bare route prefix leads to the page, whose links need the slash."""
+async def no_route(server: Server, http: HttpRequest, wrong: Exception) -> Response:
+    """404 and 405 in the error body of whoever calls such a path; a bare route prefix leads to the page, whose links need the slash."""
     assert isinstance(wrong, HTTPException)
     path = http.url.path
     if path and path == http.scope.get("root_path") and http.method in ("GET", "HEAD"):
         return Response(status_code=307, headers={"location": path + "/"})
     say = f"no such path: {path}" if wrong.status_code == 404 else f"{http.method} is not allowed on {path}"
-    status, body, headers = errors.error_reply(wrong.status_code, say)
+    status, body, headers = shaped(errors.error_reply(wrong.status_code, say), path, http.method)
     return Response(errors.encode(body), status, {**headers, **(wrong.headers or {})}, "application/json")
 
 
 ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
-    ("/v1/chat/completions", partial(generate, openai.parse_chat), ("POST",)),
-    ("/v1/completions", partial(generate, openai.parse_completions), ("POST",)),
-    ("/generate", partial(generate, neuron_server.parse), ("POST",)),
+    *((path, partial(generate, dialect), ("POST",)) for path, dialect in SPOKEN.items()),
+    ("/v1/responses/{id}", _no_response, ("GET", "DELETE")),
+    ("/v1/responses/{id}/cancel", _no_response, ("POST",)),
+    ("/v1/messages/count_tokens", partial(_tokens, anthropic.count_tokens), ("POST",)),
     ("/v1/models", _models, ("GET",)),
     ("/v1/models/{model:path}", _model, ("GET",)),
-    ("/tokenize", partial(_tokens, openai.tokenize), ("POST",)),
+    ("/tokenize", partial(_tokens, _tokenize), ("POST",)),
+    ("/chat_tokenize", partial(_tokens, tgi.chat_tokenize), ("POST",)),
+    ("/info", _info, ("GET",)),
+    ("/models", _named_models, ("GET",)),
+    ("/models", partial(_unmanaged, "loaded"), ("POST",)),
+    ("/models/{model}", _named_models, ("GET",)),
+    ("/models/{model}", partial(_unmanaged, "scaled or unloaded"), ("PUT", "DELETE")),
     ("/detokenize", partial(_tokens, openai.detokenize), ("POST",)),
     ("/tokenizer_info", _tokenizer_info, ("GET",)),
     ("/health", _health, ("GET",)),

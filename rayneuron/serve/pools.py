@@ -138,7 +138,7 @@ class Prefiller:
         engine, offers = self._ready()
         ended: dict[tuple[str, ...], float] = {(how,): float(n) for how, n in offers.counts.copy().items()}
         told: Values = {metrics.TICKETS: {("live",): float(offers.live)}, metrics.TICKETS_ENDED: ended}
-        return Load(engine.snapshot(), offers.live, offers.live, chosen=self._chosen, told=told)
+        return Load(engine.snapshot(), offers.live, offers.live, None, self._chosen, told=told)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What a scaling policy decides on: the prompts that wait, by tokens, and the KV that is kept for others."""

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -24,22 +24,27 @@ from ray.serve.schema import ServeDeploySchema
 
 from rayneuron.config import Deployment
 from rayneuron.errors import CheckpointError, CompileError, ConfigError, NotReady
+from rayneuron.gateway_config import GatewayConfig
 from rayneuron.serve import readiness
 
 log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 0.25
+STARTED_PERIOD_S = 0.02
 PATIENCE_S = 2.0  # beyond what replicas were given
 LAST_BYTES_S = 0.5  # for Serve's proxy to hand on what replicas said last
 ENDING_SHARE, ENDING_S = 0.3, 6.0  # of the grace time, at most so many seconds, go to shutting down once the streams have ended
 FOR_GOOD = tuple(f"rayneuron.errors.{kind.__name__}: " for kind in (ConfigError, CheckpointError, CompileError))  # trying again is no use
 
 
-def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace_s: float, alone: bool = False) -> None:
+Ours = Mapping[str, Deployment | GatewayConfig]  # applications by name
+
+
+def run(content: Mapping[str, Any], ours: Ours, grace_s: float, alone: bool = False) -> None:
     """Serve the applications of a deployment file until SIGTERM or Ctrl-C, then end within `grace_s`.
 
-    Raises ConfigError or NotReady where an application cannot start. `deployments` are those of them that are ours. `alone`: there is no
-    file that could be changed and deployed again: nothing is started that only serves that.
+    Raises ConfigError or NotReady where an application cannot start. `ours`: those that are. `alone`: there is no file that could be
+    changed and deployed again: nothing is started that only serves that.
     """
     try:
         schema = ServeDeploySchema.model_validate(content)
@@ -49,15 +54,16 @@ def run(content: Mapping[str, Any], deployments: Mapping[str, Deployment], grace
     output = Output()
     try:
         with signals.ending():
-            _start(schema, signals, output, next(iter(deployments.values())) if alone else None)
-            _wait(schema, deployments)
+            one = next(iter(ours.values())) if alone else None
+            _start(schema, signals, output, one if isinstance(one, Deployment) else None)
+            _wait(schema, ours)
         output.ready = True
-        for line in ready_lines(schema, deployments):
+        for line in ready_lines(schema, ours):
             print(line, flush=True)
         while not signals.asked.wait(LOOK_PERIOD_S):  # a signal that another thread takes does not end a wait
             pass
         output.ready = False
-        _end(deployments, grace_s)
+        _end(ours, grace_s)
     finally:
         ray.shutdown()
 
@@ -122,23 +128,41 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: D
     signals.listen()
     worker_output.remove_handler("ray_print_logs")
     worker_output.add_handler("rayneuron", output.take)
-    serve.start(
-        proxy_location=schema.proxy_location,
-        http_options=schema.http_options.model_dump(),
-        grpc_options=schema.grpc_options.model_dump(),
-        controller_options=schema.controller_options,
-    )
+    controller = schema.controller_options if alone is None else None  # our environment says it all, and no process is started to say it
+    failed: list[BaseException] = []
+    starting = threading.Thread(target=_start_serve, args=(schema, controller, failed), daemon=True)
+    starting.start()
+    # The controller is there before the proxies are ready, and replicas start beside them.
+    while (client := serve.context._get_global_client(raise_if_no_controller_running=False)) is None and starting.is_alive():
+        time.sleep(STARTED_PERIOD_S)
+    if client is not None:
+        _deploy(client, schema, alone)
+    starting.join()
+    if failed:
+        raise failed[0]
     log.info("Serve has started")
+
+
+def _start_serve(schema: ServeDeploySchema, controller: Any, failed: list[BaseException]) -> None:
+    proxies = {"proxy_location": schema.proxy_location, "http_options": schema.http_options.model_dump()}
+    try:
+        serve.start(**proxies, grpc_options=schema.grpc_options.model_dump(), controller_options=controller)
+    except BaseException as wrong:
+        failed.append(wrong)
+
+
+def _deploy(client: Any, schema: ServeDeploySchema, alone: Deployment | None) -> None:
     if alone is None:
-        serve.context._get_global_client().deploy_apps(schema, _blocking=False)
+        client.deploy_apps(schema, _blocking=False)
         return
     from rayneuron.serve.app import application_of  # built here, where all is imported, not by a process of its own
 
-    target = serve.RunTarget(application_of(alone), schema.applications[0].name, schema.applications[0].route_prefix)
+    (said,) = schema.applications
+    target = serve.RunTarget(application_of(alone), said.name, said.route_prefix)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _wait(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> None:
+def _wait(schema: ServeDeploySchema, ours: Ours) -> None:
     """Return when every application runs and ours answer."""
     names = [application.name for application in schema.applications]
     while True:
@@ -150,7 +174,7 @@ def _wait(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> N
             break
         time.sleep(LOOK_PERIOD_S)
     until = time.monotonic() + 30  # Serve says so before its proxies know
-    while time.monotonic() < until and not all(_answers(schema, prefix) for prefix in _prefixes(schema, deployments).values()):
+    while time.monotonic() < until and not all(_answers(schema, prefix) for prefix in _prefixes(schema, ours).values()):
         time.sleep(LOOK_PERIOD_S)
 
 
@@ -177,14 +201,20 @@ def _get(schema: ServeDeploySchema, path: str) -> bytes | None:
         connection.close()
 
 
-def ready_lines(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> list[str]:
+def ready_lines(schema: ServeDeploySchema, ours: Ours) -> list[str]:
     """Where each of our models answers, and what its start chose: the last lines of a start."""
     options, lines = schema.http_options, []
     host = _reachable(options.host)
     base = f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{options.port}{options.root_path}"
-    for name, prefix in _prefixes(schema, deployments).items():
-        chat = f"{base}{prefix}/ (chat), " if deployments[name].serving.page else ""
-        lines.append(f"{deployments[name].model.served_name} is ready: {chat}{base}{prefix}/v1 (OpenAI){_chosen(schema, prefix)}")
+    for name, prefix in _prefixes(schema, ours).items():
+        one = ours[name]
+        said, more = name, ""
+        if isinstance(one, Deployment):
+            said, more = one.model.served_name, _chosen(schema, prefix)
+        else:
+            more = f"; models: {', '.join(listed.application for listed in one.models)}"
+        chat = f"{base}{prefix}/ (chat), " if one.serving.page else ""
+        lines.append(f"{said} is ready: {chat}{base}{prefix}/v1 (OpenAI){more}")
     return lines
 
 
@@ -196,21 +226,23 @@ def _chosen(schema: ServeDeploySchema, prefix: str) -> str:
     return (shape + "max_model_len {max_model_len}, {rows} rows, {kv_tokens} KV tokens, {graphs} graphs").format(**chosen) if chosen else ""
 
 
-def _prefixes(schema: ServeDeploySchema, deployments: Mapping[str, Deployment]) -> dict[str, str]:
-    return {a.name: (a.route_prefix or "").rstrip("/") for a in schema.applications if a.name in deployments and a.route_prefix}
+def _prefixes(schema: ServeDeploySchema, ours: Ours) -> dict[str, str]:
+    return {a.name: (a.route_prefix or "").rstrip("/") for a in schema.applications if a.name in ours and a.route_prefix}
 
 
 def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _end(names: Collection[str], grace_s: float) -> None:
+def _end(ours: Ours, grace_s: float) -> None:
     """Within the grace time, come what may: streams first, then the applications."""
     print(f"ending within {grace_s:g} s, streams first; a second signal ends at once", file=sys.stderr, flush=True)
     watchdog = threading.Timer(grace_s, _end_now, [1])
     watchdog.daemon = True
     watchdog.start()
-    asyncio.run(_leave(names, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s))))
+    gateways = [name for name, one in ours.items() if isinstance(one, GatewayConfig)]
+    rounds = [gateways, [name for name in ours if name not in gateways]]
+    asyncio.run(_leave(rounds, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s))))
     ray.shutdown()
     sys.stderr.flush()
     os._exit(0)  # what Ray has registered for the end of the interpreter takes seconds, and finds nothing left to do
@@ -223,17 +255,23 @@ def _end_now(code: int) -> None:
     os._exit(code)
 
 
-async def _leave(names: Collection[str], within_s: float) -> None:
-    """Every replica of ours takes no more; when its streams have ended, by themselves or by an error event, Serve is shut down."""
+async def _leave(rounds: Sequence[Sequence[str]], within_s: float) -> None:
+    """Every replica of ours takes no more; when its streams have ended, by themselves or by an error event, Serve is shut down.
+
+    `rounds`: gateways before the models they send their streams to.
+    """
+    until_s = time.monotonic() + within_s
 
     async def drain(name: str) -> None:
-        replies = serve.get_app_handle(name).broadcast("drain", within_s)
-        for wrong in await replies.results_async(timeout_s=within_s + PATIENCE_S, return_exceptions=True):
+        left_s = max(0.0, until_s - time.monotonic())
+        replies = serve.get_app_handle(name).broadcast("drain", left_s)
+        for wrong in await replies.results_async(timeout_s=left_s + PATIENCE_S, return_exceptions=True):
             if wrong is not None:
                 raise wrong
 
-    for name, wrong in zip(names, await asyncio.gather(*map(drain, names), return_exceptions=True), strict=True):
-        if wrong is not None:
-            log.warning("%s did not say that its streams have ended: %r", name, wrong)
+    for names in rounds:
+        for name, wrong in zip(names, await asyncio.gather(*map(drain, names), return_exceptions=True), strict=True):
+            if wrong is not None:
+                log.warning("%s did not say that its streams have ended: %r", name, wrong)
     await asyncio.sleep(LAST_BYTES_S)
     await serve.shutdown_async()  # here: in the profile `fast` handles belong to the event loop they were made in

@@ -24,6 +24,8 @@ COMMON: dict[str, str] = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # It is taken for dead after three looks in vain, and one look lasts as long as the period: 10 s else, half a minute of refused calls.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    # A router that has not called a replica for so long asks how busy it is before it calls, 10 s else; a gateway's orders name theirs.
+    "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
 }
 
 # Serve's own proxy ends the answers of a replica that died. It hears of one lost with its node once it has waited in vain for the cause,

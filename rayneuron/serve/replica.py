@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,8 +14,14 @@ import msgspec
 
 from rayneuron import config as deployment
 from rayneuron import keys, loading, metrics
-from rayneuron.config import Deployment
+from rayneuron.config import Deployment, Serving
+from rayneuron.engine.loop import EngineLoop
+from rayneuron.engine.pressure import pressure
 from rayneuron.errors import RayNeuronError
+from rayneuron.news import KvNews, Pressure
+from rayneuron.policies.cost import Costs
+from rayneuron.policies.step_times import flat
+from rayneuron.serve.flight import Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, start
@@ -24,6 +31,8 @@ from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import Json, Shut, Verbs
 
 log = logging.getLogger(__name__)
+
+PRICES_S = 5.0  # how often what steps take is read anew
 
 Opener = Callable[..., loading.Opened]
 
@@ -36,6 +45,9 @@ class Replica(Handles):
 
     state: Literal["starting", "serving", "leaving"] = "starting"
     now: Verbs  # what answers calls in this state
+    _costs: Costs | None = None  # of steps, as they were at _priced_s
+    _priced_s = 0.0
+    _user_config: dict[str, Any] | None = None  # the last that was taken
     _served: Served | None = None  # from the end of the start to the end of everything
 
     def __init__(self, config: Mapping[str, Any] | Deployment, opener: Opener = loading.open_engine, engine_label: str = "0") -> None:
@@ -46,6 +58,15 @@ class Replica(Handles):
         self.now = self._shut = Shut("the engine is still loading", self.config.limits)
         self._opener = opener
         self._tracer = Tracer(self.name) if self.config.serving.trace else None
+
+    @property
+    def door(self) -> Serving:
+        """What the deployment file says of who may call what."""
+        return self.config.serving
+
+    def account(self, key: bytes) -> str | None:
+        """Whose a key is: nobody's in particular here."""
+        return "" if keys.accepts(self.keys, key) else None
 
     async def open(self) -> None:
         """Load and warm the engine on a thread of its own, then take calls. Whatever was made is given back where it fails."""
@@ -94,9 +115,43 @@ class Replica(Handles):
         """The engine's snapshot and the calls in flight."""
         return self.served.load()
 
+    @property
+    def flights(self) -> Flights:
+        """The calls under way. Raises NotReady."""
+        return self.served.flights
+
+    def pressure(self, seen: int) -> Pressure:
+        """How busy the engine is, as gateways hear it: `seen` is the last of the asking one's orders."""
+        served = self._served
+        if self.state != "serving" or served is None or not served.engine.alive or not isinstance(opened := served.opened, loading.Opened):
+            return Pressure(seen, accepting=False)
+        timing, now_s = opened.engine.timing, time.monotonic()
+        if self._costs is None or now_s - self._priced_s > PRICES_S:
+            held = opened.engine.capacity
+            self._costs = Costs(timing.profile() if timing is not None else flat(held.rows, held.length))
+            self._priced_s = now_s
+        return pressure(opened.engine.scheduler, self._costs, self._costs.profile.output_tokens, seen)
+
+    def taken(self, request_id: str) -> bool:
+        """Whether the pressure counts a request in that was submitted."""
+        served = self._served
+        return served is None or not isinstance(served.engine, EngineLoop) or served.engine.taken(request_id)
+
+    def news(self, epoch: int, number: int) -> asyncio.Future[KvNews | None] | None:
+        """What a gateway lacks of the prefixes that are kept here; None where there is nothing new."""
+        served = self._served
+        if served is None or not isinstance(served.opened, loading.Opened) or not isinstance(served.engine, EngineLoop):
+            return None
+        kept = served.opened.engine.scheduler.blocks.log
+        if kept is None or (kept.epoch, kept.number) == (epoch, number) or not served.engine.alive:
+            return None
+        return asyncio.wrap_future(served.engine.ask(lambda engine: engine.scheduler.blocks.news(epoch, number)))
+
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache; how many blocks were known."""
-        return await asyncio.wrap_future(self.served.engine.ask(lambda engine: engine.scheduler.blocks.reset()))
+        engine = self.served.engine
+        assert isinstance(engine, EngineLoop)
+        return await asyncio.wrap_future(engine.ask(lambda engine: engine.scheduler.blocks.reset()))
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""
@@ -121,6 +176,7 @@ class Replica(Handles):
             self._served = replace(served, refused=refused)
         else:
             self._served = replace(served, context=changed.context, limits=changed.limits, refused=None)
+            self._user_config = None if user_config is None else dict(user_config)
         if self.state == "serving":
             self.now = self._served
         self.telemetry.series[metrics.USER_CONFIG_REFUSED].set(float(self._served.refused is not None))

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from rayneuron import metrics
@@ -23,15 +24,16 @@ from rayneuron.policies import admission
 from rayneuron.seeds import Seeds
 from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.health import Heart
-from rayneuron.serve.hot import hot
+from rayneuron.serve.hot import Known, hot
 from rayneuron.serve.pools import borrowed
+from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.text import Assembler
 from rayneuron.transfer.pulls import Pulls
-from rayneuron.types import Delta
+from rayneuron.types import Delta, Request
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +49,9 @@ class Served:
     """One engine, the calls in flight, and what calls are read with and held to. `refused`: why the last user_config was."""
 
     config: Deployment
-    opened: Opened
+    opened: Known
     created: int
-    engine: EngineLoop
+    engine: Computes
     flights: Flights
     telemetry: Telemetry
     tracer: Tracer | None
@@ -87,20 +89,35 @@ class Served:
     ) -> Iterator[Flight]:
         """As the verb."""
         self._say_unknown(call.unknown)
-        self.admit(admission.measure(call.requests))
+
+        def words(request: Request) -> Takes:
+            return Assembler(request, self.opened.text)
+
+        with self.carry(call.requests, words, arrival_s, time_limit_s, headers) as flight:
+            try:
+                yield flight
+            finally:
+                self._say_ended(call, flight, arrival_s)
+
+    @contextlib.contextmanager
+    def carry(
+        self, requests: Sequence[Request], reader: Callable[[Request], Takes], arrival_s: float, time_limit_s: float | None,
+        headers: Mapping[bytes, bytes] = NO_HEADERS,
+    ) -> Iterator[Flight]:  # fmt: skip
+        """As the verb."""
+        self.admit(admission.measure(requests))
         actives = []
-        for request in call.requests:
+        for request in requests:
             self.seeds.fix(request)  # here, so that whoever else goes on with it draws the same
             request.arrival_s = arrival_s
             request.deadline_s = None if time_limit_s is None else arrival_s + time_limit_s
             ended = self.tracer.begin(request, headers) if self.tracer is not None else None
-            actives.append(ActiveRequest(request, Assembler(request, self.opened.text), ended))
+            actives.append(ActiveRequest(request, reader(request), ended))
         flight = self.flights.open(actives)
         try:
             yield flight
         finally:
             self.flights.close(flight)
-            self._say_ended(call, flight, arrival_s)
 
     async def write(self, call: api.Call, deltas: list[Delta], write: Callable[[Json], Result]) -> Result:
         """As the verb."""
@@ -139,7 +156,7 @@ class Served:
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""
-        timing, pulls = self.opened.engine.timing, self.opened.engine.scheduler.prefills
+        timing, pulls = self.opened.engine.timing, self.opened.engine.prefills
         profile = timing.profile() if timing is not None else None
         told = borrowed(pulls) if isinstance(pulls, Pulls) else {}
         return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, profile, told)
@@ -162,25 +179,36 @@ class Served:
 
 async def start(config: Deployment, opened: Opened, telemetry: Telemetry, tracer: Tracer | None, limits: Callable[[], Limits]) -> Served:
     """Everything around a warm engine; `limits` are those of the moment. Where a part of it fails, the engine is given back."""
-    event_loop = asyncio.get_running_loop()
     try:
-        read = hot(config, opened)
+        hot(config, opened)
         capacity = opened.engine.capacity
         telemetry.kv_cache(capacity.blocks, capacity.block, config.kv_dtype or config.dtype, opened.engine.scheduler.caching)
         for part, seconds in opened.seconds.items():
             telemetry.series[metrics.STARTUP].set(seconds, part)
-        flights = Flights(telemetry, event_loop, events_per_s(config))
+        flights = Flights(telemetry, asyncio.get_running_loop(), events_per_s(config))
         engine = flights.engine = EngineLoop(opened.engine, flights.deliver, on_step=telemetry.timed)  # the last that may fail
     except BaseException:
         await asyncio.to_thread(opened.engine.close)
         raise
-    watch = event_loop.create_task(_watch(engine, flights, limits))
+    return around(Served, config, opened, engine, flights, telemetry, tracer, limits)
+
+
+Made = TypeVar("Made", bound=Served)
+
+
+def around(
+    kind: type[Made], config: Deployment, opened: Known, engine: Computes, flights: Flights, telemetry: Telemetry, tracer: Tracer | None,
+    limits: Callable[[], Limits], user_config: Mapping[str, Any] | None = None,
+) -> Made:  # fmt: skip
+    """What is around an engine, here or elsewhere. Raises ConfigError."""
+    read = hot(config, opened, user_config)
+    watch = asyncio.get_running_loop().create_task(_watch(engine, flights, limits))
     aside = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
     parts = (config, opened, int(time.time()), engine, flights, telemetry, tracer, aside)
-    return Served(*parts, read.context, read.limits, watch, Seeds(config.seed))
+    return kind(*parts, read.context, read.limits, watch, Seeds(config.seed))
 
 
-async def _watch(engine: EngineLoop, flights: Flights, limits: Callable[[], Limits]) -> None:
+async def _watch(engine: Computes, flights: Flights, limits: Callable[[], Limits]) -> None:
     """The engine tells its calls when it dies; this makes sure of those it did not know yet."""
     while engine.alive:
         await asyncio.sleep(WATCH_PERIOD_S)

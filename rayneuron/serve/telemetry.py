@@ -19,7 +19,7 @@ from rayneuron.metrics import LABELS, Metric
 from rayneuron.types import FinishReason, Profile, Request, Snapshot, Stamps
 
 if TYPE_CHECKING:
-    from rayneuron.engine.engine import StepInfo
+    from rayneuron.engine.profile import StepInfo
 
 RECENT_LIMIT = 10_000  # observations kept for the next push to Ray; the exact sums on /metrics never lose any
 
@@ -89,18 +89,12 @@ class Load:
     __slots__ = ("calls", "chosen", "profile", "refused", "sequences", "snapshot", "told")
 
     def __init__(
-        self,
-        snapshot: Snapshot,
-        calls: int,
-        sequences: int,
-        refused: str | None = None,
-        chosen: Mapping[str, Any] | None = None,
-        profile: Profile | None = None,
-        told: Values | None = None,
-    ) -> None:
+        self, snapshot: Snapshot, calls: int, sequences: int, refused: str | None = None, chosen: Mapping[str, Any] | None = None,
+        profile: Profile | None = None, told: Values | None = None,
+    ) -> None:  # fmt: skip
         self.chosen = chosen or {}
-        self.told = told or {}
         self.profile = profile  # what steps take
+        self.told = told or {}
         self.snapshot = snapshot
         self.calls = calls
         self.sequences = sequences
@@ -119,6 +113,7 @@ class Telemetry:
         self._registry.register(self)
         self._process = ProcessCollector(registry=None)
         self.prefix_cache = False
+        self.step_s = 0.0  # a step of late
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
         self._step_time = self.histograms[metrics.STEP_TIME]
@@ -131,8 +126,14 @@ class Telemetry:
         self._iteration.observe(tokens + prompt_tokens)
 
     def timed(self, info: StepInfo) -> None:
-        """How long one step took. Called on the engine thread, which alone touches this histogram."""
-        self._step_time.observe(info.plan_s + info.run_s + info.commit_s)
+        """How long one step took, and its drafts. Called on the engine thread, which alone touches these series."""
+        self._step_time.observe(took_s := info.plan_s + info.run_s + info.commit_s)
+        self.step_s += 0.05 * (took_s - self.step_s)
+        for tried, accepted in info.drafts:
+            for metric, count in ((metrics.SPEC_DRAFTS, 1), (metrics.SPEC_DRAFT_TOKENS, tried), (metrics.SPEC_ACCEPTED, accepted)):
+                self.series[metric].add(count)
+            for place in range(accepted):
+                self.series[metrics.SPEC_ACCEPTED_BY_PLACE].add(1, str(place))
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int, ttft_s: float, remote: bool = False) -> None:
         """A request produced its first token, maybe in another pool."""

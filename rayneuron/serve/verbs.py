@@ -1,20 +1,21 @@
-"""What answers calls, as HTTP and handles see it: seven verbs, and the server they belong to."""
+"""What answers calls, as HTTP, handles and gateways see it: eight verbs, and the server they belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from rayneuron.api import call as api
 from rayneuron.api.call import Json as Json
-from rayneuron.config import Deployment, Limits
+from rayneuron.config import Limits
 from rayneuron.errors import NotReady
 from rayneuron.policies import admission
 from rayneuron.serve.flight import Flight
+from rayneuron.serve.seams import Takes
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.types import Delta
+from rayneuron.types import Delta, Request
 
 Result = TypeVar("Result")
 Read = Callable[[Json, api.Context], Result]
@@ -41,6 +42,12 @@ class Verbs(Protocol):
     ) -> AbstractContextManager[Flight]:
         """A call on its way through the engine; on leaving, whatever is unfinished is aborted. `headers` may hold a trace to continue."""
 
+    def carry(
+        self, requests: Sequence[Request], reader: Callable[[Request], Takes], arrival_s: float, time_limit_s: float | None,
+        headers: Mapping[bytes, bytes] = NO_HEADERS,
+    ) -> AbstractContextManager[Flight]:  # fmt: skip
+        """Requests on their way, whose tokens `reader` of each takes; as `flight`."""
+
     async def write(self, call: api.Call, deltas: list[Delta], write: Callable[[Json], Result]) -> Result:
         """The whole reply, as `write` makes it; one with many probabilities is put together on another thread."""
 
@@ -66,16 +73,34 @@ class Shut:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self.refusal
 
-    admit = parse = read = flight = write = cards = health = _refuse
+    admit = parse = read = flight = carry = write = cards = health = _refuse
+
+
+class Entrance(Protocol):
+    """What a deployment file says of who may call what: `config.Serving`, or a gateway's own section."""
+
+    @property
+    def allowed_origins(self) -> list[str]: ...
+
+    @property
+    def page(self) -> bool: ...
+
+    @property
+    def reset_prefix_cache(self) -> bool: ...
 
 
 class Server(Protocol):
     """What speaks the verbs: `now`, whatever answers at this moment. `load` raises NotReady where there is nothing to say yet."""
 
-    config: Deployment
-    keys: tuple[bytes, ...]
     telemetry: Telemetry
     now: Verbs
+    keys: tuple[bytes, ...]  # none: nobody is asked for one
+
+    @property
+    def door(self) -> Entrance: ...
+
+    def account(self, key: bytes) -> str | None:
+        """Whose a key is; None for a wrong one."""
 
     def load(self) -> Load:
         """The engine's snapshot and the calls in flight."""

@@ -146,7 +146,7 @@ class Offers:
 
     def _serve(self, channel: wire.Channel[Any], _: Knock) -> None:
         """A decode replica, for as long as it stays."""
-        channel.limit_bytes = limit_bytes(self._layout)
+        channel.frames.limit_bytes = limit_bytes(self._layout)
         link = _Link(channel)
         self._desk.put(self._links.add, link)
         data = tuple(lender.addresses for lender in self._lenders)

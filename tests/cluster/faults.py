@@ -60,8 +60,10 @@ class Client(threading.Thread):
 
 @contextmanager
 def held(path: Path) -> Iterator[Hold]:
-    """A pipe at `path`: whoever opens it to read is held there until the end of the block."""
-    os.mkfifo(path)
+    """A pipe instead of the file at `path`: whoever opens it to read is held there until the end of the block."""
+    pipe = path.with_name(path.name + ".pipe")
+    os.mkfifo(pipe)
+    os.replace(pipe, path)
     hold = Hold(path)
     try:
         yield hold

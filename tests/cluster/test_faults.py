@@ -115,19 +115,18 @@ def test_killed_while_starting(
 ) -> None:
     """Rendezvous: the workers have come, the replica still reads its chat template and has given them no place. Load: all read weights."""
     model = shutil.copytree(tiny, tmp_path / "model")
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ messages[0]['content'] }}")
-    pipe = template if stage == "rendezvous" else model / "model.safetensors"
-    pipe.unlink()
+    template, whole = tmp_path / "template.jinja", tmp_path / "whole.jinja"
+    for path in (template, whole):
+        path.write_text("{{ messages[0]['content'] }}")
+    pipe, source = (template, whole) if stage == "rendezvous" else (model / "model.safetensors", tiny / "model.safetensors")
     shape = SHAPES[WIDE if stage == "load" else "tp2 on one node"]
     workers = shape["tensor_parallel"] * shape.get("pipeline_parallel", 1) - 1
     args = arguments(model, **shape)
     args["model"]["chat_template"] = str(template)
-    source = tiny / "model.safetensors" if stage == "load" else tmp_path / "whole.jinja"
-    (tmp_path / "whole.jinja").write_text("{{ messages[0]['content'] }}")
+    replicas, actors = ever()
+    deploy(clean, args, wait=False)
+    eventually(lambda: len(clean.replicas) == 1, 120, status)  # the builder has looked at the files; the replica begins with its imports
     with held(pipe) as hold:
-        replicas, actors = ever()
-        deploy(clean, args, wait=False)
         eventually(lambda: len(clean.replicas) == 1 and len(clean.workers) == workers, 120, status)
         before = Before(clean)
         assert (before.replicas, before.actors) == (replicas + 1, actors + workers)

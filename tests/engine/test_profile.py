@@ -11,7 +11,7 @@ import pytest
 
 from rayneuron.devices.base import Ended, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity, inventory
-from rayneuron.engine.profile import BUDGET_S, HALF_LIFE, MOST_OFF, Timing, limited, measure
+from rayneuron.engine.profile import BUDGET_S, HALF_LIFE, MOST_OFF, StepInfo, Timing, limited, measure
 from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.types import Profile, Request, SamplingParams
@@ -133,6 +133,10 @@ def plan_of(tag: Any, *rows: tuple[int, int], scores: bool = False) -> Plan:
     return Plan(tag, works)
 
 
+def took(run_s: float, host_s: float = 0.0) -> StepInfo:
+    return StepInfo(plan_s=host_s / 2, run_s=run_s, commit_s=host_s / 2)
+
+
 @pytest.fixture
 def timing() -> Iterator[Timing]:
     profile, _ = measured(CAPACITIES["default"])
@@ -142,7 +146,7 @@ def timing() -> Iterator[Timing]:
 def test_half_of_what_is_known_is_newer_after_its_half_life(timing: Timing) -> None:
     known = {(b, n): ms for b, n, ms in timing.fixed.decode}
     for _ in range(HALF_LIFE):
-        timing.note(plan_of("decode", *[(90, 1)] * 4), 2e-3 * known[4, 128], 5e-4)
+        timing.note(plan_of("decode", *[(90, 1)] * 4), took(2e-3 * known[4, 128], 5e-4), False)
     now = {(b, n): ms for b, n, ms in timing.profile().decode}
     assert now.pop((4, 128)) == pytest.approx(math.sqrt(2) * known.pop((4, 128)))
     assert now == known and timing.profile().prefill == timing.fixed.prefill
@@ -150,15 +154,23 @@ def test_half_of_what_is_known_is_newer_after_its_half_life(timing: Timing) -> N
     assert timing.fixed.host_ms == 0
 
 
+def test_a_step_that_overlaps_takes_as_long_as_its_turn(timing: Timing) -> None:
+    """Its end is waited for only in what is left of it when the host has done its own part."""
+    (rows, length, ms), *_ = timing.fixed.decode
+    for _ in range(HALF_LIFE):
+        timing.note(plan_of("decode", (90, 1)), took(1e-3 * ms / 4, 3e-3 * ms / 4), overlaps=True)
+    assert timing.profile().decode[0] == (rows, length, pytest.approx(ms))
+
+
 def test_between_two_points_both_move(timing: Timing) -> None:
     for _ in range(HALF_LIFE):
-        timing.note(plan_of("prefill", (1984, 64)), 1.0, 0.0)
+        timing.note(plan_of("prefill", (1984, 64)), took(1.0), False)
     moved = [(t, n) for (_, t, n, ms), (*_, was) in zip(timing.profile().prefill, timing.fixed.prefill, strict=True) if ms > was * 1.01]
     assert moved == [(32, 512), (128, 512), (32, 4096), (128, 4096)]
 
 
 def test_a_disturbed_step_counts_for_no_more_than_others(timing: Timing) -> None:
-    timing.note(plan_of("decode", (90, 1)), 60.0, 0.0)
+    timing.note(plan_of("decode", (90, 1)), took(60.0), False)
     (*_, was), (*_, now) = timing.fixed.decode[0], timing.profile().decode[0]
     assert was < now <= was * MOST_OFF ** (1.01 / HALF_LIFE)
 
@@ -174,7 +186,7 @@ def test_a_disturbed_step_counts_for_no_more_than_others(timing: Timing) -> None
     ids=["half a bucket", "scores", "half the rows", "rows of very different lengths"],
 )
 def test_steps_that_say_nothing_of_their_bucket_are_left_out(plan: Plan, timing: Timing) -> None:
-    timing.note(plan, 60.0, 0.0)
+    timing.note(plan, took(60.0), False)
     assert (timing.profile().decode, timing.profile().prefill) == (timing.fixed.decode, timing.fixed.prefill)
 
 

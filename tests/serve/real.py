@@ -70,7 +70,7 @@ class Server:
         self.server.check_health()
         engine.check_ledger()
         load = self.server.load()
-        assert (load.calls, load.sequences, flights.waiting_tokens, len(flights._by_request)) == (0, 0, 0, 0)
+        assert (load.calls, load.sequences, flights.waiting_tokens, len(flights.by_request)) == (0, 0, 0, 0)
         snapshot = load.snapshot
         assert (snapshot.running, snapshot.waiting, snapshot.waiting_tokens, snapshot.kv_tokens_used) == (0, 0, 0, 0)
         assert snapshot.slots_free == snapshot.slots_total

@@ -179,7 +179,7 @@ class Site:
             "calls": len(self.server.served.flights),
             "sequences": self.server.served.flights.sequences,
             "waiting_tokens": self.server.served.flights.waiting_tokens,
-            "registered": len(self.server.served.flights._by_request),
+            "registered": len(self.server.served.flights.by_request),
             "running": snapshot.running,
             "waiting": snapshot.waiting,
             "slots_taken": snapshot.slots_total - snapshot.slots_free,

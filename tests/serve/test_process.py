@@ -55,10 +55,12 @@ class Served:
 
 
 @contextmanager
-def serving(model: Path, *words: str, within: tuple[str, ...] = (), bare: bool = False, **more: Any) -> Iterator[Served]:
+def serving(
+    model: Path, *words: str, within: tuple[str, ...] = (), bare: bool = False, alone: bool = False, **more: Any
+) -> Iterator[Served]:  # fmt: skip
     """`rayneuron serve` without a terminal, at a port and in a Ray of its own. `within`: a command to run it in.
 
-    `bare`: `serve run` instead, of a file that says what those in deployments/ say.
+    `bare`: `serve run` instead, of a file that says what those in deployments/ say. `alone`: of the model, without a file, at /.
     """
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder, port = Path(name), free_port()
@@ -72,6 +74,9 @@ def serving(model: Path, *words: str, within: tuple[str, ...] = (), bare: bool =
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [*within, sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml"), "--grace", str(GRACE_S), *words]
+        if alone:
+            said = ["--model-name", "tiny", "--dtype", "fp32", "--threads", "1", "--max-model-len", "2048", "--port", str(port)]
+            command = [sys.executable, "-m", "rayneuron", "serve", str(model), *said, "--grace", str(GRACE_S), *words]
         if bare:
             content["controller_options"] = yaml.safe_load((ROOT / "deployments/tiny.yaml").read_text())["controller_options"]
             (folder / "file.yaml").write_text(yaml.safe_dump(content))
@@ -251,6 +256,23 @@ def lives(pid: int) -> bool:
 def test_sigterm_lets_streams_end(served: Served) -> None:
     """The last test of this server."""
     ends_well(served, signal.SIGTERM)
+
+
+def test_a_model_alone_starts_only_what_serves_it(tiny: Path) -> None:
+    """Of the dashboard only the process that Ray always starts; a worker each for controller, proxy and replica. What it starts ends."""
+    with serving(tiny, alone=True) as running:
+        eventually(lambda: "tiny is ready" in running.said("out") or running.process.poll() is not None, 200)
+        assert f"tiny is ready: {running.url}/ (chat), {running.url}/v1 (OpenAI); cpu, fp32" in running.said("out"), running.said("err")
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0}
+        assert httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] == 3
+        assert httpx.get(f"{running.url}/health").status_code == 200 and httpx.get(f"{running.url}/m/tiny/health").status_code == 404
+        below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in descendants(running.pid)}
+        workers = [line.strip() for line in below.values() if re.match("ray::(?!IDLE|.*Agent)", line)]
+        assert sorted(line.split(".")[0].split(":")[2] for line in workers) == ["ProxyActor", "ServeController", "ServeReplica"], below
+        assert [line for line in below.values() if "dashboard.py" in line and "--modules-to-load=UsageStatsHead" not in line] == []
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.process.wait(2 * GRACE_S) == 0
+        eventually(lambda: not any(map(lives, below)), PATIENCE_S, lambda: [pid for pid in below if lives(pid)])
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from rayneuron.api.body import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_STOPS
 from rayneuron.policies.admission import SCORES
-from rayneuron.serve.app import settle_interpreter
+from rayneuron.serve.deployed import settle_interpreter
 from tests.serve.real import HEALTHY, Server, serving
 
 VOCAB, LENGTH, ROWS = 50_000, 1024, 16

@@ -48,7 +48,7 @@ class Cpu:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts)
+        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts, dynamic=True)
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops
@@ -64,6 +64,7 @@ class Cpu:
 
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Pack the weights and allocate KV, a unit of keys and values for each head of a block, in panels where the kernels read them."""
+        torch.set_num_threads(self._threads)
         if self.kernels is not None:
             self._weights = self.kernels.pack(weights, self.dtype)
         else:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 import shutil
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -94,10 +97,15 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def built(name: str, extra: tuple[str, ...] = ()) -> Path:
-    """The library's file, compiled at most once a machine kind. Raises OSError where there is no compiler or it fails."""
+    """The library's file, compiled at most once a machine kind, a file a core. Raises OSError where there is no compiler or it fails."""
 
     def build(target: Path) -> None:
-        _run([_compiler(), *FLAGS, *extra, *isa.flags(name), "-shared", "-o", str(target / "kernels.so"), *map(str, _sources())])
+        flags = [_compiler(), *FLAGS, *extra, *isa.flags(name)]
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            objects = [str(Path(folder) / f"{source.stem}.o") for source in _sources()]
+            by_size = sorted(zip(_sources(), objects, strict=True), key=lambda pair: -pair[0].stat().st_size)  # the longest first
+            list(pool.map(lambda pair: _run([*flags, "-c", "-o", pair[1], str(pair[0])]), by_size))
+            _run([*flags, "-shared", "-o", str(target / "kernels.so"), *objects])
 
     return _cache().get_or_build(_key(name, extra), build) / "kernels.so"
 

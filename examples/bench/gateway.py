@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""What the gateway costs and gives, each beside its control in the same run: calls through it and to the model's own route, in turns.
+
+`cost`: TTFT at one client, tokens/s and CPU a token outside the engines' compute threads at 16, against the model's own route.
+`link`: CPU a step and a token of both ends of a connection between a replica and a gateway, 16 paced streams, beside the timer alone.
+`prefix`: TTFT and computed tokens of sessions that share a beginning, over two replicas of a thread each, against the own route, where
+Serve chooses.
+`kill`: a replica of two is killed with streams on both; every text must be that of the run before, and the longest pause counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import client
+import launch
+import machine
+import options
+import report
+from prompts import Words, body
+from server import Server
+
+MODEL_NAME = "bench"
+DIRECT, THROUGH = f"/m/{MODEL_NAME}", ""
+STEP_S, STREAMS, STEPS = 0.03, 16, 300
+
+
+def outside_s(server: Server, threads: int) -> float:
+    """CPU seconds so far of all processes of a server, without the engines' compute threads."""
+    spent_s = 0.0
+    for process in server.processes():
+        spent_s += process.cpu_s
+        if "EngineServer" in machine.command(process.pid):
+            spent_s -= sum(sorted(machine.thread_cpu_s(process.pid), reverse=True)[:threads])
+    return spent_s
+
+
+async def cost(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
+    """Bars 1 and 2."""
+    ttft: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
+    rate: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
+    cpu: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
+    for turn in range(-1, args.rounds):
+        for clients in (1, 16):
+            for way in (DIRECT, THROUGH) if turn % 2 else (THROUGH, DIRECT):
+                prompts = [words.prompt(args.prompt, f"{turn}-{clients}-{way}-{i}") for i in range(12 if clients == 1 else 48)]
+                bodies = [body(MODEL_NAME, text, args.new) for text, _ in prompts]
+                before = outside_s(server, args.threads)
+                load = await client.closed_loop(server.url + way, "/v1/completions", bodies, clients)
+                tokens = sum(reply.tokens for reply in load.replies)
+                assert not any(reply.error for reply in load.replies), [reply.error for reply in load.replies]
+                if turn < 0:
+                    continue
+                if clients == 1:
+                    ttft[way] += [reply.ttft_s for reply in load.replies]
+                else:
+                    rate[way].append(tokens / load.wall_s)
+                    cpu[way].append((outside_s(server, args.threads) - before) / tokens)
+    more = 1e3 * (statistics.median(ttft[THROUGH]) - statistics.median(ttft[DIRECT]))
+    print(f"TTFT p50 {1e3 * statistics.median(ttft[DIRECT]):.1f} ms direct, {1e3 * statistics.median(ttft[THROUGH]):.1f} ms through")
+    spent = [1e6 * statistics.median(cpu[way]) for way in (DIRECT, THROUGH)]
+    print(f"CPU outside compute {spent[0]:.0f} us a token direct, {spent[1]:.0f} through")
+    return [
+        report.bar("TTFT p50 at 1 client, more than direct, ms", more, {"plain": 6.0, "fast": 4.0}[args.profile], False),
+        report.bar("tokens/s at 16 clients, share of direct", report.median_ratio(rate[THROUGH], rate[DIRECT]), 0.95),
+        report.bar("CPU a token outside compute, times direct", report.median_ratio(cpu[THROUGH], cpu[DIRECT]), 1.15, False),
+    ]
+
+
+async def link() -> list[tuple[str, float, str, str]]:
+    """Bar 4."""
+    from rayneuron.frames import Card, Gain
+    from rayneuron.gateway.link import Link
+    from rayneuron.news import Pressure
+    from rayneuron.serve.hub import Hub
+    from rayneuron.types import TokenDelta
+
+    class Owner:
+        def pressure(self, seen: int) -> Pressure:
+            return Pressure(seen)
+
+        def news(self, epoch: int, number: int) -> None:
+            return None
+
+    class Ears:
+        def __init__(self) -> None:
+            self.open = asyncio.Event()
+            self.tokens = 0
+
+        def opened(self, link: Any, pressure: Any) -> None:
+            self.open.set()
+
+        def heard(self, link: Any, tokens: Any) -> None:
+            self.tokens += sum(len(piece.delta.token_ids) for piece in tokens.pieces)
+
+        def lost(self, link: Any, why: str) -> None:
+            print(f"lost: {why}", file=sys.stderr)
+
+    hub = Hub(Owner(), "bench")  # type: ignore[arg-type]
+    await hub.listen("127.0.0.1")
+    ears = Ears()
+    facts: dict[str, Any] = {"args": {}, "user_config": None, "generation": {}, "chosen": {}, "model": None, "profile": None}
+    sizes = {"rows": 16, "length": 2048, "kv_tokens": 32768, "block": 64, "vocab": 49152}
+    card = Card(replica="bench", epoch=hub.epoch, address=hub.address, token=hub.token, **facts, **sizes)
+    await Link(card, b"gateway!", ears).connect()  # type: ignore[arg-type]
+    await ears.open.wait()
+    (caller,) = hub.callers.values()
+
+    async def run(busy: bool) -> float:
+        began = time.process_time()
+        for step in range(STEPS):
+            for stream in range(STREAMS) if busy else ():
+                caller.add(Gain(stream, step, TokenDelta(f"request-{stream:032d}-0", 0, [step])))
+            await asyncio.sleep(STEP_S)
+        return (time.process_time() - began) / STEPS
+
+    await run(True)
+    step_us = 1e6 * statistics.median([await run(True) - await run(False) for _ in range(3)])
+    await hub.close()
+    return [
+        report.bar("link: CPU of both ends a step of 16 streams, us", step_us, 350, False),
+        report.bar("link: CPU of both ends a token, us", step_us / STREAMS, 25, False),
+    ]
+
+
+async def prefix(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
+    """Bar 5."""
+    mean: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
+    hits: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
+    shared, _ = words.prompt(1000, "shared")
+    for turn in range(args.rounds):
+        for way in (DIRECT, THROUGH):
+            connection = client.Connection(server.url)
+            status, pieces = await connection.request("POST", f"{DIRECT}/reset_prefix_cache")
+            assert status == 200, b"".join([piece async for piece in pieces])
+            connection.close()
+            asked, found = await server.metric("vllm:prefix_cache_queries_total"), await server.metric("vllm:prefix_cache_hits_total")
+            talks = [[words.prompt(60, f"{turn}-{way}-{s}-{t}")[0] for t in range(6)] for s in range(8)]
+
+            async def session(talk: list[str], number: int, way: str = way, turn: int = turn) -> list[float]:
+                said, first = shared, []
+                draw = random.Random(number)
+                for more in talk:
+                    said += more
+                    asked = client.Connection(server.url + way)
+                    reply = await client.complete(asked, "/v1/completions", body(MODEL_NAME, said, 16))
+                    asked.close()
+                    assert not reply.error, reply.error
+                    first.append(reply.ttft_s)
+                    await asyncio.sleep(0.3 + 0.4 * draw.random())
+                return first
+
+            firsts = await asyncio.gather(*(session(talk, i) for i, talk in enumerate(talks)))
+            mean[way].append(statistics.fmean([t for first in firsts for t in first]))
+            asked = await server.metric("vllm:prefix_cache_queries_total") - asked
+            hits[way].append((await server.metric("vllm:prefix_cache_hits_total") - found) / asked)
+    shares = [statistics.median(hits[way]) for way in (DIRECT, THROUGH)]
+    print(f"share of prompt tokens found: {shares[0]:.3f} by Serve's choice, {shares[1]:.3f} through")
+    turns = [1060 + 60 * t for t in range(6)]
+    best = 1 - (1000 + 8 * 60 * 6) / (8 * sum(turns))  # of a cache that forgets nothing, shared by all
+    return [
+        report.bar("TTFT mean of sessions, times Serve's own choice", report.median_ratio(mean[THROUGH], mean[DIRECT]), 0.6, False),
+        report.bar("prompt tokens found, share of one infinite cache", statistics.median(hits[THROUGH]) / best, 0.9),
+    ]
+
+
+async def kill(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
+    """Bar 8."""
+    bodies = [{**body(MODEL_NAME, words.prompt(64, f"kill-{i}")[0], 120), "seed": i, "temperature": i % 2} for i in range(STREAMS)]
+    wanted = await asyncio.gather(*(_stream(server.url, each) for each in bodies))
+    pauses, wrong = [], 0
+    for _ in range(args.kills):
+        while len(_replicas(server)) < 2 or await server.metric("rayneuron:gateway_replicas") < 2:
+            await asyncio.sleep(0.2)
+        begun = [asyncio.Event() for _ in bodies]
+        calls = [asyncio.ensure_future(_stream(server.url, each, event)) for each, event in zip(bodies, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(_replicas(server)[0], signal.SIGKILL)
+        told = await asyncio.gather(*calls)
+        wrong += sum(text != other for (text, _), (other, _) in zip(told, wanted, strict=True))
+        pauses.append(max(pause for _, pause in told))
+        print(f"kill: longest pause {pauses[-1]:.2f} s", file=sys.stderr, flush=True)
+    return [
+        report.bar(f"texts of {STREAMS * args.kills} streams that a kill changed", float(wrong), 0, False),
+        report.bar("longest pause of a stream, s", max(pauses), 1.0, False),
+    ]
+
+
+def _replicas(server: Server) -> list[int]:
+    return [p.pid for p in server.processes() if f"ServeReplica:{MODEL_NAME}:" in machine.command(p.pid)]
+
+
+async def _stream(url: str, asked: dict[str, Any], begun: asyncio.Event | None = None) -> tuple[str, float]:
+    """The text of a stream, and its longest pause behind its first word."""
+    connection = client.Connection(url)
+    status, pieces = await connection.post("/v1/completions", {**asked, "stream": True})
+    assert status == 200, b"".join([piece async for piece in pieces])
+    text, last_s, pause_s = "", 0.0, 0.0
+    async for now_s, event in client.events(pieces):
+        text += "".join(choice.get("text") or "" for choice in event["choices"])
+        pause_s, last_s = max(pause_s, now_s - last_s if last_s else 0.0), now_s
+        if begun is not None:
+            begun.set()
+    connection.close()
+    return text, pause_s
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = options.parser(__doc__ or "", "gateway-PROFILE", 3)
+    parser.add_argument("parts", nargs="*", default=["cost", "link", "prefix", "kill"], help="cost, link, prefix, kill (default: all)")
+    parser.add_argument("--profile", choices=["plain", "fast"], default="plain")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    options.add_dtype(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start, measure, print, write."""
+    args = parse_args(argv)
+    machine.leave_cleanly_when_told()
+    from rayneuron import sources
+    from rayneuron.text.text import Text
+
+    path = sources.resolve(args.model).path
+    words, rows = Words(Text(path)), []
+    if "link" in args.parts:
+        rows += asyncio.run(link())
+    for part, measure, replicas in (("cost", cost, 1), ("prefix", prefix, 2), ("kill", kill, 2)):
+        if part not in args.parts:
+            continue
+        deployment: dict[str, Any] = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": 16, "max_model_len": 2048}
+        deployment |= {"dtype": args.dtype, "threads": args.threads if replicas == 1 else 1}
+        deployment |= {"serving": {"num_replicas": replicas, "num_cpus": 0.5, "reset_prefix_cache": True}}
+        with ExitStack() as stack:
+            server = launch.gateway(deployment, args.profile, args.urgent)
+            stack.callback(server.close)
+            print(f"{part}: ready after {asyncio.run(server.wait_ready()):.1f} s", file=sys.stderr, flush=True)
+            rows += asyncio.run(measure(server, words, args))
+    facts = machine.facts()
+    print(f"{report.show_facts(facts)}; profile {args.profile}\n\n{report.table(['bar', 'measured', 'asked', ''], rows)}")
+    document = {"machine": facts, "profile": args.profile, "bars": [json.loads(json.dumps(row)) for row in rows]}
+    print(f"\n{report.save(f'gateway-{args.profile}', document, args.json)}", file=sys.stderr)
+    return 0 if all(row[3] == "met" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What gateways and replicas say to each other: an order and its outcome by Serve, all else over one connection (msgspec structs)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rayneuron import errors
+from rayneuron.errors import RayNeuronError
+from rayneuron.news import KvNews, Pressure
+from rayneuron.types import FinishReason, Profile, Request, TokenDelta
+
+VERSION = 1  # raised with every change of a message
+MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
+
+
+class Order(msgspec.Struct, array_like=True, frozen=True):
+    """A request for one replica. `number` counts a gateway's orders to it from 1. `left_s`, not a deadline: clocks of two hosts differ.
+
+    `waited_s`: how long ago the client asked.
+    """
+
+    gateway: bytes
+    number: int
+    replica: str
+    request: Request
+    waited_s: float = 0.0
+    left_s: float | None = None
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """A RayNeuronError that travels as a value."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, wrong: RayNeuronError) -> Refusal:
+        """That of an error; a kind of its own travels as the nearest one that `errors` knows."""
+        known = next(kind for kind in type(wrong).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        return cls(known.__name__, wrong.message, wrong.param, wrong.retry_after_s)
+
+    def error(self) -> RayNeuronError:
+        """The error again."""
+        kind = getattr(errors, self.kind, RayNeuronError)
+        made: RayNeuronError = kind(self.message, param=self.param, retry_after_s=self.retry_after_s)
+        return made
+
+
+class Settled(msgspec.Struct, array_like=True, frozen=True):
+    """How an order ended. `misdirected`: it came to another replica, or to one that takes none from this gateway; nothing was done.
+
+    `tokens`: how many each choice has got of this replica: whoever has heard of fewer waits for the rest.
+    """
+
+    misdirected: bool = False
+    refused: Refusal | None = None
+    tokens: dict[int, int] = {}
+
+
+class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """First words of a gateway. `token`, `epoch`: those of the replica's card."""
+
+    gateway: bytes
+    token: bytes
+    epoch: bytes
+    version: int = VERSION
+
+
+class Reception(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """First words of a replica. Without an epoch: it has none of what was asked for, and closes."""
+
+    epoch: bytes
+    pressure: Pressure = Pressure(accepting=False)
+    version: int = VERSION
+
+
+class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A gateway that has nothing to say is there."""
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """An order, or one choice of it, is not wanted any more; `reason`: a stop string has ended it, or its client has gone."""
+
+    order: int
+    index: int | None
+    reason: FinishReason
+
+
+class Gain(msgspec.Struct, array_like=True, frozen=True):
+    """What a step adds to a choice of an order. `at`: output tokens before these, those that came with the order included."""
+
+    order: int
+    at: int
+    delta: TokenDelta
+
+
+class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a step adds to all orders of a gateway, and how busy the replica is now and then. `number` counts by one."""
+
+    number: int
+    pieces: list[Gain]
+    pressure: Pressure | None = None
+
+
+class Leaving(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The replica takes no more orders; those it has go on for so long."""
+
+    within_s: float
+
+
+class KvEvents(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which prefixes the replica has KV of, since the last time."""
+
+    news: KvNews
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway has to know of a replica. Travels through Ray only: `token` opens the connection.
+
+    `args`, `user_config`: the deployment's own words. `model`: its fingerprint, where prefixes are kept, in blocks of `block` tokens.
+    `profile`: what its steps take, where they have been measured.
+    """
+
+    replica: str
+    epoch: bytes
+    address: str
+    token: bytes
+    args: dict[str, Any]
+    user_config: dict[str, Any] | None
+    rows: int
+    length: int
+    kv_tokens: int
+    block: int
+    vocab: int
+    model: str | None
+    profile: Profile | None
+    generation: dict[str, Any]
+    chosen: dict[str, Any]
+
+
+FromGateway = Greeting | Alive | Cancel
+FromReplica = Reception | Tokens | KvEvents | Leaving

@@ -1,0 +1,1 @@
+"""The gateway: one address for several models and replicas, which chooses, waits fairly and repairs."""

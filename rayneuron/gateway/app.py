@@ -1,0 +1,58 @@
+"""`rayneuron.gateway.app:build`: the Ray Serve application in front of several models, for `serve run`, `serve deploy` and `serve.run`."""
+
+# No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from starlette.applications import Starlette
+
+from rayneuron import gateway_config
+from rayneuron.errors import RayNeuronError
+from rayneuron.gateway.catalogue import Catalogue
+from rayneuron.gateway.dispatch import Dispatch
+from rayneuron.gateway.routes import application
+from rayneuron.serve.app import Refused
+from rayneuron.serve.deployed import DRAIN_CHECK_S, HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, MAX_ONGOING, log_through_serve, settle_interpreter
+
+
+@serve.ingress()
+class ServedGateway(Catalogue):
+    """A Catalogue as a Serve deployment: its own ASGI ingress, bound late."""
+
+    async def __init__(self, config: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        log_through_serve()
+        Catalogue.__init__(self, config, Dispatch, str(serve.get_replica_context().rank.rank))
+        await self.open()
+        settle_interpreter()
+
+    def check_health(self) -> None:
+        """For Serve: a gateway lives while its event loop answers."""
+
+    async def __serve_build_asgi_app__(self) -> Starlette:
+        return application(self, echo_request_id=False)
+
+    async def __del__(self) -> None:
+        await self.close()
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a gateway. `args` are gateway_config.GatewayConfig's keys. Raises Refused, a ConfigError."""
+    try:
+        config = gateway_config.parse(args)
+    except RayNeuronError as wrong:
+        raise Refused(wrong.message, param=wrong.param) from None
+    serving = config.serving
+    wanted = serve.deployment(
+        ServedGateway,
+        name="Gateway",
+        num_replicas=serving.replicas,
+        max_ongoing_requests=MAX_ONGOING,
+        graceful_shutdown_timeout_s=serving.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_CHECK_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        ray_actor_options={"num_cpus": serving.num_cpus},
+    )
+    return wanted.bind(config.model_dump(exclude_unset=True))

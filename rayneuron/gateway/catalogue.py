@@ -1,0 +1,160 @@
+"""The models behind a gateway: which one a call means, whose key it shows, and what all of them say together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from rayneuron import gateway_config, keys
+from rayneuron.config import Limits
+from rayneuron.errors import NotReady, RequestError, UnknownModel
+from rayneuron.gateway.entry import CatalogueEntry, Replicas
+from rayneuron.gateway.measures import Measured
+from rayneuron.gateway.measures import text as own_text
+from rayneuron.gateway_config import GatewayConfig
+from rayneuron.serve.handles import Handles, stats_of
+from rayneuron.serve.telemetry import Load, Telemetry, merged
+from rayneuron.serve.verbs import Json, Shut, Verbs
+from rayneuron.types import SamplingParams, Snapshot
+
+NOBODY = "default"  # the account of a key that is nobody's in particular, and of calls without one
+
+
+class Catalogue(Handles):
+    """A gateway without Ray. Its methods are what other Ray applications call; `gateway.routes` puts HTTP in front of it."""
+
+    def __init__(self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], Replicas], label: str = "0") -> None:
+        self.config = gateway_config.parse(config)
+        self.label = label
+        self.door = self.config.serving
+        self.telemetry = Telemetry("gateway", label, self.load)
+        self.now: Verbs = Shut("the gateway has no model yet", Limits.model_construct())
+        own = {name: keys.read(tenant.keys, f"tenants.{name}.keys") for name, tenant in self.config.tenants.items()}
+        self._keys = own | ({NOBODY: keys.read(self.door.api_keys)} if self.door.api_keys else {})
+        self.keys = tuple(key for known in self._keys.values() for key in known)
+        self.entries = [
+            CatalogueEntry(listed, self.config, follow(listed.application), label, self._whose) for listed in self.config.models
+        ]
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Begin to follow the replicas."""
+        self._keeping = [asyncio.create_task(entry.keep()) for entry in self.entries]
+
+    def account(self, key: bytes) -> str | None:
+        """Whose a key is; None for a wrong one. Every account is compared."""
+        found = [name for name, known in self._keys.items() if keys.accepts(known, key)]
+        return NOBODY if not self._keys else found[0] if found else None
+
+    def _whose(self, headers: Mapping[bytes, bytes]) -> str:
+        """Whose a call is that has come in."""
+        given = headers.get(b"authorization", b"").partition(b" ")[2].strip()
+        return self.account(given) or NOBODY
+
+    def decisions(self, most: int) -> list[Json]:
+        """The last orders of each model, the newest first: where they went, and why there."""
+        if not self._keys and not self.config.explain:
+            raise RequestError("this gateway does not say where calls go; write explain: true, or keys that may ask")
+        found = []
+        for entry in self.entries:
+            for send in [send for engine in entry.engines for send in engine.desk.recent][: -most - 1 : -1]:
+                terms = {name: getattr(send.terms, name) for name in send.terms.__slots__}
+                found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **terms})
+        return found
+
+    def named(self, name: str | None, here: str = "model") -> CatalogueEntry:
+        """The model of a name, the default one's where there is none. Raises UnknownModel, which tells those there are."""
+        wanted = self.config.default if name is None else name
+        found = [entry for entry in self.entries if wanted in entry.names]
+        if not found and self.config.any_name:
+            found = [entry for entry in self.entries if self.config.default in entry.names]
+        if found:
+            return found[0]
+        there = ", ".join(entry.names[0] for entry in self.entries)
+        if name is None:
+            raise UnknownModel(f"several models are served here, and none by default; name one as `model`: {there}", param=here)
+        raise UnknownModel(f"The model `{name[:256]}` does not exist. There are: {there}", param=here)
+
+    # What other Ray applications call.
+
+    async def chat(self, body: Json) -> Json | AsyncIterator[Json]:
+        """As that of a model, which the body names."""
+        return await self._of(body).chat(body)
+
+    async def completions(self, body: Json) -> Json | AsyncIterator[Json]:
+        """As that of a model, which the body names."""
+        return await self._of(body).completions(body)
+
+    async def generate(
+        self, prompt: str | list[int] | Json, params: SamplingParams | Json | None = None, model: str | None = None
+    ) -> AsyncIterator[Json]:
+        """As that of a model, named by `model`, or by the body where `prompt` is one."""
+        named = prompt.get("model") if isinstance(prompt, Mapping) else None
+        async for piece in self.named(model or named).generate(prompt, params):
+            yield piece
+
+    async def tokenize(self, body: Json) -> Json:
+        """As that of a model, which the body names."""
+        return await self._of(body).tokenize(body)
+
+    async def detokenize(self, body: Json) -> Json:
+        """As that of a model, which the body names."""
+        return await self._of(body).detokenize(body)
+
+    async def models(self) -> Json:
+        """As /v1/models says it, those that load included."""
+        return {"object": "list", "data": [card for entry in self.entries for card in entry.cards()]}
+
+    async def stats(self) -> Json:
+        """The calls in flight, and the load of each model that has one."""
+        load = self.load()
+        models = {entry.names[0]: stats_of(entry) for entry in self.entries if entry.newest is not None}
+        return {"open_calls": load.calls, "open_sequences": load.sequences, "models": models}
+
+    def _of(self, body: Json) -> CatalogueEntry:
+        return self.named(body.get("model"))
+
+    # What a server says.
+
+    def load(self) -> Load:
+        """The calls in flight of all models."""
+        loads = [entry.load() for entry in self.entries if entry.newest is not None]
+        return Load(Snapshot(), sum(load.calls for load in loads), sum(load.sequences for load in loads))
+
+    def health(self) -> None:
+        """Raise where no model can answer."""
+        for entry in self.entries:
+            if entry.state == "ready":
+                return
+        raise NotReady("no model behind this gateway is ready", retry_after_s=2.0)
+
+    async def metrics_text(self) -> bytes:
+        """The body of `/metrics`: the replicas' families, and this gateway's own."""
+        told = await asyncio.gather(*(entry.texts() for entry in self.entries), return_exceptions=True)
+        texts = [text for each in told if not isinstance(each, BaseException) for _, text in each]
+        return merged([*texts, own_text([Measured(e.names[0], self.label, e.telemetry, e.engines) for e in self.entries])])
+
+    async def forget_prefixes(self) -> int:
+        """Empty the prefix caches of all models."""
+        return sum(await asyncio.gather(*(entry.forget_prefixes() for entry in self.entries)))
+
+    def leave(self) -> None:
+        """Refuse new calls with 503 from now on."""
+        for entry in self.entries:
+            entry.leave("is not answered here any more: the gateway is shutting down")
+
+    async def drain(self, within_s: float | None = None) -> None:
+        """Leave; running calls finish, those that have not after `within_s` with an error."""
+        self.leave()
+        if within_s is not None:
+            error = NotReady("the gateway is shutting down", retry_after_s=2.0)
+            await asyncio.gather(*(entry.end(within_s, error) for entry in self.entries))
+
+    async def close(self) -> None:
+        """Leave, and end what is left."""
+        self.leave()
+        for task in self._keeping:
+            task.cancel()
+        for entry in self.entries:
+            await entry.close()

@@ -1,0 +1,60 @@
+"""Orders by Ray Serve: a unary call for each, directed to one replica by the id it is known under as a multiplexed model."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+
+import msgspec
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from rayneuron.deployment_file import DEPLOYMENT
+from rayneuron.frames import Card, Order, Settled
+
+log = logging.getLogger(__name__)
+
+CARDS_S = 5.0  # for the replicas to show their cards
+
+
+class Dispatch:
+    """The way to the replicas of one application. Its handle is made in the event loop that uses it."""
+
+    def __init__(self, application: str) -> None:
+        self.application = application
+        self._handle: DeploymentHandle | None = None
+        self._directed: dict[str, DeploymentHandle] = {}
+
+    def _open(self) -> DeploymentHandle:
+        if self._handle is None:
+            self._handle = serve.get_deployment_handle(DEPLOYMENT, self.application)
+        return self._handle
+
+    async def cards(self) -> list[Card]:
+        """Of every replica that takes calls now; none where there is no such application yet."""
+        try:
+            asked = contextvars.Context().run(self._open().broadcast, "card")
+            shown = await asked.results_async(timeout_s=CARDS_S, return_exceptions=True)
+        except RayServeException:
+            return []
+        cards = [msgspec.msgpack.decode(blob, type=Card) for blob in shown if isinstance(blob, bytes)]
+        there = {card.replica for card in cards}
+        self._directed = {replica: handle for replica, handle in self._directed.items() if replica in there}
+        return cards
+
+    async def send(self, order: Order) -> Settled:
+        """Until every choice of it has ended. Serve sends what names an unknown replica anywhere; the replica says so in the outcome."""
+        handle = self._directed.get(order.replica)
+        if handle is None:
+            handle = self._open().options(method_name="answer", multiplexed_model_id=order.replica)
+            self._directed[order.replica] = handle
+        # From an empty context: calls made inside one request are one to Serve's router, which then may swap them.
+        asked = contextvars.Context().run(handle.remote, msgspec.msgpack.encode(order))
+        outcome: Settled = msgspec.msgpack.decode(await asked, type=Settled)
+        return outcome
+
+    async def all(self, method: str) -> list[object]:
+        """What every replica answers to a call of a method, or what it raised."""
+        asked = contextvars.Context().run(self._open().broadcast, method)
+        return list(await asked.results_async(timeout_s=CARDS_S, return_exceptions=True))

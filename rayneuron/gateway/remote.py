@@ -1,0 +1,260 @@
+"""RemoteEngine: an engine that is elsewhere, in as many replicas as there are; what `engine.loop.EngineLoop` is where it is here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
+from rayneuron.frames import Card, Order, Settled, Tokens
+from rayneuron.gateway.asking import ask_of, profile_of
+from rayneuron.gateway.books import Books
+from rayneuron.gateway.fleet import Fleet, Linked
+from rayneuron.gateway.repair import Repair
+from rayneuron.gateway.ways import Way, Wishes
+from rayneuron.gateway_config import Replays
+from rayneuron.news import KvNews
+from rayneuron.policies.admission import validate
+from rayneuron.policies.desk import GatewayDesk, TurnedAway
+from rayneuron.policies.replay import Replay
+from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+AGAIN_S = 0.055  # a little more than the desk keeps what came back
+SOON_S = 0.005  # how often the desk is asked while somebody waits there
+NOTHING = Wishes()
+
+
+class Orders(Protocol):
+    """How orders reach replicas: `gateway.dispatch`, by Serve."""
+
+    async def send(self, order: Order) -> Settled:
+        """Until every choice of it has ended. Raises whatever Serve says of a replica that has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How much all replicas hold: `serve.hot.Sizes`."""
+
+    rows: int
+    length: int
+
+
+class RemoteEngine:
+    """The engine of one model in a gateway: requests wait at the desk, go to a replica, and go on at another where that one is lost.
+
+    Belongs to the event loop. `deliver` takes the deltas of a step, as `serve.flight.Flights.dispatch` does. `wishes`: of requests that are
+    about to be submitted, by id.
+    """
+
+    error: str | None = None
+    alive = True
+    timing = None
+    prefills = None
+
+    def __init__(
+        self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
+    ) -> None:  # fmt: skip
+        self.gateway = secrets.token_bytes(8)
+        self.fleet = Fleet(self.gateway, self)
+        self.desk = desk
+        self.books = Books()
+        self.repair = Repair(self.books, desk, deliver, lambda: self.known, rules)
+        self.wishes: dict[str, Wishes] = {}
+        self.misdirected = 0
+        self._orders, self._deliver, self._eos_ids, self._rules = orders, deliver, eos_ids, rules
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._soon: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ticker = self._loop.create_task(self._tick())
+
+    @property
+    def known(self) -> Card:
+        """What all replicas of this model are like. Raises NotReady before one has shown its card."""
+        if self.fleet.card is None:
+            raise NotReady("no replica of this model has been seen yet")
+        return self.fleet.card
+
+    @property
+    def vocab(self) -> int:
+        """Ids there are."""
+        return self.known.vocab
+
+    @property
+    def capacity(self) -> Together:
+        """Rows of all replicas that are there."""
+        return Together(sum(linked.link.card.rows for linked in self.fleet.able), self.known.length)
+
+    def submit(self, request: Request) -> None:
+        """Hand over a request. Raises RequestError, Busy, NotReady."""
+        card, wishes, now_s = self.known, self.wishes.pop(request.id, NOTHING), time.monotonic()
+        validate(request, card.length, card.kv_tokens, card.vocab, self._eos_ids)
+        if request.id in self.books.asked:
+            raise RequestError(f"request id {request.id!r} is in use", param="request_id")
+        replays = {i: Replay(self._rules.limit, self._rules.strikes) for i in range(request.params.n)}
+        way = Way(next(self.repair.keys), request, wishes, replays)
+        said = self.desk.offer(ask_of(way, card, now_s), now_s)
+        if isinstance(said, TurnedAway):
+            raise (NotReady if said.status == 503 else Busy)(said.why, retry_after_s=said.retry_s)
+        self.books.take_in(way, now_s)
+        self._pump()
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Nobody wants the request, or one of its choices, any more."""
+        reason: FinishReason = "abort" if index is None else "stop"
+        for way in self.books.of(request_id):
+            unwanted = [i for i in way.open if index is None or i == index]
+            if way.worker is not None and unwanted:
+                whole = len(unwanted) == len(way.open)
+                self.fleet.workers[way.worker].link.cancel(way.number, None if whole else way.local(unwanted[0]), reason)
+            for i in unwanted:
+                way.replays[i].finish()
+            self.repair.settle(way)
+        self._pump()
+
+    def snapshot(self) -> Snapshot:
+        """The load of all replicas together; what waits here waits too."""
+        able = self.fleet.able
+        total = sum(linked.link.card.kv_tokens for linked in able)
+        return Snapshot(
+            running=sum(linked.pressure.rows for linked in able),
+            waiting=self.under_way()[0] + sum(linked.pressure.waiting for linked in able),
+            slots_free=sum(linked.pressure.slots_free for linked in able),
+            slots_total=sum(linked.link.card.rows for linked in able),
+            kv_tokens_used=total - sum(linked.pressure.kv_free for linked in able),
+            kv_tokens_total=total,
+        )
+
+    def pending(self) -> bool:
+        """Whether somebody waits for anything."""
+        return bool(self.books.ways)
+
+    def under_way(self) -> tuple[int, int]:
+        """Requests that wait here, and at replicas."""
+        return len(self.books.ways) - len(self.books.placed), len(self.books.placed)
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        self._ticker.cancel()
+        self.fleet.close()
+
+    def joined(self, linked: Linked) -> None:
+        """A replica is connected."""
+        card = linked.link.card
+        self.desk.join(linked.number, card.replica, profile_of(card), card.kv_tokens, linked.pressure, time.monotonic())
+        self.repair.joined()
+        self._pump()
+
+    def heard(self, linked: Linked, tokens: Tokens) -> None:
+        """What a step of a replica gave."""
+        deltas, now_s = [], time.monotonic()
+        if tokens.pressure is not None:
+            self.desk.heard(linked.number, linked.pressure, now_s)
+        for piece in tokens.pieces:
+            way = self.books.placed.get((linked.number, piece.order))
+            if way is None:
+                continue  # its order ended here a moment ago
+            index, delta, effect = way.hear(piece, now_s)
+            if delta is not None:
+                deltas.append(delta)
+            if effect is not None:
+                linked.link.cancel(way.number, way.local(index), "abort")
+                self.repair.act(way, index, effect, "gap")
+            self.repair.settle(way)
+        if deltas:
+            self._deliver(deltas)
+        self._pump()
+
+    def events(self, linked: Linked, news: KvNews) -> None:
+        """What prefixes a replica has KV of."""
+        if not self.desk.events(linked.number, news):
+            linked.link.end("what it said of its prefixes has a gap")
+
+    def draining(self, linked: Linked, within_s: float | None) -> None:
+        """A replica takes no more orders. What it cannot end in time goes on elsewhere."""
+        self.desk.leaving(linked.number, time.monotonic())
+        if within_s is not None:
+            self._loop.call_later(max(0.0, within_s), self._move, linked)
+
+    def _move(self, linked: Linked) -> None:
+        if any(other.accepting for other in self.fleet.able):
+            for way in self.books.on(linked.number):
+                linked.link.cancel(way.number, None, "abort")
+                self.repair.again(way, "leave")
+            self._pump()
+
+    def lost(self, linked: Linked) -> None:
+        """A connection has ended, and with it what was on its way over it."""
+        self.desk.lost(linked.number, time.monotonic())
+        for way in self.books.on(linked.number):
+            self.repair.again(way, self.repair.cause(way, "crash" if way.heard or not linked.pressure.waiting else "silence"))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Send what may go now; look again soon while somebody waits."""
+        for send in self.desk.next(time.monotonic()):
+            way = self.books.ways[send.key]
+            self.books.place(way, send.worker, send.number)
+            if way.wishes.say is not None:
+                way.wishes.say(send.terms.line(send.waited_s))
+            task = self._loop.create_task(self._order(way, self.fleet.workers[send.worker]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._soon is None and self.desk.open["waiting"]:
+            self._soon = self._loop.call_later(SOON_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._soon = None
+        self._pump()
+
+    async def _order(self, way: Way, linked: Linked) -> None:
+        """One order, to its end."""
+        number, now_s, request = way.number, time.monotonic(), way.request
+        left_s = None if request.deadline_s is None else request.deadline_s - now_s
+        asked, replica, waited_s = way.asked(), linked.link.card.replica, now_s - request.arrival_s
+        settled: Settled | None = None
+        try:
+            settled = await self._orders.send(Order(self.gateway, number, replica, asked, waited_s, left_s))
+        except Exception as wrong:  # Serve's word for a replica that has died, or is no longer there
+            log.info("order %s ended with %r", asked.id, wrong)
+        if self.books.placed.get((linked.number, number)) is way:  # else it has ended, or gone on elsewhere
+            self._over(way, linked, settled)
+            self._pump()
+
+    def _over(self, way: Way, linked: Linked, settled: Settled | None) -> None:
+        """What a replica, or Serve, says of an order that is over."""
+        now_s = time.monotonic()
+        if settled is None:  # all that is there is lost, not this order alone
+            linked.link.end("Serve says that it is gone")
+        elif settled.misdirected or (settled.refused is not None and settled.refused.kind == Busy.__name__):
+            self.misdirected += settled.misdirected
+            self.books.unplace(way)
+            for index in way.open:
+                way.replays[index].back(way.attempts[index])
+            self.desk.back(way.key, now_s)
+            self._loop.call_later(AGAIN_S, self._pump)
+        elif settled.refused is None:  # its tokens may still be on their way
+            for index in way.open:
+                way.replays[index].told(way.attempts[index], settled.tokens.get(way.local(index), 0), now_s)
+        elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
+            self.repair.again(way, self.repair.cause(way, "step"))
+        else:
+            fault: Fault = "request" if isinstance(error, RequestError) else "choice"
+            self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self.fleet.tick(now_s)
+            for number in self.desk.overdue(now_s):
+                self.fleet.workers[number].link.end("it does not acknowledge its orders")
+            self.repair.tick(now_s)
+            self._pump()

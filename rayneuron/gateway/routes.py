@@ -1,0 +1,123 @@
+"""HTTP routes of a gateway: those of a model's replica, behind the choice of the model, and what it says of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Mount, Route
+
+from rayneuron.api import errors, openai
+from rayneuron.errors import RequestError, UnknownModel
+from rayneuron.gateway.catalogue import Catalogue
+from rayneuron.gateway.entry import CatalogueEntry
+from rayneuron.policies.desk import REMEMBERED
+from rayneuron.serve.http import Endpoint, Exchange, RouteApp
+from rayneuron.serve.ingress import CORS, METRICS_TYPE, ROUTES, no_route
+from rayneuron.serve.page_files import page_routes
+from rayneuron.serve.served import LONG_BYTES
+
+TARGET = "x-amzn-sagemaker-target-model"  # SageMaker's way to name a model
+
+
+class Named(msgspec.Struct):
+    """What a body says of whom it is for; all else is for the model to read."""
+
+    model: str | None = None
+
+
+def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette:
+    """The ASGI application of a gateway: the routes at /, and once more at /m/<name>/ for each model."""
+
+    def made(path: str, endpoint: Endpoint, methods: tuple[str, ...], under: str) -> Route:
+        run: Any = OF_ALL.get(path, endpoint if path in AS_THEY_ARE else None) if not under else None
+        return Route(path, RouteApp(catalogue, f"{under}{path}", run or partial(_chosen, endpoint), echo_request_id), methods=list(methods))
+
+    decisions = Route("/debug/routes", RouteApp(catalogue, "/debug/routes", _decisions, echo_request_id), methods=["GET"])  # type: ignore[arg-type]
+    page = page_routes() if catalogue.door.page else []
+    one = [*(made(*route, "/m/{name}") for route in ROUTES), *page]
+    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), decisions, *page]
+    origins = catalogue.door.allowed_origins
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: partial(no_route, catalogue)},
+        middleware=[Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else [],
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _chosen(endpoint: Endpoint, catalogue: Catalogue, exchange: Exchange) -> None:
+    await endpoint(await choose(catalogue, exchange), exchange)
+
+
+async def choose(catalogue: Catalogue, exchange: Exchange) -> CatalogueEntry:
+    """Whom a call is for: its path says it, else SageMaker's header, else the body. Raises UnknownModel."""
+    if (name := exchange.params.get("name")) is not None:
+        return catalogue.named(name, "path")
+    if (target := exchange.header(TARGET)) is not None:
+        return catalogue.named(target, TARGET)
+    if exchange.method != "POST":
+        return catalogue.named(None)
+    body = await exchange.json_body(catalogue.door.max_body_bytes, catalogue.door.body_timeout_s)
+    return catalogue.named(_name(body) if len(body) <= LONG_BYTES else await asyncio.to_thread(_name, body))
+
+
+def _name(body: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(body, type=Named).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        openai.decode(body)  # says what is wrong with it
+        return None  # a model that is no text: whoever reads the body says so
+
+
+async def _models(catalogue: Catalogue, exchange: Exchange) -> None:
+    await exchange.reply(200, errors.encode(await catalogue.models()))
+
+
+async def _model(catalogue: Catalogue, exchange: Exchange) -> None:
+    name = exchange.params["model"]
+    entry = catalogue.named(name, "model")
+    found = next((card for card in entry.cards() if card["id"] == name), None)
+    if found is None:
+        raise UnknownModel(f"The model `{name}` does not exist.", param="model")
+    await exchange.reply(200, errors.encode(found))
+
+
+async def _health(catalogue: Catalogue, exchange: Exchange) -> None:
+    catalogue.health()
+    await exchange.reply(200, b"")
+
+
+async def _metrics(catalogue: Catalogue, exchange: Exchange) -> None:
+    await exchange.reply(200, await catalogue.metrics_text(), METRICS_TYPE)
+
+
+async def _load(catalogue: Catalogue, exchange: Exchange) -> None:
+    told = await catalogue.stats()
+    await exchange.reply(200, errors.encode({"server_load": told["open_calls"], **told}))
+
+
+async def _decisions(catalogue: Catalogue, exchange: Exchange) -> None:
+    asked = parse_qs(exchange.query.decode("latin-1")).get("n", ["64"])[0]
+    if not asked.isdigit() or not 0 < int(asked) <= REMEMBERED:
+        raise RequestError(f"n must be a number from 1 to {REMEMBERED}, got {asked!r}", param="n")
+    await exchange.reply(200, errors.encode(catalogue.decisions(int(asked))))
+
+
+OF_ALL: dict[str, Any] = {
+    "/v1/models": _models,
+    "/v1/models/{model:path}": _model,
+    "/health": _health,
+    "/ping": _health,
+    "/metrics": _metrics,
+    "/load": _load,
+}
+AS_THEY_ARE = ("/version", "/reset_prefix_cache")

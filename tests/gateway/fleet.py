@@ -1,0 +1,165 @@
+"""A gateway over replicas in this process: everything but Ray. Orders are plain calls, tokens go over real connections on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rayneuron.errors import RayNeuronError
+from rayneuron.frames import Card, Order, Settled
+from rayneuron.gateway.catalogue import Catalogue
+from rayneuron.gateway.entry import Routed
+from rayneuron.gateway.remote import RemoteEngine
+from rayneuron.serve.hub import Hub
+from rayneuron.serve.replica import Opener, Replica
+from tests.serve.scripted import PATIENCE_S, opener_of
+
+
+class Member:
+    """One replica: what `serve.app` makes of it under Serve."""
+
+    def __init__(self, config: dict[str, Any], opener: Opener, name: str) -> None:
+        self.name = name
+        self.replica = Replica(config, opener)
+        self.orders: list[Order] = []
+        self.dead = False
+
+    async def open(self) -> None:
+        await self.replica.open()
+        self.hub = Hub(self.replica, self.name)
+        await self.hub.listen("127.0.0.1")
+
+    @property
+    def engine(self) -> Any:
+        return self.replica.served.opened.engine
+
+    def card(self) -> bytes:
+        if self.replica.state != "serving":
+            raise self.replica._shut.refusal
+        return self.hub.card(self.replica.config, self.replica.served.opened, self.replica._user_config)
+
+    def die(self) -> None:
+        """Its connections end and its calls fail, as where the process is killed; nothing it says is heard any more."""
+        self.dead = True
+        for caller in list(self.hub.callers.values()):
+            caller._transport.abort()
+
+    async def close(self) -> None:
+        if hasattr(runner := self.engine.runner, "free"):
+            runner.free()
+        await self.hub.close()
+        await self.replica.close()
+
+
+class Wired:
+    """The replicas of one application, as `gateway.dispatch` reaches them. `misdirect`: so many orders come to somebody else."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members = members
+        self.misdirect = 0
+        self.died = asyncio.Event()
+
+    async def cards(self) -> list[Card]:
+        cards = []
+        for member in self.members:
+            with contextlib.suppress(RayNeuronError):
+                if not member.dead:
+                    cards.append(msgspec.msgpack.decode(member.card(), type=Card))
+        return cards
+
+    async def send(self, order: Order) -> Settled:
+        member = next((m for m in self.members if m.name == order.replica), None)
+        if self.misdirect:
+            self.misdirect -= 1
+            member = next(m for m in self.members if m is not member)
+        if member is None or member.dead:
+            raise RuntimeError("ActorDiedError")
+        blob = msgspec.msgpack.encode(order)
+        member.orders.append(msgspec.msgpack.decode(blob, type=Order))
+        reply = await member.hub.answer(blob)
+        if member.dead:
+            raise RuntimeError("ActorDiedError")
+        return msgspec.msgpack.decode(reply, type=Settled)
+
+    async def all(self, method: str) -> list[object]:
+        if method == "replica_metrics":
+            return [(m.name, m.replica.telemetry.text()) for m in self.members if not m.dead]
+        return [await m.replica.forget_prefixes() for m in self.members if not m.dead]
+
+
+class House:
+    """A catalogue over applications of wired replicas."""
+
+    def __init__(self, catalogue: Catalogue, wired: dict[str, Wired]) -> None:
+        self.catalogue = catalogue
+        self.wired = wired
+
+    @property
+    def engine(self) -> RemoteEngine:
+        """Of the first model."""
+        return self.catalogue.entries[0].engines[-1]
+
+    @property
+    def members(self) -> list[Member]:
+        """The replicas of the first model."""
+        return next(iter(self.wired.values())).members
+
+    async def until(self, true: Callable[[], object]) -> None:
+        """Wait for a condition; the clock only bounds it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not true():
+                await asyncio.sleep(0.002)
+
+    async def settle(self) -> None:
+        """Everything returns to its base line, in the gateway and in every replica that lives, and no ledger is wrong."""
+        for entry in self.catalogue.entries:
+            for engine in entry.engines:
+                await self.until(lambda engine=engine: not engine.pending() and engine.under_way() == (0, 0))
+                assert not engine.books.asked and not engine.wishes and not any(engine.desk.open.values()), engine.desk.open
+            newest = entry.newest
+            if isinstance(newest, Routed):
+                flights = newest.flights
+                assert (len(flights), flights.sequences, flights.waiting_tokens, len(flights.by_request)) == (0, 0, 0, 0)
+        for wired in self.wired.values():
+            for member in wired.members:
+                if not member.dead:
+                    await self.until(lambda m=member: not m.replica.served.engine.pending() and not len(m.replica.flights))
+                    member.engine.check_ledger()
+                    assert member.replica.flights.sequences == 0
+
+
+@contextlib.asynccontextmanager
+async def house(
+    applications: dict[str, list[tuple[dict[str, Any], Opener]]], config: dict[str, Any] | None = None
+) -> AsyncIterator[House]:
+    """A gateway over these, open, with every replica connected."""
+    wired = {}
+    for name, replicas in applications.items():
+        members = [Member(args, opener, f"{name}#{i}") for i, (args, opener) in enumerate(replicas)]
+        for member in members:
+            await member.open()
+        wired[name] = Wired(members)
+    words = {"models": [{"application": name} for name in applications], **(config or {})}
+    catalogue = Catalogue(words, lambda name: wired[name])
+    made = House(catalogue, wired)
+    await catalogue.open()
+    try:
+        for entry, each in zip(catalogue.entries, wired.values(), strict=True):
+            await made.until(lambda entry=entry, each=each: entry.engines and len(entry.engines[-1].fleet.able) == len(each.members))
+            await made.until(lambda entry=entry: entry.state == "ready")
+        yield made
+    finally:
+        await catalogue.close()
+        for each in wired.values():
+            for member in each.members:
+                await member.close()
+
+
+def scripted(path: Path, replicas: int = 2, name: str = "scripted", **script: Any) -> list[tuple[dict[str, Any], Opener]]:
+    """Replicas of the scripted model."""
+    return [({"model": {"path": str(path), "name": name}}, opener_of(path, **script)) for _ in range(replicas)]

