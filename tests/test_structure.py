@@ -17,7 +17,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
-LEAVES |= {"config", "group_config", "gateway_config"}
+LEAVES |= {"config", "config_features", "group_config", "gateway_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -30,7 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve_config": {"validation"},
     "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
-    "config": {"errors", "types", "validation", "serve_config", "group_config", "aliases"},
+    "dialect_config": {"validation"},
+    "config_features": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config", "group_config", "dialect_config", "config_features", "aliases"},
     "gateway_config": {"errors", "config", "validation"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
@@ -38,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sources": {"errors", "settings", "config", "demo", "models"},
     "yaml_file": {"errors", "validation", "serve_config"},
     "deployment_file": {"errors", "yaml_file", "config", "gateway_config", "validation", "serve_config", "group_config", "aliases"},
+    "options": {"errors", "validation", "aliases", "deployment_file"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
@@ -62,6 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "compat": {"errors", "devices", "options", "validation", "hf", "llm"},
     "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
@@ -81,12 +85,15 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "gateway_config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
+    "pydantic": (
+        *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
+        *("validation.py", "serve/"),
+    ),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
     "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
-    + ("neuron_check/",),
+    + ("neuron_check/", "compat/"),
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
@@ -100,8 +107,9 @@ TORCH_FREE = (
     *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py", "transfer/"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
+    *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
+    *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
+    *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
@@ -259,6 +267,8 @@ def unused(modules: list[Module]) -> list[str]:
     mentioned = {module.path: set(_mentioned(module.tree, None)) for module in modules}
     found = []
     for module in modules:
+        if module.unit == "compat":  # for programs of others, under names of others
+            continue
         elsewhere = set().union(*(words for path, words in mentioned.items() if path != module.path))
         for node in module.tree.body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
@@ -273,7 +283,7 @@ def defined_twice(modules: list[Module]) -> list[str]:
     types: dict[str, list[str]] = {}
     variables: dict[str, list[str]] = {}
     for module in modules:
-        for node in module.tree.body:
+        for node in module.tree.body if module.unit != "compat" else ():
             if isinstance(node, ast.ClassDef):
                 types.setdefault(node.name, []).append(module.path)
             elif isinstance(node, ast.Assign) and re.fullmatch("[A-Z]\\w*[a-z]\\w*", name := ast.unparse(node.targets[0])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
 
 from rayneuron.news import KvNews
@@ -18,6 +19,7 @@ _CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be pre
 _RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
 _SESSIONS = 100_000
 
+_COST = itemgetter(0)
 _Price = tuple[float, KnownWorker, float, float, float, int]  # cost, worker, queue, prefill, added, overlap
 
 
@@ -44,7 +46,7 @@ class GatewayAsk:
     avoid: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take longer than the choice
 class Terms:
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
@@ -178,7 +180,7 @@ class Chooser:
             priced = _by_goals(ask, priced)
             best, why = priced[0], why or "slo"
         else:
-            priced.sort(key=_cost)
+            priced.sort(key=_COST)
             same, ties = _TIE * priced[0][0], 1
             while ties < len(priced) and priced[ties][0] <= same:
                 ties += 1
@@ -219,7 +221,3 @@ def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
         return over > 0, over or -max(used)
 
     return sorted(priced, key=order)
-
-
-def _cost(priced: _Price) -> float:
-    return priced[0]

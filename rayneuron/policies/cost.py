@@ -18,7 +18,7 @@ _KEPT = 16_384  # prefill steps whose time is remembered
 class Costs:
     """The times of one profile. Every step is of the graph that the engine would choose, so that crossing a bucket has its price."""
 
-    __slots__ = ("_chunks", "_decode", "_grid", "_pairs", "_rows", "_steps", "_together", "profile")
+    __slots__ = ("_chunks", "_decode", "_grid", "_pairs", "_rows", "_sizes", "_steps", "_together", "profile")
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -31,7 +31,8 @@ class Costs:
         self._grid = prefill_grid(profile)
         self._chunks = fit(profile)
         self._pairs = [(tokens, prefix) for tokens in profile.context for prefix in profile.prefix]
-        self._steps: dict[tuple[int, int], float] = {}
+        self._sizes: dict[tuple[int, int], float] = {}
+        self._steps: dict[tuple[int, int], float] = {}  # the same by true tokens
 
     def prefill_size(self, count: int, done: int) -> tuple[int, int]:
         """New tokens and attended positions of the graph for `count` tokens of one row behind `done`."""
@@ -56,7 +57,11 @@ class Costs:
     def _prefill_step(self, count: int, done: int) -> float:
         if len(self._steps) >= _KEPT:
             self._steps.clear()
-        ms = self._steps[count, done] = self._grid.at(*self.prefill_size(count, done)) + self.profile.host_ms
+        size = self.prefill_size(count, done)
+        ms = self._sizes.get(size)
+        if ms is None:
+            ms = self._sizes[size] = self._grid.at(*size) + self.profile.host_ms
+        self._steps[count, done] = ms
         return ms
 
     def prefill_ms(self, new: int, cached: int, rows: int = 0, longest: int = 0) -> float:
