@@ -31,7 +31,7 @@ from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, around
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.serve.verbs import NO_HEADERS, Door, Json, Shut, Verbs
+from rayneuron.serve.verbs import NO_HEADERS, Entrance, Json, Shut, Verbs
 from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class CatalogueEntry(Handles):
         self, listed: Listed, gateway: GatewayConfig, replicas: Replicas, label: str, account: Callable[[Mapping[bytes, bytes]], str]
     ) -> None:  # fmt: skip
         self.name = listed.application
-        self.door: Door = gateway.serving
+        self.door: Entrance = gateway.serving
         self.keys: tuple[bytes, ...] = ()
         self._account = account
         self.telemetry = Telemetry(self.name, label, self.load)

@@ -31,6 +31,14 @@ class Repair:
         self._held: list[Way] = []  # while no replica is there
         self._suspects: deque[Way] = deque()
         self._trial: Way | None = None  # the suspect that is on its way
+        self._blamed: set[int] = set()  # workers whose loss is put down to a suspect
+
+    def cause(self, way: Way, said: Cause) -> Cause:
+        """Of a loss, as `way` is told it: where a suspect was on trial there, it is that one's doing, and no sign against the others."""
+        trial = self._trial
+        if trial is not None and trial.worker is not None and trial.worker == way.worker:
+            self._blamed.add(trial.worker)
+        return said if way is trial or way.worker not in self._blamed else "silence"
 
     def again(self, way: Way, cause: Cause) -> None:
         """An attempt is lost."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from rayneuron.frames import Piece
+from rayneuron.frames import Gain
 from rayneuron.policies.replay import Effect, PassOn, Replay
 from rayneuron.types import Request, Stamps, TokenDelta
 
@@ -69,7 +69,7 @@ class Way:
         alone = replace(params, n=1, prompt_logprobs=scores)
         return replace(self.request, id=name, params=alone, seed=(self.request.seed or 0) + index, output_ids=list(output))
 
-    def hear(self, piece: Piece, now_s: float) -> tuple[int, TokenDelta | None, Effect]:
+    def hear(self, piece: Gain, now_s: float) -> tuple[int, TokenDelta | None, Effect]:
         """The choice a piece is of, the piece as its client reads it, where there is news in it, and what is to be done else."""
         delta, index = piece.delta, next(iter(self.replays)) if self.alone else piece.delta.index
         replay = self.replays.get(index)
