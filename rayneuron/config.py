@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from rayneuron import group_config
 from rayneuron.aliases import translated
 from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
+from rayneuron.dialect_config import Lmi
 from rayneuron.group_config import GroupLimits, Pools
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
@@ -221,6 +222,7 @@ class Deployment(Section):
     group: GroupLimits = GroupLimits.model_construct()
     pools: Pools | None = None
     serving: Serving = Serving.model_construct()
+    lmi: Lmi = Lmi.model_construct()
 
     def kv_block(self, length: int) -> int:
         """Tokens of a KV block, of sequences of at most `length`."""

@@ -6,6 +6,7 @@ RayNeuronError                     500
  ├─ CompileError                   500  a graph could not be built, or a shape was not listed
  ├─ DeviceError                    500  a compiled graph could not be loaded or did not run
  ├─ RequestError                   400  one request is wrong; `param` names the field
+ │   ├─ NotFound                   404
  │   ├─ UnknownModel               404
  │   ├─ BodyTooLarge               413
  │   └─ UnsupportedMedia           415
@@ -63,6 +64,12 @@ class RequestError(RayNeuronError):
     """One request is wrong; `param` names the field."""
 
     status = 400
+
+
+class NotFound(RequestError):
+    """What is asked for is not kept here."""
+
+    status = 404
 
 
 class UnknownModel(RequestError):

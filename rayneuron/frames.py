@@ -90,7 +90,7 @@ class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
     reason: FinishReason
 
 
-class Piece(msgspec.Struct, array_like=True, frozen=True):
+class Gain(msgspec.Struct, array_like=True, frozen=True):
     """What a step adds to a choice of an order. `at`: output tokens before these, those that came with the order included."""
 
     order: int
@@ -102,7 +102,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What a step adds to all orders of a gateway, and how busy the replica is now and then. `number` counts by one."""
 
     number: int
-    pieces: list[Piece]
+    pieces: list[Gain]
     pressure: Pressure | None = None
 
 

@@ -87,7 +87,7 @@ class HuggingFaceGenerationAdapter:
         if streamer is not None:
             streamer.end()
         rows = [made[r.id, i] for r in requests for i in range(copies)]
-        return _padded(input_ids, rows, copies, _pad_id(settings, self.llm))
+        return _padded(input_ids, rows, copies, pad_id(settings, self.llm))
 
     def _run(self, requests: list[Request], streamer: Any, criteria: list[Callable[..., Any]]) -> dict[tuple[str, int], list[int]]:
         prompts = {r.id: r.prompt_ids for r in requests}
@@ -186,7 +186,8 @@ def _stop(criteria: list[Callable[..., Any]], ids: list[int]) -> bool:
     return any(bool(torch.as_tensor(criterion(so_far, None)).all()) for criterion in criteria)
 
 
-def _pad_id(settings: dict[str, Any], llm: LLM) -> int:
+def pad_id(settings: dict[str, Any], llm: LLM) -> int:
+    """What a row is padded with: pad_token_id, else the first EOS."""
     if settings.get("pad_token_id") is not None:
         return int(settings["pad_token_id"])
     return min(llm.text.eos_ids, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -198,22 +199,26 @@ def _opened(
 
 
 def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile:
-    """What steps take: measured by the first start of its kind on this machine. Later ones read it, and so cut prompts as that one did."""
+    """What steps take: measured by the first start of its kind on this machine. Later ones read it, and so cut prompts as that one did;
+    where they find that it was taken on a busier machine, it is taken once more, for all that come."""
     from rayneuron import devices
     from rayneuron.compile_cache import cache
     from rayneuron.engine import profile as profiles
 
     config, made = model.config, []
     said = config.model_dump(include=_TIMED) | {"threads": rank_threads(config, fitted.layout, settings.threads())}
-    key = cache.key("profile", built=devices.built(config.device), said=said, model=model.raw, dtype=model.dtype, capacity=model.capacity)
+    parts = {"built": devices.built(config.device), "said": said, "model": model.raw, "dtype": model.dtype, "capacity": model.capacity}
 
     def fill(folder: Path) -> None:
         made.append(profiles.measure(runner, model.arch.vocab))
         (folder / _PROFILE).write_bytes(msgspec.json.encode(made[0]))
 
     try:
-        folder = devices.kept(config.device, config.compile.cache).get_or_build(key, fill)
-        found = msgspec.json.decode((folder / _PROFILE).read_bytes(), type=Profile)
+        for turn in itertools.count():
+            folder = devices.kept(config.device, config.compile.cache).get_or_build(cache.key("profile", turn=turn, **parts), fill)
+            found = msgspec.json.decode((folder / _PROFILE).read_bytes(), type=Profile)
+            if made or not profiles.outdated(found, runner, model.arch.vocab):
+                break
     except (OSError, CompileError, msgspec.MsgspecError) as problem:
         log.warning("what steps take cannot be kept for the next start: %s", problem)
         found = made[0] if made else profiles.measure(runner, model.arch.vocab)

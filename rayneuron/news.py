@@ -8,8 +8,8 @@ import msgspec
 class Pressure(msgspec.Struct, frozen=True, array_like=True):
     """The load of one replica as a gateway hears it. `seen`: the last of that gateway's orders that is counted in.
 
-    `backlog_ms`: until a prompt that comes now would begin; `slot_ms`: until a row comes free; `longest`: tokens of the longest sequence;
-    `kv_free`: tokens there is room for.
+    `backlog_ms`: until a prompt that comes now would begin; `slot_ms`: until a row comes free, and between two; `longest`: tokens of the
+    longest sequence; `kv_free`: tokens there is room for.
     """
 
     seen: int = 0

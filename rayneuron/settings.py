@@ -38,6 +38,11 @@ def environment(defaults: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
+def variables() -> dict[str, str]:
+    """All of them, for those who read the variables of another system's container."""
+    return dict(os.environ)
+
+
 def export(values: Mapping[str, str]) -> None:
     """Set variables of this process, for libraries that read them later. What they were before stays known to `given`."""
     changed = {name: value for name, value in values.items() if os.environ.get(name) != value}

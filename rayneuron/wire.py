@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import hmac
-import resource
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -41,19 +41,22 @@ class Closed(WireError):
     """The other side has closed the connection, or its process has ended."""
 
 
-def frame(message: msgspec.Struct) -> bytearray:
-    """A message with its length in front."""
+def frame(message: msgspec.Struct, sealed: bool = False) -> bytearray:
+    """A message with its length in front. `sealed`: and a sum behind it, so that a wrong bit is no other message."""
     out = bytearray(_HEAD.size)
     msgspec.msgpack.Encoder().encode_into(message, out, _HEAD.size)
+    if sealed:
+        out += _HEAD.pack(zlib.crc32(memoryview(out)[_HEAD.size :]))
     _HEAD.pack_into(out, 0, len(out) - _HEAD.size)
     return out
 
 
 class Frames(Generic[Heard]):
-    """What has arrived of one connection, cut into messages of `kinds`, a union of structs."""
+    """What has arrived of one connection, cut into messages of `kinds`, a union of structs; `sealed`: each with its checksum behind it."""
 
-    def __init__(self, kinds: Any, limit_bytes: int) -> None:
+    def __init__(self, kinds: Any, limit_bytes: int, sealed: bool = False) -> None:
         self.limit_bytes = limit_bytes
+        self._sealed = sealed
         self._decoder: msgspec.msgpack.Decoder[Heard] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
 
@@ -79,6 +82,10 @@ class Frames(Generic[Heard]):
             return None
         end = _HEAD.size + _HEAD.unpack_from(self._buffer)[0]
         whole, self._buffer = self._buffer, self._buffer[end:]  # arrays of the message look into `whole` for as long as they live
+        if self._sealed:
+            end -= _HEAD.size
+            if end < _HEAD.size or _HEAD.unpack_from(whole, end)[0] != zlib.crc32(memoryview(whole)[_HEAD.size : end]):
+                raise WireError("a message that is not the one that was sent")
         try:
             return self._decoder.decode(memoryview(whole)[_HEAD.size : end])
         except (msgspec.DecodeError, ValueError, RecursionError) as problem:
@@ -88,9 +95,10 @@ class Frames(Generic[Heard]):
 class Channel(Generic[Heard]):
     """One connection. `kinds`: the union of structs that may arrive. One thread receives; `beat` may be called beside one that sends."""
 
-    def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, connection: socket.socket, kinds: Any, limit_bytes: int = MOST_BYTES, sealed: bool = False) -> None:
         self.socket = connection
-        self.frames: Frames[Heard] = Frames(kinds, limit_bytes)
+        self.frames: Frames[Heard] = Frames(kinds, limit_bytes, sealed)
+        self._sealed = sealed
         self._sending = threading.Lock()
         ticking(connection)
 
@@ -105,7 +113,7 @@ class Channel(Generic[Heard]):
 
     def send(self, message: msgspec.Struct, timeout_s: float = 30.0) -> None:
         """Send one message. Raises Closed, or TimeoutError where the other side does not read."""
-        self.send_frame(frame(message), timeout_s)
+        self.send_frame(frame(message, self._sealed), timeout_s)
 
     def send_frame(self, data: bytearray | bytes, timeout_s: float = 30.0) -> None:
         """Send what `frame` made; one frame may go to several channels."""
@@ -289,16 +297,3 @@ def same_token(shown: bytes, expected: bytes) -> bool:
 def hang_up(poll: select.poll, fd: int) -> None:
     """Register a descriptor so that `poll` returns when the other side is gone, and not when there is data."""
     poll.register(fd, select.POLLRDHUP)
-
-
-def allow_files(needed: int) -> None:
-    """Raise the limit of open files of this process to `needed`. Raises ConfigError with the number where the hard limit is lower."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"this process may open {hard} files, the group needs {needed}; "
-            f"write `ulimit -n {needed}` (or LimitNOFILE={needed}) before Ray starts"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -19,7 +19,7 @@ from rayneuron.serve_config import HttpOptions
 from rayneuron.validation import fields, override
 
 MODEL = "org/name"
-KEYS = {key: field for key, field in fields(Deployment) if key not in ("model", "model.path")}
+KEYS = {key: field for key, field in fields(Deployment) if key not in ("model", "model.path", "lmi")}
 CANDIDATES: dict[Any, list[Any]] = {
     bool: [True, False],
     int: [0, 1, 2, 3, 16, 2048],

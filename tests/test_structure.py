@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
     "config_features": {"validation"},
-    "config": {"errors", "types", "validation", "serve_config", "group_config", "config_features", "aliases"},
+    "dialect_config": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config", "group_config", "config_features", "dialect_config", "aliases"},
     "gateway_config": {"errors", "config", "validation"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sources": {"errors", "settings", "config", "demo", "models"},
     "yaml_file": {"errors", "validation", "serve_config"},
     "deployment_file": {"errors", "yaml_file", "config", "gateway_config", "validation", "serve_config", "group_config", "aliases"},
+    "options": {"errors", "validation", "aliases", "deployment_file"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
@@ -63,6 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
+    "compat": {"errors", "devices", "options", "validation", "hf", "llm"},
     "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }
@@ -82,12 +85,13 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "config_features.py", "gateway_config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
+    "pydantic": ("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py")
+    + ("validation.py", "serve/"),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
     "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
-    + ("neuron_check/",),
+    + ("neuron_check/", "compat/"),
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
@@ -101,8 +105,8 @@ TORCH_FREE = (
     *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
-    *("policies/", "api/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "wire.py", "transfer/"),
-    *("engine/speculation/", "config_features.py"),
+    *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
+    *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
     *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
@@ -115,7 +119,6 @@ MUTABLE_CALLS = {
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
 ENTRY_POINTS = {"HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
-ENTRY_POINTS |= {"Agents", "attend", "layout_of", "LendingLimits", "Lender", "Offers", "Puller", "Pulls"}  # until serve/ opens pools
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 
@@ -262,6 +265,8 @@ def unused(modules: list[Module]) -> list[str]:
     mentioned = {module.path: set(_mentioned(module.tree, None)) for module in modules}
     found = []
     for module in modules:
+        if module.unit == "compat":  # for programs of others, under names of others
+            continue
         elsewhere = set().union(*(words for path, words in mentioned.items() if path != module.path))
         for node in module.tree.body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
@@ -276,7 +281,7 @@ def defined_twice(modules: list[Module]) -> list[str]:
     types: dict[str, list[str]] = {}
     variables: dict[str, list[str]] = {}
     for module in modules:
-        for node in module.tree.body:
+        for node in module.tree.body if module.unit != "compat" else ():
             if isinstance(node, ast.ClassDef):
                 types.setdefault(node.name, []).append(module.path)
             elif isinstance(node, ast.Assign) and re.fullmatch("[A-Z]\\w*[a-z]\\w*", name := ast.unparse(node.targets[0])):

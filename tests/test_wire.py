@@ -25,7 +25,7 @@ from rayneuron.engine.buckets import capacity
 from rayneuron.errors import ConfigError, WorkerLost
 from rayneuron.group import messages
 from rayneuron.group.messages import Advance, Array, Begin, Done, Failed, FromWorker, Hello, Part, Placed, Ready, Step, ToWorker
-from rayneuron.group.rendezvous import Rendezvous
+from rayneuron.group.rendezvous import Rendezvous, allow_files
 from rayneuron.placement.layout import layout
 
 ROOT = Path(__file__).parents[1]
@@ -252,7 +252,7 @@ def test_listeners_never_face_the_world() -> None:
 def test_files_limit_is_raised_or_refused_with_the_number() -> None:  # BR-16
     script = """
 import resource
-from rayneuron.wire import allow_files
+from rayneuron.group.rendezvous import allow_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1000))
 allow_files(500)
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -266,5 +266,5 @@ except Exception as error:
     assert first == "(500, 1000)"
     assert second.startswith("ConfigError") and "ulimit -n 2000" in second
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wire.allow_files(16)
+    allow_files(16)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -80,7 +80,7 @@ async def cost(server: Server, words: Words, args: argparse.Namespace) -> list[t
 
 async def link() -> list[tuple[str, float, str, str]]:
     """Bar 4."""
-    from rayneuron.frames import Card, Piece
+    from rayneuron.frames import Card, Gain
     from rayneuron.gateway.link import Link
     from rayneuron.news import Pressure
     from rayneuron.serve.hub import Hub
@@ -121,7 +121,7 @@ async def link() -> list[tuple[str, float, str, str]]:
         began = time.process_time()
         for step in range(STEPS):
             for stream in range(STREAMS) if busy else ():
-                caller.add(Piece(stream, step, TokenDelta(f"request-{stream:032d}-0", 0, [step])))
+                caller.add(Gain(stream, step, TokenDelta(f"request-{stream:032d}-0", 0, [step])))
             await asyncio.sleep(STEP_S)
         return (time.process_time() - began) / STEPS
 

@@ -4,6 +4,7 @@
 * Groups of 8 and 32 ranks, lowered: the number of collectives, all of them over all ranks.
 * 8B over 8 ranks and 70B over 32, every graph a deployment gets by default, lowered from config.json alone with two of the layers:
   bytes of KV that move in a step by the bytes that attention reads, and operations by what arithmetic says.
+* The verbs that `rayneuron neuron-check` tries one at a time.
 * Nothing on the list of `hlo.denied` anywhere.
 
     python check.py [--family llama] [--small | --large] [--nxd /path/to/neuronx-distributed/src]
@@ -49,11 +50,13 @@ from rayneuron.models import weights  # noqa: E402
 from rayneuron.models.collectives import Solo  # noqa: E402
 from rayneuron.models.kv import KvSpace  # noqa: E402
 from rayneuron.models.memory import kv_shape, parameters, share  # noqa: E402
+from rayneuron.neuron_check import probes  # noqa: E402
 from rayneuron.placement.fitting import capacity_of  # noqa: E402
 from rayneuron.placement.memory import arch_of  # noqa: E402
 from tests.models.checkpoint import checkpoint_shapes  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads((HERE / "families.json").read_text())
+probes.ROWS, probes.VOCAB, probes.LENGTH, probes.HIDDEN = 4, 2048, 512, 64
 SPACE = KvSpace(rows=3, limit=32, blocks=3, block=32)
 BLOCKS = KvSpace(rows=3, limit=32, blocks=8, block=8)
 DECODE = Shape("decode", 2, 1, 32, LOGITS)
@@ -66,7 +69,8 @@ STAGES = (  # of async mode, and of the two stages of a pipeline
     (Shape("decode", 2, 1, 32, LOGITS), Border(first=False, hidden=64)),
 )
 OPTIONS: dict[str, dict[str, Any]] = {
-    "int8": {"quantization": "int8"}, "float8 KV": {"kv_dtype": torch.float8_e4m3fn}, "blocks of 8": {"space": BLOCKS},
+    "int8": {"quantization": "int8"}, "float8": {"quantization": "f8e4m3"}, "float8 KV": {"kv_dtype": torch.float8_e4m3fn},
+    "blocks of 8": {"space": BLOCKS},
     "NxD's sampling": {"rule": NeuronSampling()}, "bfloat16": {"dtype": torch.bfloat16},
 }  # fmt: skip
 LARGE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -218,6 +222,21 @@ def check_one(raw: dict[str, Any], target: targets.Target, border: Border = WHOL
     return f"{states} states rebound, {len(module.entry)} instructions, {said}, differs by {worst:.1e}, KV by {worst_kv:.1e}"
 
 
+def check_probe(name: str) -> str:
+    """A probe of `rayneuron neuron-check`: lowered, run, and judged as it judges a core."""
+    probe, device = probes.ours()[name], torch_xla.device()
+    alone = probes.Alone(probe).to(device)
+    metrics.clear_all()
+    with torch.no_grad():
+        out = [*alone(**{n: t.to(device) for n, t in probe.given.items()}), *alone.buffers()]
+    fallbacks = [c for c in metrics.counter_names() if c.startswith("aten::")]
+    wrong = hlo.denied(hlo.Module.of(torch_xla._XLAC._get_xla_tensors_hlo(out)))
+    assert not fallbacks and not wrong, f"fell back to eager: {fallbacks}; on the list of what fails: {wrong}"
+    said = probes.judged(probe, [t.cpu() for t in out], 0)
+    assert said["right"], said
+    return f"off by {said['off']:.0e}, ids by {said['places']}"
+
+
 def check_groups(ranks: int, sequence_parallel: bool = False, raw: dict[str, Any] | None = None, **how: Any) -> str:
     """Rank 0's graph of a group of `ranks`, lowered only: one replica group of all ranks in every collective."""
     raw = raw or {**FAMILIES["llama"], "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -262,6 +281,12 @@ def checks(families: list[str], small: bool, large: bool) -> Iterator[tuple[str,
         yield from ((f"llama {targets.name(t)}", partial(check_one, llama, t)) for t in (*ONCE, *MOVES))
         yield from ((f"llama {targets.name(t)} {said(b)}", partial(check_one, llama, t, b)) for t, b in STAGES)
         yield from ((f"llama {n} {targets.name(t)}", partial(check_one, llama, t, **o)) for n, o in OPTIONS.items() for t in KINDS[:2])
+        small = {"mixtral": moe, "gpt_oss": FAMILIES["gpt_oss"]}  # experts of a small dtype, with and without biases
+        for family, raw in small.items():
+            yield from ((f"{family} int8 {targets.name(t)}", partial(check_one, raw, t, quantization="int8")) for t in KINDS[:2])
+        mixed = {"quantization": "f8e4m3", "kv_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16}
+        yield f"gpt_oss float8, float8 KV, bfloat16 {targets.name(DECODE)}", partial(check_one, FAMILIES["gpt_oss"], DECODE, **mixed)
+        yield from ((f"neuron-check: {n}", partial(check_probe, n)) for n in probes.ours())
         capped = arch_of(parse({"model": {"path": "x"}, "capacity_factor": 1.0}), moe, 1)
         from dataclasses import replace
 

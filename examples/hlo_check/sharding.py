@@ -57,7 +57,7 @@ def check(source: Path) -> str:
     import __main__
 
     arch, family = models.architecture(config), models.family(config)
-    checkpoint = __main__.Random(arch, family)
+    checkpoint = __main__.Checkpoint(arch, family, False)
     ours = [weights.load(arch, family, checkpoint, dtype=torch.float32, rank=r, ranks=4, fused=False) for r in range(4)]
     with NxDParallelState(world_size=4, tensor_model_parallel_size=4, lnc_size=1):
         root = torch.nn.Module()

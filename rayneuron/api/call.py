@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from rayneuron.api.errors import Triple, same
 from rayneuron.types import Delta, Request
 
 Json = dict[str, Any]
@@ -46,6 +47,18 @@ class Encoder(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
+class LmiOptions(NamedTuple):
+    """What a server says of LMI's replies: another `output_formatter` (json, jsonlines, sse), and whether they are as TGI's."""
+
+    output_formatter: str | None = None
+    tgi_compat: bool = False
+
+    @property
+    def events(self) -> bool:
+        """Whether a stream is one of events."""
+        return self.output_formatter == "sse" or (self.output_formatter is None and self.tgi_compat)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a server knows before any call. `models`: served names, the first answers a body without `model`; `any_name`: so does any other.
@@ -64,6 +77,7 @@ class Context:
     trust_chat_template: bool = True
     any_name: bool = False
     client_priority: bool = False
+    lmi: LmiOptions = LmiOptions()
 
     @property
     def most_ids(self) -> int:
@@ -71,18 +85,43 @@ class Context:
         return max(65_536, 2 * self.max_model_len)
 
 
-class Answer(NamedTuple):
-    """How one endpoint of one dialect answers.
+class Writer(Protocol):
+    """A call's deltas as the bytes of a stream. `done` once every choice finished or one failed; `failed`: nothing may follow any more."""
 
-    `reply(call, deltas)`: the unary reply from every delta of the call in arrival order; raises what a failed delta says.
-    `wrap(call, choices)`: a whole chunk of a stream. `opening(call)`: choices of the chunks sent before any text.
-    `choice(call, progress, delta, prompt_logprobs)`: one choice of a chunk; `progress.begun` tells a choice's first chunk from later ones.
+    content_type: str
+    done: bool
+    failed: bool
+
+    def first(self) -> bytes:
+        """What goes before any text."""
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The bytes of one delta; b"" while there is nothing to send."""
+
+    def last(self) -> bytes:
+        """What ends the stream."""
+
+    def error(self, wrong: BaseException) -> bytes:
+        """The end of a stream that fails."""
+
+
+class Answer(NamedTuple):
+    """How a call is answered. `reply`: whole, from every delta in arrival order; raises what a failed delta says. `open`: as a stream."""
+
+    reply: Callable[[Call, Iterable[Delta]], Any]
+    open: Callable[[Call], Writer]
+
+
+class Dialect(NamedTuple):
+    """What one route speaks. `parse` makes a body a call, which brings its answer; `error` an OpenAI error this dialect's.
+
+    `choose`: which dialect a body is in, where the route has several; `head`: fields that the path and the headers say, over the body's.
     """
 
-    reply: Callable[[Call, Iterable[Delta]], Json]
-    wrap: Callable[[Call, list[Json]], Json]
-    opening: Callable[[Call], list[Json]]
-    choice: Callable[..., Json]
+    parse: Callable[..., Call]
+    error: Callable[[Triple], Triple] = same
+    choose: Callable[[Json], Dialect] | None = None
+    head: Callable[[Mapping[str, str], Callable[[str], str | None]], Json] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +163,10 @@ class Call:
     role: str = "assistant"
     unknown: tuple[str, ...] = ()
 
-    def reply(self, deltas: Iterable[Delta]) -> Json:
+    def reply(self, deltas: Iterable[Delta]) -> Any:
         """As the answer's."""
         return self.answer.reply(self, deltas)
+
+    def open(self) -> Writer:
+        """As the answer's."""
+        return self.answer.open(self)

@@ -133,11 +133,11 @@ class Fields:
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             wrong(self._prefix + name, "a string or an array of strings", value)
         if not all(items):
-            raise RequestError(f"{name} must not hold an empty string", param=self._prefix + name)
+            raise RequestError(f"{self._prefix}{name} must not hold an empty string", param=self._prefix + name)
         if most is not None and len(items) > most:
-            raise RequestError(f"{name} may hold at most {most} strings, got {len(items)}", param=self._prefix + name)
+            raise RequestError(f"{self._prefix}{name} may hold at most {most} strings, got {len(items)}", param=self._prefix + name)
         if longest is not None and max(map(len, items), default=0) > longest:
-            raise RequestError(f"{name} may hold strings of at most {longest} characters", param=self._prefix + name)
+            raise RequestError(f"{self._prefix}{name} may hold strings of at most {longest} characters", param=self._prefix + name)
         return tuple(items)
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Fields:
     def refuse(self, name: str, instead: str = "leave it out") -> None:
         """400 by name when a field is set that this server cannot honour yet."""
         if self._body.pop(name, None) not in (None, False):
-            raise RequestError(f"{name} is not supported by this server yet; {instead}", param=self._prefix + name)
+            raise RequestError(f"{self._prefix}{name} is not supported by this server yet; {instead}", param=self._prefix + name)
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

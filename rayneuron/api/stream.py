@@ -1,19 +1,18 @@
-"""Server-sent events: a call's deltas to bytes, with the constant parts of a chunk written once."""
+"""What streams of every dialect are made of: events, counts, what is remembered of a choice."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
 
 from rayneuron.api.call import Call, Json
-from rayneuron.api.errors import error_body
 from rayneuron.errors import RayNeuronError
-from rayneuron.types import Delta, TokenLogprobs, join
+from rayneuron.types import Delta
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
-_MARK = "\x00text\x00"  # stands where a chunk's text goes while its constant parts are cut out
 
 def event(content: object) -> bytes:
     """One event."""
@@ -28,11 +27,6 @@ def chunks(events: bytes) -> list[Json]:
 def prompts(call: Call) -> dict[str, int]:
     """Which prompt of a call each engine request id belongs to."""
     return {request.id: place for place, request in enumerate(call.requests)}
-
-
-def frame(call: Call, kind: str, choices: list[Json]) -> Json:
-    """What every reply and chunk of OpenAI's says first."""
-    return {"id": call.id, "object": kind, "created": call.created, "model": call.head.model, "choices": choices}
 
 
 class ChoiceState:
@@ -89,93 +83,48 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) ->
     }
 
 
-class Events:
-    """The stream of one call. `done` once every choice finished or one failed; nothing may be sent after `error`."""
+def named_event(name: str, content: object) -> bytes:
+    """One event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
+class Single(ABC):
+    """The stream of a call of one choice, whatever the dialect."""
 
     content_type = "text/event-stream"
 
-    __slots__ = ("_call", "_choices", "_cuts", "_finished", "_held", "_prompt_logprobs", "_prompts", "_tally", "done", "failed")
-
     def __init__(self, call: Call) -> None:
-        self._call = call
-        self._prompts = prompts(call)
-        self._choices = [ChoiceState(call, index) for index in range(call.choices)]
-        self._tally = Tally(call)
-        self._cuts: dict[int, tuple[bytes, bytes]] = {}
-        self._finished = 0
-        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
-        self._held: dict[int, list[Delta]] = {}
-        self.done = False
-        self.failed = False
+        self.call = call
+        self.tally = Tally(call)
+        self.done = self.failed = False
 
     def first(self) -> bytes:
-        """Chunks that go before any text (the roles of a chat); b"" where there are none."""
-        return b"".join(self._event(choice) for choice in self._call.answer.opening(self._call))
+        """Nothing."""
+        return b""
+
+    @abstractmethod
+    def write(self, delta: Delta) -> bytes:
+        """The bytes of one delta; with its last one, the end of the choice."""
+
+    @abstractmethod
+    def torn(self, wrong: BaseException) -> bytes:
+        """How an error ends the stream."""
 
     def chunk(self, delta: Delta) -> bytes:
-        """The bytes of one delta; b"" while they wait for more tokens or for the prompt's probabilities."""
+        """The bytes of one delta."""
         if self.done:
             return b""
         if delta.error is not None:
             return self.error(RayNeuronError(delta.error))
-        prompt = self._prompts[delta.request_id]
-        if self._call.echo and self._call.logprobs is not None:
-            if delta.prompt_logprobs is not None:
-                self._prompt_logprobs[prompt] = delta.prompt_logprobs
-                held = self._held.pop(prompt, [])
-                return b"".join(self._send(prompt, late) for late in [delta, *held])
-            if prompt not in self._prompt_logprobs:
-                # They come with choice 0, and every choice repeats them.
-                self._held.setdefault(prompt, []).append(delta)
-                return b""
-        return self._send(prompt, delta)
+        self.tally.add(delta)
+        self.done = delta.finish_reason is not None
+        return self.write(delta)
 
     def last(self) -> bytes:
-        """What ends the stream: the usage chunk where asked for, and the end mark."""
-        if self.failed:
-            return b""
-        if not self._call.head.include_usage:
-            return DONE
-        return event({**self._call.answer.wrap(self._call, []), "usage": self._tally.usage()}) + DONE
+        """Nothing: the last delta has said it."""
+        return b""
 
     def error(self, wrong: BaseException) -> bytes:
-        """The error event and the end mark."""
+        """The end of a stream that fails."""
         self.done = self.failed = True
-        return event(error_body(wrong)[1]) + DONE
-
-    def _send(self, prompt: int, delta: Delta) -> bytes:
-        call, progress = self._call, self._choices[prompt * self._call.n + delta.index]
-        self._tally.add(delta)
-        progress.tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._finished += 1
-            self.done = self._finished == call.choices
-        if call.head.stream_interval > 1 and progress.begun:
-            progress.waiting.append(delta)
-            if delta.finish_reason is None and sum([len(each.token_ids) for each in progress.waiting]) < call.head.stream_interval:
-                return b""
-            delta, progress.waiting = join(progress.waiting), []
-        plain = call.logprobs is None and delta.finish_reason is None and not call.head.return_token_ids and not call.head.continuous_usage
-        if plain and (progress.begun or not call.echo):
-            progress.begun = True
-            if not delta.text:
-                return b""
-            head, tail = self._cuts.get(progress.index) or self._cut(progress)
-            return head + _encode(delta.text) + tail
-        choice = self._call.answer.choice(call, progress, delta, None if progress.begun else self._prompt_logprobs.get(prompt))
-        progress.begun = True
-        return self._event(choice)
-
-    def _event(self, choice: Json) -> bytes:
-        chunk = self._call.answer.wrap(self._call, [choice])
-        if self._call.head.continuous_usage:
-            progress = self._choices[choice["index"]]
-            chunk["usage"] = usage(len(self._call.requests[progress.prompt].prompt_ids), progress.tokens)
-        return event(chunk)
-
-    def _cut(self, progress: ChoiceState) -> tuple[bytes, bytes]:
-        """Head and tail of a chunk that holds nothing but text, cut out of one written the long way."""
-        choice = self._call.answer.choice(self._call, progress, Delta(request_id="", index=0, text=_MARK, token_ids=[]), None)
-        head, _, tail = event(self._call.answer.wrap(self._call, [choice])).rpartition(_encode(_MARK))
-        self._cuts[progress.index] = head, tail
-        return head, tail
+        return self.torn(wrong)

@@ -9,11 +9,25 @@ import sys
 from collections.abc import Sequence
 
 from rayneuron import __version__
-from rayneuron.cli import compile, config, demo_model, doctor, generate, neuron_check, plan, quantize, serve, shard, simulate, version
+from rayneuron.cli import (
+    compile,
+    config,
+    demo_model,
+    doctor,
+    generate,
+    neuron_check,
+    plan,
+    quantize,
+    serve,
+    shard,
+    simulate,
+    translate,
+    version,
+)
 from rayneuron.cli.flags import FlagParser
 from rayneuron.errors import RayNeuronError
 
-COMMANDS = (demo_model, config, plan, compile, serve, generate, shard, quantize, simulate, doctor, neuron_check, version)
+COMMANDS = (demo_model, config, plan, compile, serve, generate, shard, quantize, simulate, translate, doctor, neuron_check, version)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,8 @@ def add(command: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the args: model.path=/models/x"
     )
     command.add_argument("--application", metavar="NAME", help="which application flags and --set mean, where the file has several; or all")
+    lmi = "a folder with serving.properties of DJL LMI; without one its container's variables"
+    command.add_argument("--lmi", nargs="?", const="", metavar="DIR", help=lmi)
     flags.add(command)
 
 
@@ -32,16 +34,29 @@ def read(args: argparse.Namespace) -> Any:
     from rayneuron import deployment_file, settings
     from rayneuron.errors import ConfigError
 
+    options = getattr(args, "options", {})
+    assigned = {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})}
+    if args.lmi is not None:
+        return _translated(Path(args.lmi) if args.lmi else None, assigned, options)
     what = args.what or settings.hub_model()
     if what is None:
         raise ConfigError("name a model or a deployment file: rayneuron serve demo:smollm2; or set HF_MODEL_ID")
-    options = getattr(args, "options", {})
-    assigned = {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})}
     if not (what.endswith((".yaml", ".yml")) or Path(what).is_file()):
         return deployment_file.made(what, assigned, options)
     file = deployment_file.read(Path(what), assigned, args.application, options)
     if options:
         log.info("%s is overridden by %s", what, ", ".join(f"{option} ({key})" for key, option in options.items()))
+    return file
+
+
+def _translated(folder: Path | None, assigned: dict[str, Any], options: dict[str, str]) -> Any:
+    """What a container of LMI would serve."""
+    from rayneuron import settings
+    from rayneuron.options import translation
+
+    file, notes = translation.lmi(folder, settings.variables(), assigned, options)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     return file
 
 

@@ -111,7 +111,7 @@ def add(command: argparse.ArgumentParser, *, whole: bool = True) -> None:
     keys = dict(fields(Deployment)) | (dict(fields(HttpOptions, "http_options.")) if whole else {})
     groups: dict[str, Any] = {}
     for key, field in keys.items():
-        if key == "model":
+        if key in ("model", "lmi"):  # arguments of their own
             continue
         section = key.rpartition(".")[0]
         if section not in groups:

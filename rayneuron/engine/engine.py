@@ -74,11 +74,10 @@ class Engine:
         if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
             said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
             raise RequestError(said, param="prompt_logprobs")
-        if known:
-            return
-        if self._rule is not None:
-            check_request(request.params, self._rule)
-        self._sound = (request.params, *self._sound[:1])
+        if not known:
+            if self._rule is not None:
+                check_request(request.params, self._rule)
+            self._sound = (request.params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
         """Whether a live request has this id: deltas are addressed by it. Safe from any thread."""
@@ -107,8 +106,7 @@ class Engine:
         started = self._step_started_s = self._clock()
         if self._deadlines:
             self._expire(started)
-        heard = self._hear(started)
-        deltas, self._ended = self._ended + heard, []
+        deltas, self._ended = self._ended + self._hear(started), []
         next_plan = self.scheduler.plan()
         begun = [work.sequence for work in next_plan.works] if next_plan is not None else []
         for sequence in (*begun, *(asked for _, asked in self.scheduler.remote.values() if asked is not None)):
@@ -292,9 +290,6 @@ class Engine:
                 self.scheduler.add(heir)
 
     def _expire(self, now: float) -> None:
-        asked = [next(iter(choices.values())).request for choices in self._requests.values()]
-        timed = [(request.id, request.deadline_s) for request in asked if request.deadline_s is not None]
-        for request_id, deadline_s in timed:
-            if now > deadline_s:
-                self.abort(request_id, reason="abort", error="the request's deadline passed")
-        self._deadlines = bool(timed)
+        late, self._deadlines = self._requests.late(now)
+        for request_id in late:
+            self.abort(request_id, reason="abort", error="the request's deadline passed")

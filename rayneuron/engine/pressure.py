@@ -10,18 +10,22 @@ from rayneuron.policies.cost import Costs, expected
 def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, accepting: bool = True) -> Pressure:
     """That of a scheduler. `output`: tokens of an answer of late."""
     running, waiting, blocks = scheduler.running, scheduler.waiting, scheduler.blocks
-    decoding = [s for s in running if s.remaining <= 1]
-    longest = max([s.length for s in running], default=0)
-    rest = [s for s in running if s.remaining > 1]
-    before = [(s.remaining, s.computed) for s in (*rest, *waiting)]
-    step_ms = costs.decode_ms(len(decoding), longest) if decoding else 0.0
+    longest, before = 0, []
+    for s in running:
+        if s.length > longest:
+            longest = s.length
+        if s.phase == "prefill":
+            before.append((s.remaining, s.computed))
+    decoding = len(running) - len(before)
+    before += [(s.remaining, s.computed) for s in waiting]
+    step_ms = costs.decode_ms(decoding, longest) if decoding else 0.0
     slot_ms = 0.0
     if not blocks.free_rows:
-        left = sorted(max(1.0, expected(output, s.max_tokens) - s.generated) for s in running)
-        slot_ms = left[min(len(waiting), len(left) - 1)] * costs.decode_ms(len(running), longest)
+        each = sum(expected(output, s.max_tokens) for s in running) / len(running)  # how far one is says little of how far it goes
+        slot_ms = each * costs.decode_ms(len(running), longest) / len(running)
     return Pressure(
         seen=seen,
-        backlog_ms=costs.backlog_ms(before, len(decoding), longest),
+        backlog_ms=costs.backlog_ms(before, decoding, longest),
         rows=len(running),
         longest=longest,
         slots_free=blocks.free_rows,

@@ -28,6 +28,7 @@ BUDGET_S = 0.5
 DECODE_STEPS = 4.0  # a prefill step takes as long as so many where nobody says how long
 HALF_LIFE = 64  # steps, or requests, after which half of what is known is newer
 MOST_OFF = 5.0  # no more of a disturbed step counts than so many times what was expected, or that part of it
+QUIETER = 0.75  # a step that takes less than this part of what it took back then is news
 FULL = 0.75  # a step that fills less of its bucket says little of those that fill it
 _RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 
@@ -97,6 +98,12 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     )
 
 
+def outdated(profile: Profile, runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> bool:
+    """Whether one step, of those the profile lists the first, takes far less than it says: others kept the machine busy back then."""
+    rows, length, ms = profile.decode[0]
+    return _took(runner, Point("decode", rows, 1, length), vocab, clock) < QUIETER * ms
+
+
 def limited(profile: Profile, chunk_ms: float | None) -> Profile:
     """With the longest time of a prefill step while others decode: what the deployment says, else so many decode steps of some rows."""
     if chunk_ms is None:
@@ -159,12 +166,17 @@ def _timed(runner: Runs, points: Listed[Point], vocab: int, clock: Callable[[], 
     for again in (False, True):
         for i, point in enumerate(points):
             if (i < 2 and not again) or clock() - began + _expected(point, found) / 1e3 <= BUDGET_S:
-                plan = Plan(point.tag, _works(point, runner.capacity.space, vocab))
-                started = clock()
-                runner.start(plan).wait()
-                took = 1e3 * (clock() - started)
+                took = _took(runner, point, vocab, clock)
                 found[point] = min(took, found.get(point, took))
     return found
+
+
+def _took(runner: Runs, point: Point, vocab: int, clock: Callable[[], float]) -> float:
+    """Milliseconds of one run."""
+    plan = Plan(point.tag, _works(point, runner.capacity.space, vocab))
+    started = clock()
+    runner.start(plan).wait()
+    return 1e3 * (clock() - started)
 
 
 def _expected(point: Point, found: dict[Point, float]) -> float:

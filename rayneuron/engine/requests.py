@@ -56,6 +56,11 @@ class Requests(dict[str, dict[int, Sequence]]):
         self[request.id] = choices
         return choices[0]
 
+    def late(self, now_s: float) -> tuple[list[str], bool]:
+        """Requests whose deadline has passed; and whether any has one."""
+        timed = [(request_id, next(iter(choices.values())).request.deadline_s) for request_id, choices in self.items()]
+        return [name for name, until_s in timed if until_s is not None and now_s > until_s], any(s is not None for _, s in timed)
+
     def followers(self, request_id: str) -> list[Sequence]:
         """Choices that wait for the prompt's KV."""
         return [choice for choice in self.get(request_id, {}).values() if choice.phase == "follows"]

@@ -11,7 +11,7 @@ from rayneuron.frames import Card
 from rayneuron.gateway.link import SILENT_S
 from rayneuron.gateway.ways import Way, Wishes
 from rayneuron.gateway_config import GatewayConfig
-from rayneuron.policies.choice import Ask
+from rayneuron.policies.choice import GatewayAsk
 from rayneuron.policies.desk import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.policies.step_times import flat
@@ -20,7 +20,7 @@ from rayneuron.types import Profile
 SESSIONS = (b"x-session-id", b"x-session-affinity", b"x-correlation-id")  # headers that say what belongs together
 
 
-def ask_of(way: Way, card: Card, now_s: float, again: bool = False) -> Ask:
+def ask_of(way: Way, card: Card, now_s: float, again: bool = False) -> GatewayAsk:
     """A way, as the desk sees it. `again`: it was begun before."""
     request, wishes, hashes = way.request, way.wishes, tuple[bytes, ...]()
     if card.model is not None:
@@ -28,7 +28,7 @@ def ask_of(way: Way, card: Card, now_s: float, again: bool = False) -> Ask:
         root = hashing.root(card.model, request.adapter or "", request.cache_salt)
         hashes = tuple(hashing.chain(ids, card.block, root, []))
     most = request.params.max_tokens
-    return Ask(
+    return GatewayAsk(
         key=way.key,
         account=wishes.account,
         prompt=way.tokens,

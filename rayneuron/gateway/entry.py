@@ -24,14 +24,14 @@ from rayneuron.gateway.remote import Orders, RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import open_text
 from rayneuron.policies import admission
-from rayneuron.policies.desk import Desk
+from rayneuron.policies.desk import GatewayDesk
 from rayneuron.serve.flight import Flight, Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, around
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
-from rayneuron.serve.verbs import NO_HEADERS, Door, Json, Shut, Verbs
+from rayneuron.serve.verbs import NO_HEADERS, Entrance, Json, Shut, Verbs
 from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class CatalogueEntry(Handles):
         self, listed: Listed, gateway: GatewayConfig, replicas: Replicas, label: str, account: Callable[[Mapping[bytes, bytes]], str]
     ) -> None:  # fmt: skip
         self.name = listed.application
-        self.door: Door = gateway.serving
+        self.door: Entrance = gateway.serving
         self.keys: tuple[bytes, ...] = ()
         self._account = account
         self.telemetry = Telemetry(self.name, label, self.load)
@@ -191,7 +191,7 @@ class CatalogueEntry(Handles):
             raise ConfigError(f"models: {key} of {self.name} is not what its application says; deploy both from one file")
         text, path = await asyncio.to_thread(open_text, config)
         flights = Flights(self.telemetry, asyncio.get_running_loop(), events_per_s(config))
-        desk = Desk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
+        desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)
         flights.engine = engine
         engine.fleet.card = card

@@ -20,8 +20,8 @@ from rayneuron.gateway.ways import Way, Wishes
 from rayneuron.gateway_config import Replays
 from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
-from rayneuron.policies.desk import Desk, TurnedAway
-from rayneuron.policies.replay import Cause, Replay
+from rayneuron.policies.desk import GatewayDesk, TurnedAway
+from rayneuron.policies.replay import Replay
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RemoteEngine:
     prefills = None
 
     def __init__(
-        self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: Desk
+        self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
     ) -> None:  # fmt: skip
         self.gateway = secrets.token_bytes(8)
         self.fleet = Fleet(self.gateway, self)
@@ -194,7 +194,7 @@ class RemoteEngine:
         """A connection has ended, and with it what was on its way over it."""
         self.desk.lost(linked.number, time.monotonic())
         for way in self.books.on(linked.number):
-            self.repair.again(way, _cause(way, linked))
+            self.repair.again(way, self.repair.cause(way, "crash" if way.heard or not linked.pressure.waiting else "silence"))
         self._pump()
 
     def _pump(self) -> None:
@@ -244,7 +244,7 @@ class RemoteEngine:
             for index in way.open:
                 way.replays[index].told(way.attempts[index], settled.tokens.get(way.local(index), 0), now_s)
         elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
-            self.repair.again(way, "step")
+            self.repair.again(way, self.repair.cause(way, "step"))
         else:
             fault: Fault = "request" if isinstance(error, RequestError) else "choice"
             self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error")
@@ -258,8 +258,3 @@ class RemoteEngine:
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
             self.repair.tick(now_s)
             self._pump()
-
-
-def _cause(way: Way, linked: Linked) -> Cause:
-    """Of a loss: a crash may be the request's own doing, but not where it waited for a row."""
-    return "crash" if way.heard or not linked.pressure.waiting else "silence"

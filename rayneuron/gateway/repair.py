@@ -12,7 +12,7 @@ from rayneuron.gateway.asking import ask_of
 from rayneuron.gateway.books import Books
 from rayneuron.gateway.ways import Way
 from rayneuron.gateway_config import Replays
-from rayneuron.policies.desk import Desk, TurnedAway
+from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Again, Cause, Effect, Fail
 from rayneuron.types import Fault, FinishReason, TokenDelta
 
@@ -22,7 +22,7 @@ class Repair:
     blamed for another's doing, until it has got another token."""
 
     def __init__(
-        self, books: Books, desk: Desk, deliver: Callable[[list[TokenDelta]], None], card: Callable[[], Card], rules: Replays
+        self, books: Books, desk: GatewayDesk, deliver: Callable[[list[TokenDelta]], None], card: Callable[[], Card], rules: Replays
     ) -> None:  # fmt: skip
         self.keys = itertools.count(1)
         self.counts: Counter[tuple[str, str]] = Counter()  # by cause and outcome
@@ -31,11 +31,19 @@ class Repair:
         self._held: list[Way] = []  # while no replica is there
         self._suspects: deque[Way] = deque()
         self._trial: Way | None = None  # the suspect that is on its way
+        self._blamed: set[int] = set()  # workers whose loss is put down to a suspect
+
+    def cause(self, way: Way, said: Cause) -> Cause:
+        """Of a loss, as `way` is told it: where a suspect was on trial there, it is that one's doing, and no sign against the others."""
+        trial = self._trial
+        if trial is not None and trial.worker is not None and trial.worker == way.worker:
+            self._blamed.add(trial.worker)
+        return said if way is trial or way.worker not in self._blamed else "silence"
 
     def again(self, way: Way, cause: Cause) -> None:
         """An attempt is lost."""
         for index in way.open:
-            self.act(way, index, way.replays[index].lost(way.attempts.get(index, 0), cause, time.monotonic()), cause)
+            self.act(way, index, way.replays[index].lost(way.attempts.get(index, 0), cause), cause)
         self.forget(way)
 
     def act(self, way: Way, index: int, effect: Effect, cause: Cause) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from rayneuron.frames import Piece
+from rayneuron.frames import Gain
 from rayneuron.policies.replay import Effect, PassOn, Replay
 from rayneuron.types import Request, Stamps, TokenDelta
 
@@ -69,7 +69,7 @@ class Way:
         alone = replace(params, n=1, prompt_logprobs=scores)
         return replace(self.request, id=name, params=alone, seed=(self.request.seed or 0) + index, output_ids=list(output))
 
-    def hear(self, piece: Piece, now_s: float) -> tuple[int, TokenDelta | None, Effect]:
+    def hear(self, piece: Gain, now_s: float) -> tuple[int, TokenDelta | None, Effect]:
         """The choice a piece is of, the piece as its client reads it, where there is news in it, and what is to be done else."""
         delta, index = piece.delta, next(iter(self.replays)) if self.alone else piece.delta.index
         replay = self.replays.get(index)
@@ -78,7 +78,7 @@ class Way:
         delta.request_id, delta.index = self.request.id, index
         if delta.finish_reason == "error" and delta.fault != "engine":  # of this choice alone, wherever it runs
             return index, delta if replay.finish() else None, None
-        effect = replay.piece(self.attempts[index], piece.at, delta.token_ids, delta.finish_reason, now_s)
+        effect = replay.piece(self.attempts[index], piece.at, delta.token_ids, delta.finish_reason)
         if not isinstance(effect, PassOn):
             return index, None, effect
         delta.token_ids = delta.token_ids[effect.skip :]

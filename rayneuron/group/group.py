@@ -23,7 +23,7 @@ from rayneuron.group.children import Children, Processes
 from rayneuron.group.messages import Advance, Done, Failed, Placed, Ready
 from rayneuron.group.opening import Runnable
 from rayneuron.group.rank import Rank
-from rayneuron.group.rendezvous import Member, Rendezvous
+from rayneuron.group.rendezvous import Member, Rendezvous, allow_files
 from rayneuron.group.watch import Watch, error_of
 from rayneuron.group.worker import Invitation
 from rayneuron.models import Progress
@@ -82,7 +82,7 @@ class Group:
         """Start the workers' processes, wait for them, give each its place, connect them. Raises WorkerLost, ConfigError, Busy."""
         limits, ips, others = self.config.group, tuple(self.processes.node_ips), self.layout.workers[1:]
         files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
-        wire.allow_files(files)
+        allow_files(files)
         self._rendezvous = rendezvous = Rendezvous(ips)
         invitations = [self._invitation(rendezvous, worker.index, worker.node, files) for worker in others]
         self.processes.start(invitations, [worker.node for worker in others])

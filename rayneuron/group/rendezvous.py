@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import secrets
 import select
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rayneuron import wire
-from rayneuron.errors import WorkerLost
+from rayneuron.errors import ConfigError, WorkerLost
 from rayneuron.group.messages import VERSION, FromWorker, Hello
 from rayneuron.placement.layout import Worker
 
@@ -131,3 +132,16 @@ class Rendezvous:
     def _refuse(self, channel: wire.Channel[FromWorker]) -> None:
         self.refused += 1
         channel.close()
+
+
+def allow_files(needed: int) -> None:
+    """Raise the limit of open files of this process to `needed`. Raises ConfigError with the number where the hard limit is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"this process may open {hard} files, the group needs {needed}; "
+            f"write `ulimit -n {needed}` (or LimitNOFILE={needed}) before Ray starts"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -21,6 +21,7 @@ from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
 from rayneuron.group.messages import Advance, Beat, Begin, Failed, HandOver, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, Warm
 from rayneuron.group.rank import Rank
+from rayneuron.group.rendezvous import allow_files
 from rayneuron.models import Progress
 from rayneuron.placement.records import process_started
 
@@ -45,7 +46,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 def serve_rank(invitation: Invitation) -> None:
     """Serve one rank to the end of its group. Returns after Stop; on any failure it tells worker 0, and the process ends."""
-    wire.allow_files(invitation.files)
+    allow_files(invitation.files)
     channel = _join(invitation)
     rank = Rank()
     threading.Thread(target=_watch, args=(channel, invitation), name="rayneuron-watch", daemon=True).start()

@@ -78,11 +78,13 @@ def attention(
     cos, sin = step.local if step.local is not None and window else (step.cos, step.sin)
     if cos is not None:
         q, k = ops.rotate(q, cos, sin, arch.rope.pairs), ops.rotate(k, cos, sin, arch.rope.pairs)
+    more = (arch.softcap_scores, sinks(arch, w)) if arch.softcap_scores or arch.sinks else ()
     if step.split is not None:
         mixed, kv = step.split(kv, (q, k, v), step, window)
+    elif ops.attend_one is not None and x.shape[1] == 1:
+        mixed, kv = ops.attend_one(q, kv, k, v, step.places, step.biases[window], arch.scale, *more)
     else:
         kv = ops.write_kv(kv, step.places.slots, k, v)
-        more = (arch.softcap_scores, sinks(arch, w)) if arch.softcap_scores or arch.sinks else ()
         mixed = ops.attend(q, kv, step.places.blocks, step.places.length, step.biases[window], arch.scale, *more)
     return ops.linear(w, "o", mixed), kv
 

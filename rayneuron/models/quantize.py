@@ -79,7 +79,7 @@ def quantize(
 def scale_shapes(arch: Arch, family: ModuleType) -> dict[str, tuple[int, ...]]:
     """Every stored tensor that is quantised, with the shape of its scale per channel, as stored: one number an output channel.
 
-    Output channels lie along rows, along columns (GPT-2), or along columns for every expert (DBRX); the family's own converter tells.
+    Output channels lie along rows, along columns (GPT-2), or so for every expert (DBRX, GPT-OSS); the family's own converter tells.
     """
     found: dict[str, tuple[int, ...]] = {}
     for i in range(arch.layers):
@@ -90,7 +90,8 @@ def scale_shapes(arch: Arch, family: ModuleType) -> dict[str, tuple[int, ...]]:
                 continue
             theirs, convert = rule if isinstance(rule, tuple) else (rule, same)
             shape = stored_shape(arch, names, ffn, convert)
-            way = next(s for s in ((shape[0], 1), (1, shape[1]), (arch.experts, shape[1])) if _is_scale(s, shape, convert))
+            ways = ((*shape[:-1], 1), (*shape[:-2], 1, shape[-1]), (arch.experts, shape[1]))
+            way = next(s for s in ways if _is_scale(s, shape, convert))
             for e in range(arch.experts if "{e}" in theirs else 1):
                 found[family.PREFIX.format(i) + theirs.replace("{e}", str(e))] = way
     return found

@@ -13,13 +13,15 @@ def stored_shape(arch: Arch, names: list[str], ffn: int, convert: object) -> tup
     """The shape that `convert` brings to the canonical one(s): tried, for there are few ways to store a product."""
     want = [shape_of(arch, n, ffn) for n in names]
     shape = (sum(s[0] for s in want), *want[0][1:])
-    ways = (shape, shape[::-1], (arch.experts * ffn, arch.hidden))
+    stacked = arch.expert_bias and names[0].partition(".")[0] in ("gate", "up", "down", "experts")  # GPT-OSS: all experts in one tensor
+    together = [(arch.experts, *shape), (arch.experts, *shape[::-1])] if stacked else []
+    ways = (*together, shape, shape[::-1], (arch.experts * ffn, arch.hidden), (arch.heads,))
     return next(w for w in ways if _fits(w, convert, want, arch.experts))
 
 
 def _fits(shape: tuple[int, ...], convert: object, want: list[tuple[int, ...]], experts: int) -> bool:
     if convert is None:
-        return shape == want[0]
+        return shape in (want[0], (experts, *want[0]))
     try:
         made = convert(torch.empty(shape, device="meta"))  # type: ignore[operator]
     except RuntimeError:  # this shape cannot be unflattened so

@@ -7,6 +7,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,14 @@ def main() -> None:
     said = json.loads(sys.argv[1])
     if said.get("cores"):
         settings.export({"NEURON_RT_VISIBLE_CORES": ",".join(map(str, range(said["cores"])))})
-    action = {"compile": _compile, "kept": _kept, "moved": _moved, "sampled": _sampled, "memory": _memory, "time": _time}
+    action = {"verbs": _verbs, "compile": _compile, "kept": _kept, "moved": _moved, "sampled": _sampled, "memory": _memory, "time": _time}
     print(json.dumps(action.get(said.get("action"), _tokens)(said)))
+
+
+def _verbs(said: dict[str, Any]) -> dict[str, Any]:
+    from rayneuron.neuron_check import probes
+
+    return probes.measured(Path(said["options"]["compile"]["cache"]))
 
 
 def _open(said: dict[str, Any]) -> LLM:
@@ -110,30 +117,54 @@ def _sampled(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(said: dict[str, Any]) -> dict[str, Any]:
-    from rayneuron.placement.fitting import Wanted, capacity_of, stage_memory
+    from rayneuron.placement.fitting import Wanted, capacity_of, graphs_of, stage_memory
     from rayneuron.placement.plan import read_raw
 
     with _open(said) as llm:
         folder = next(Path("/sys/devices/virtual/neuron_device").glob("neuron*/neuron_core*/stats/memory_usage/device_mem"))
         found = {file.parent.name: int(file.read_text()) for file in folder.glob("*/present")}
         want = Wanted(llm.config, read_raw(llm.config))
-        planned = stage_memory(want, capacity_of(llm.config, want.raw), llm.config.tensor_parallel, 1)[0]
+        capacity = capacity_of(llm.config, want.raw)
+        planned = stage_memory(want, capacity, llm.config.tensor_parallel, 1)[0]
+        counts = {"graphs": len(graphs_of(llm.config, capacity)), "layers": llm.engine.runner.arch.layers}  # type: ignore[attr-defined]
     parts = {"weights": planned.weights, "kv": planned.kv, "runtime": planned.runtime, "total": planned.total}
-    return {"found": found, "planned": parts, "total": sum(found.values())}
+    return {"found": found, "planned": parts, **counts}
 
 
 def _time(said: dict[str, Any]) -> dict[str, Any]:
-    """Until `start` returns: steps are queued, so that is before the device has ended."""
+    """Of a decode step: what `start` takes beside the SDK's own call, that call, and fetching what is there already. Steps are queued,
+    so that the call does not wait for the device."""
     said["options"]["compile"] = {**said["options"].get("compile", {}), "async_mode": True}
-    took = []
+    took: list[tuple[float, float, float]] = []
     with _open(said) as llm:
+        device, inside = _device(llm), Timed(_device(llm)._model.forward)
+        device._model.forward = inside
         shape, batch = _decode(llm, llm.engine.capacity.rows)
         block = llm.engine.capacity.block
         for row in range(shape.rows):
             batch.rows[row], batch.blocks[row], batch.slots[row], batch.positions[row] = row, row, row * block + 5, 5
         for _ in range(_STEPS):
-            began = time.perf_counter()
-            pending = _device(llm).start(shape, batch)
-            took.append(time.perf_counter() - began)
+            started, pending = _seconds(lambda: device.start(shape, batch))
             pending.wait()
-    return {"host_ms": statistics.median(took) * 1000, "steps": len(took)}
+            fetched, _ = _seconds(pending.wait)
+            took.append((started - inside.took, inside.took, fetched))
+    ours, call, fetch = (statistics.median(times) * 1000 for times in zip(*took, strict=True))
+    return {"host_ms": ours, "call_ms": call, "fetch_ms": fetch, "steps": len(took)}
+
+
+def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    out = work()
+    return time.perf_counter() - began, out
+
+
+class Timed:
+    """A function, and how long its last call took."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.took = 0.0
+        self._function = function
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.took, out = _seconds(lambda: self._function(*args, **named))
+        return out

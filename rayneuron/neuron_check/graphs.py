@@ -5,18 +5,16 @@ from __future__ import annotations
 import inspect
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rayneuron import settings
-from rayneuron.devices.neuron import releases, verbs
+from rayneuron.devices.neuron import releases
 from rayneuron.devices.neuron.sdk import Sdk, sdk
-from rayneuron.models.collectives import Solo
-from rayneuron.models.kv import KvShape, KvSpace
+from rayneuron.neuron_check import probes
 from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere, run
 
 _MOST_S = 60.0  # to compile one verb
@@ -29,10 +27,9 @@ _USED: Mapping[str, tuple[str, ...]] = {  # of each function: the parameters tha
     "NxDModel": ("world_size", "start_rank", "local_ranks_size", "layout_transformer"),
     "NxDParallelState": ("world_size", "tensor_model_parallel_size", "lnc_size"),
 }
-ROWS, VOCAB, LENGTH, DIM = 32, 128256, 8192, 128
 
 
-class Probe(nn.Module):
+class Rebound(nn.Module):
     """Three lines that change a buffer in one of three ways. `weight`: whether it also reads a parameter."""
 
     def __init__(self, how: str, weight: bool = True) -> None:
@@ -54,18 +51,6 @@ class Probe(nn.Module):
         else:
             setattr(self.kv, "0", self.get_buffer("kv.0") + y)
         return y + 1
-
-
-class VerbAlone(nn.Module):
-    """One function of named inputs."""
-
-    def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
-        super().__init__()
-        self._function, self._names = function, names
-
-    def forward(self, a: Tensor | None = None, b: Tensor | None = None, c: Tensor | None = None) -> Any:
-        """Its outputs."""
-        return self._function(*[x for x in (a, b, c) if x is not None])
 
 
 def installed(machine: Machine) -> str:
@@ -100,7 +85,7 @@ def aliases(machine: Machine) -> str:
     found, seen = sdk(), {}
     for how in ("copy", "root", "nested"):
         try:
-            traced = _traced(found, Probe(how), {"x": torch.ones(4, 8)})
+            traced = _traced(found, Rebound(how), {"x": torch.ones(4, 8)})
             seen[how] = f"states {_states(traced)}, aliases {dict(traced.metaneff.output_aliases_to)}"
         except Exception as refused:
             seen[how] = f"refused: {refused}"
@@ -112,7 +97,7 @@ def aliases(machine: Machine) -> str:
 
 def weightless(machine: Machine) -> str:
     """Probe 10: a graph that only moves KV has no weights, which the layout's transformation refuses."""
-    traced = _traced(sdk(), Probe("root", weight=False), {"x": torch.ones(4, 8)})
+    traced = _traced(sdk(), Rebound("root", weight=False), {"x": torch.ones(4, 8)})
     known = dict(traced.weight_name_to_idx)
     return f"weight_name_to_idx {known}" + ("" if not known else ": finding 2 was harmless")
 
@@ -120,18 +105,13 @@ def weightless(machine: Machine) -> str:
 def flags(machine: Machine) -> str:
     """Probe 11: the compiler takes every line of flags that we make."""
     found, tried = sdk(), list[str]()
-    lnc = 2 if found.chip in releases.LNC_CHIPS else 1
+    lnc = probes.lnc(found)
     settings.export(dict(releases.FLOAT8))
     for tag, length, float8 in (("prefill", 4096, False), ("decode", 4096, False), ("decode", 4096, True), ("prefill", 32768, False)):
         said = releases.arguments(tag, length, found.chip, lnc, float8, releases.CompilerOptions())
-        _compiled(machine, found, f"flags_{len(tried)}", Probe("root"), {"x": torch.ones(4, 8)}, said)
+        probes.compiled(found, machine.folder / "compiled", f"flags_{len(tried)}", Rebound("root"), {"x": torch.ones(4, 8)}, said)
         tried.append(f"{tag} {length}{' float8' if float8 else ''}")
     return f"taken: {', '.join(tried)}"
-
-
-def _compiled(machine: Machine, found: Sdk, name: str, module: nn.Module, inputs: dict[str, Tensor], said: str) -> tuple[Any, Any]:
-    traced = _traced(found, module, inputs)
-    return traced, found["compile"](traced.hlo, traced.metaneff, machine.folder / "compiled", said, name)
 
 
 def idle(machine: Machine) -> str:
@@ -144,62 +124,26 @@ def idle(machine: Machine) -> str:
     return "no process on any device"
 
 
-def probes() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-    """Our verbs at the sizes of 8B over 8 ranks, each a function and its inputs."""
-    comm, space = Solo(), KvSpace(ROWS, LENGTH, ROWS, LENGTH)
-    ops = verbs.verbs(comm, KvShape(space, 1, 1, DIM), aligned=True, together=True)
-    logits, half = torch.linspace(-4, 4, VOCAB).repeat(ROWS, 1), torch.bfloat16
-    store = torch.zeros(ROWS + 1, 1, LENGTH + 128, DIM, dtype=half)
-    slots = torch.arange(ROWS, dtype=torch.int32)[:, None] * LENGTH
-    blocks, bias = torch.arange(ROWS, dtype=torch.int32)[:, None], torch.zeros(ROWS, 1, 1, LENGTH, dtype=half)
-    one, q = torch.ones(ROWS, 1, 1, DIM, dtype=half), torch.ones(ROWS, 1, 4, DIM, dtype=half)
-    return {
-        "likeliest": (ops.likeliest, (logits,)),
-        "shortlist of 256": (lambda x: ops.shortlist(x, 256), (logits,)),
-        "log_sum": (ops.log_sum, (logits,)),
-        "draw": (ops.draw, (logits, torch.full((ROWS,), 0.4))),
-        "cumsum of 256": (ops.cumsum, (logits[:, :256].contiguous(),)),
-        "KV written": (lambda store, x: ops.write_kv((store, store), slots, x, x)[0], (store, one)),
-        "attention": (lambda q, k: ops.attend(q, (k, k), blocks, LENGTH, bias, 0.1), (q, store)),
-        "RMS norm": (lambda x: ops.norm({"n.w": torch.ones(DIM)}, "n", x, "rms", 1e-5), (one,)),
-    }
-
-
-def refused() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-    """What the verbs are there to avoid: expected to be refused, or to take longer."""
-    logits = torch.linspace(-4, 4, VOCAB).repeat(ROWS, 1)
-    return {
-        "cumsum of the vocabulary": (lambda x: x.cumsum(-1), (logits,)),
-        "argsort of integers": (lambda x: x.argsort(), (torch.arange(4096, dtype=torch.int32),)),
-        "where(-inf)": (lambda x: torch.where(x > 0, x, float("-inf")).softmax(-1), (logits,)),
-        "scaled_dot_product_attention": (lambda q: F.scaled_dot_product_attention(q, q, q), (torch.ones(ROWS, 4, 64, DIM).bfloat16(),)),
-    }
-
-
 def operators(machine: Machine) -> str:
-    """Probe 13: each verb compiled alone, in a minute; then what they avoid, to learn whether it had to be avoided."""
-    found = sdk()
-    said = releases.arguments("decode", 4096, found.chip, 2 if found.chip in releases.LNC_CHIPS else 1, False, releases.CompilerOptions())
-    times, slow = {}, []
-    for name, (function, inputs) in probes().items():
-        took = _seconds(machine, found, name, function, inputs, said)
-        times[name] = f"{took:.1f} s"
-        slow += [name] if took > _MOST_S else []
-    avoided = {}
-    for name, (function, inputs) in refused().items():
+    """Probe 13: each verb compiled alone, in a minute; then the SDK's own, and what they avoid, to learn whether it had to be avoided."""
+    found, mine = sdk(), probes.ours()
+    times = {name: _seconds(machine, found, name, probe) for name, probe in mine.items()}
+    more = {}
+    for name, probe in {**probes.theirs(mine), **probes.avoided()}.items():
         try:
-            avoided[name] = f"taken in {_seconds(machine, found, name, function, inputs, said):.1f} s: it need not be avoided"
+            more[name] = f"taken in {_seconds(machine, found, name, probe):.1f} s"
         except Exception as no:
-            avoided[name] = f"refused ({str(no.__cause__ or no)[:160]})"
-    text = "; ".join(f"{n} {s}" for n, s in {**times, **avoided}.items())
+            more[name] = f"refused ({str(no.__cause__ or no)[:160]})"
+    text = "; ".join(f"{name} {said}" for name, said in {**{n: f"{took:.1f} s" for n, took in times.items()}, **more}.items())
+    slow = [name for name, took in times.items() if took > _MOST_S]
     if slow:
         raise Differs(f"{', '.join(slow)} took more than {_MOST_S:.0f} s; {text}")
     return text
 
 
-def _seconds(machine: Machine, found: Sdk, name: str, function: Callable[..., Any], inputs: tuple[Tensor, ...], said: str) -> float:
-    started, names = time.monotonic(), ("a", "b", "c")[: len(inputs)]
-    _compiled(machine, found, name.replace(" ", "_"), VerbAlone(function, names), dict(zip(names, inputs, strict=True)), said)
+def _seconds(machine: Machine, found: Sdk, name: str, probe: probes.Probe) -> float:
+    started = time.monotonic()
+    probes.compiled(found, machine.folder / "compiled", name.replace(" ", "_"), probes.Alone(probe), probe.given, probes.flags(found))
     return time.monotonic() - started
 
 
@@ -216,6 +160,6 @@ COMPILE = (
     Item(11, "compile", "neuronx-cc with every line of flags: prefill, decode, float8, 32k", "return code 0 each",
          "compile.flags cannot take one away: report which is refused", flags),
     Item(12, "compile", "neuron-ls -j after compiling", "no process", "compile in a container without /dev/neuron*", idle),
-    Item(13, "compile", f"each verb alone: [{ROWS}, {VOCAB}], KV [{ROWS + 1}, 1, {LENGTH + 128}, {DIM}]",
+    Item(13, "compile", f"each verb alone: [{probes.ROWS}, {probes.VOCAB}], KV of {probes.LENGTH} positions",
          f"at most {_MOST_S:.0f} s each; what they avoid is refused or slower", "report which verb, with its log", operators),
 )  # fmt: skip

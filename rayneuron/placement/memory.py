@@ -18,11 +18,13 @@ from rayneuron.models.arch import Arch
 from rayneuron.models.memory import kv_shape, parameters, share
 
 MIB = 2**20
-# What the runtime keeps on each core beside tensors, where no graphs are loaded; and where they are: shared scratchpad and collectives,
-# and for each graph of LAYERS layers its code and DMA rings. From one core somebody published (Llama 3 70B on inf2.24xlarge, few graphs:
-# 0.47 code, 0.5 scratchpad, 1.44 rings, 0.36 collectives of 16 GiB); guessed for others until `rayneuron neuron-check` has seen a core.
+# What the runtime keeps on each core beside tensors, where no graphs are loaded; and where they are: microcode, shared scratchpad and
+# collectives, and for each graph of LAYERS layers its code and DMA rings. From the one core somebody published, which ran out of memory
+# (transformers-neuronx #92, Llama 3 70B over 12 cores of Inf2, by the sample it names 5 decode and 5 context graphs at most): 96 MB
+# microcode (device-memory document), 512 scratchpad, 367 collectives; 386 code and 1,471 rings, so 186 MB a graph or more. Whether that
+# goes by layers, and what it is elsewhere, is a guess: step 21 of `rayneuron neuron-check --model M` says both figures of a real core.
 RUNTIME_BYTES, SHARED_BYTES = 512 * MIB, 1024 * MIB
-GRAPH_BYTES, LAYERS = 80 * MIB, 80
+MICROCODE_BYTES, GRAPH_BYTES, LAYERS = 96 * MIB, 192 * MIB, 80
 _SMALL = 1  # int8, f8e4m3, f8e5m2
 
 

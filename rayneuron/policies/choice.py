@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
 
 from rayneuron.news import KvNews
 from rayneuron.policies.prefix_index import PrefixIndex
 from rayneuron.policies.workers import KnownWorker, Workers
 
-_NEAR, _HOLDERS, _EACH = 8, 8, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
+_NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
+_IN_HAND = 1  # sequences a replica should have for when a row comes free; the others wait where they can still go elsewhere
 _TIE = 1.01  # costs so close are the same, and chance decides
 _CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be preempted, and what that makes of a cost
 _RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
 _SESSIONS = 100_000
 
+_COST = itemgetter(0)
 _Price = tuple[float, KnownWorker, float, float, float, int]  # cost, worker, queue, prefill, added, overlap
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GatewayAsk:
     """A request that wants a replica: its `prompt` tokens, what was generated before included, and at `most` so many output tokens.
 
     `hashes`: of the prompt's full blocks, each of `block` tokens. `rows`: choices. `left_s`: until its deadline. `ttft_ms`, `tpot_ms`:
@@ -43,11 +46,12 @@ class Ask:
     avoid: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take longer than the choice
 class Terms:
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
-    `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue among them.
+    `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue of those that may take
+    another.
     """
 
     worker: int
@@ -105,7 +109,7 @@ class Chooser:
             if len(self._sessions) > _SESSIONS:
                 self._sessions.popitem(last=False)
 
-    def choose(self, ask: Ask, output: float, now_s: float) -> Terms | None:
+    def choose(self, ask: GatewayAsk, output: float, now_s: float) -> Terms | None:
         """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""
         start = self._random.getrandbits(16)
         groups = self.index.depths(ask.hashes) if ask.hashes else []
@@ -127,7 +131,7 @@ class Chooser:
 
     def _price(
         self,
-        ask: Ask,
+        ask: GatewayAsk,
         output: float,
         now_s: float,
         candidates: Iterable[KnownWorker],
@@ -163,7 +167,7 @@ class Chooser:
 
     def _best(
         self,
-        ask: Ask,
+        ask: GatewayAsk,
         output: float,
         now_s: float,
         priced: list[_Price],
@@ -176,9 +180,9 @@ class Chooser:
             priced = _by_goals(ask, priced)
             best, why = priced[0], why or "slo"
         else:
-            priced.sort(key=_cost)
-            ties = 1
-            while ties < len(priced) and priced[ties][0] <= _TIE * priced[0][0]:
+            priced.sort(key=_COST)
+            same, ties = _TIE * priced[0][0], 1
+            while ties < len(priced) and priced[ties][0] <= same:
                 ties += 1
             best = priced[int(self._random.random() * ties)] if ties > 1 else priced[0]
             if ask.hashes and not groups and (alike := self._alike(ask, priced, output, now_s)) is not None:
@@ -187,10 +191,10 @@ class Chooser:
         other = next((p for p in priced if p is not best), None)
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
-        least_ms = min([p[2] for p in priced])
+        least_ms = min([p[2] for p in priced if p[1].extra < _IN_HAND], default=1e9)
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
 
-    def _alike(self, ask: Ask, priced: list[_Price], output: float, now_s: float) -> _Price | None:
+    def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
         """Where prompts that begin like this one go, while no replica has said what it keeps."""
         most = _RING_LOAD * self.workers.mean_ms
         for worker in self.workers.on_ring(ask.hashes[:_RING_BLOCKS]):
@@ -201,12 +205,12 @@ class Chooser:
                 return found or next(iter(self._price(ask, output, now_s, [worker], [], None)), None)
         return None
 
-    def _session(self, ask: Ask, now_s: float) -> tuple[int, int] | None:
+    def _session(self, ask: GatewayAsk, now_s: float) -> tuple[int, int] | None:
         found = self._sessions.get(ask.session) if ask.session else None
         return None if found is None or now_s - found[2] > self._ttl_s else (found[0], min(found[1], ask.prompt - 1))
 
 
-def _by_goals(ask: Ask, priced: list[_Price]) -> list[_Price]:
+def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
     """Those that meet both goals first, with the least to spare, so that others stay free; then those that miss them by least."""
 
     def order(p: _Price) -> tuple[bool, float]:
@@ -217,7 +221,3 @@ def _by_goals(ask: Ask, priced: list[_Price]) -> list[_Price]:
         return over > 0, over or -max(used)
 
     return sorted(priced, key=order)
-
-
-def _cost(priced: _Price) -> float:
-    return priced[0]

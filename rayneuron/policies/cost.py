@@ -18,17 +18,21 @@ _KEPT = 16_384  # prefill steps whose time is remembered
 class Costs:
     """The times of one profile. Every step is of the graph that the engine would choose, so that crossing a bucket has its price."""
 
-    __slots__ = ("_chunks", "_decode", "_grid", "_pairs", "_rows", "_steps", "profile")
+    __slots__ = ("_chunks", "_decode", "_grid", "_pairs", "_rows", "_sizes", "_steps", "_together", "profile")
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         grid, host_ms = decode_grid(profile), profile.host_ms
-        self._decode = [[grid.at(rows, length) + host_ms for length in profile.lengths] for rows in profile.batch]
         self._rows = profile.batch[-1]
+        lengths = (*profile.lengths, profile.lengths[-1])  # beyond the largest size, that of the largest
+        sizes = [_at_least(profile.batch, rows) for rows in range(self._rows + 1)]
+        self._decode = [[grid.at(rows, length) + host_ms for length in lengths] for rows in sizes]  # by true rows
+        self._together = [[rows * ms for ms in line] for rows, line in enumerate(self._decode)]  # of all rows
         self._grid = prefill_grid(profile)
         self._chunks = fit(profile)
         self._pairs = [(tokens, prefix) for tokens in profile.context for prefix in profile.prefix]
-        self._steps: dict[tuple[int, int], float] = {}
+        self._sizes: dict[tuple[int, int], float] = {}
+        self._steps: dict[tuple[int, int], float] = {}  # the same by true tokens
 
     def prefill_size(self, count: int, done: int) -> tuple[int, int]:
         """New tokens and attended positions of the graph for `count` tokens of one row behind `done`."""
@@ -53,7 +57,11 @@ class Costs:
     def _prefill_step(self, count: int, done: int) -> float:
         if len(self._steps) >= _KEPT:
             self._steps.clear()
-        ms = self._steps[count, done] = self._grid.at(*self.prefill_size(count, done)) + self.profile.host_ms
+        size = self.prefill_size(count, done)
+        ms = self._sizes.get(size)
+        if ms is None:
+            ms = self._sizes[size] = self._grid.at(*size) + self.profile.host_ms
+        self._steps[count, done] = ms
         return ms
 
     def prefill_ms(self, new: int, cached: int, rows: int = 0, longest: int = 0) -> float:
@@ -63,22 +71,19 @@ class Costs:
 
     def decode_ms(self, rows: int, longest: int) -> float:
         """A decode step of so many rows, the longest of so many positions; beyond the largest sizes, that of the largest."""
-        p = self.profile
-        b, n = bisect_left(p.batch, rows), bisect_left(p.lengths, longest)
-        return self._decode[min(b, len(p.batch) - 1)][min(n, len(p.lengths) - 1)]
+        return self._decode[rows if rows < self._rows else self._rows][bisect_left(self.profile.lengths, longest)]
 
     def added_ms(self, rows: int, longest: int, prompt: int, output: float) -> float:
         """What all sequences together wait longer, this one's own decoding included, where it decodes beside `rows` others."""
         rows = min(rows, self._rows - 1)
-        lengths, before = self.profile.lengths, rows * self.decode_ms(rows, longest) if rows else 0.0
+        lengths, after = self.profile.lengths, self._together[rows + 1]
+        before = self._together[rows][bisect_left(lengths, longest)]
         own, left, total = prompt + 1, output, 0.0
-        while left > 0:
-            length = max(own, longest)
-            at = bisect_left(lengths, length)
-            steps = left if at >= len(lengths) - 1 else min(left, lengths[at] - own + 1)
-            total += steps * ((rows + 1) * self.decode_ms(rows + 1, length) - before)
-            own, left = own + int(steps), left - steps
-        return total
+        at = bisect_left(lengths, own if own > longest else longest)
+        while at < len(lengths) - 1 and left > (steps := lengths[at] - own + 1):
+            total += steps * (after[at] - before)
+            own, left, at = own + steps, left - steps, at + 1
+        return total + left * (after[at] - before)
 
     def work_ms(self, new: int, cached: int, output: float, rows: int = 1) -> float:
         """What a request takes of a device that is full: its prefill, and the share of its rows in the decode steps of all."""

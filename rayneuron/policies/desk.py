@@ -13,25 +13,28 @@ from heapq import heappop, heappush
 from random import Random
 
 from rayneuron.news import KvNews, Pressure
-from rayneuron.policies.choice import Ask, Chooser, Terms
+from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
 from rayneuron.policies.cost import Costs, expected
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
 from rayneuron.policies.workers import KnownWorker
 from rayneuron.types import Profile
 
 REMEMBERED = 1024  # decisions
+_ADMIT_MS = 200.0
 _BACK_S = 0.05  # until a request that came back undone may be sent again
 _RATE_S = 0.5  # over which the speed of the queue is taken
 
 
 @dataclass(frozen=True, slots=True)
 class DeskLimits:
-    """`admit_ms`: a request is sent while some replica would begin it so soon; `max_wait_s`: predicted to wait longer, it is refused.
+    """`admit_ms`: a request is sent while some replica would begin it so soon (None: as one step of a prompt takes, at most 200 ms).
+
+    `max_wait_s`: predicted to wait longer, it is refused.
 
     An order that was not acknowledged for `suspect_s` keeps others away from its replica, after `silent_s` the replica is lost.
     """
 
-    admit_ms: float = 200.0
+    admit_ms: float | None = None
     max_wait_s: float = 30.0
     max_queue_tokens: int | None = 1_000_000
     suspect_s: float = 1.0
@@ -69,7 +72,7 @@ class Send:
 
 @dataclass(slots=True)
 class _Open:
-    ask: Ask
+    ask: GatewayAsk
     since_s: float
     output: float
     ms: float = 0.0  # charged
@@ -77,7 +80,7 @@ class _Open:
     overlap: int = 0  # prompt tokens that were there
 
 
-class Desk:
+class GatewayDesk:
     """Pure: time and randomness are arguments. Every key that was `Admitted` is `ended` once, whatever became of it."""
 
     def __init__(
@@ -89,6 +92,7 @@ class Desk:
         self.recent: deque[Send] = deque(maxlen=REMEMBERED)
         self._open: dict[int, _Open] = {}
         self._back: list[tuple[float, int]] = []  # when, whose turn it is again
+        self._admit_ms = _ADMIT_MS
         self._tokens = 0  # of prompts that wait
         self._speed = 0.0  # ms of devices that a replica works off in a millisecond; 0: nobody knows
         self._sent_ms = self._since_s = 0.0
@@ -96,10 +100,12 @@ class Desk:
     def join(self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float) -> None:
         """A replica is there. `worker`: never used before; `name`: what other gateways call it too."""
         made = KnownWorker(worker, name, Costs(profile), kv_tokens, load, now_s)
+        chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
+        self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms
         self.chooser.workers.join(made)
         self.chooser.workers.weigh(made, now_s)
 
-    def offer(self, ask: Ask, now_s: float) -> Admitted | TurnedAway:
+    def offer(self, ask: GatewayAsk, now_s: float) -> Admitted | TurnedAway:
         """A request has come."""
         workers = self.chooser.workers
         known = next(iter(workers.all.values()), None)
@@ -189,7 +195,7 @@ class Desk:
         while (head := self.queue.head()) is not None:
             found = self._open[head]
             terms = self.chooser.choose(found.ask, found.output, now_s)
-            if terms is None or terms.least_ms > self.limits.admit_ms:
+            if terms is None or terms.least_ms > self._admit_ms:
                 break
             sends.append(self._send(head, found, terms, now_s))
         self._measure(now_s)
@@ -225,22 +231,22 @@ class Desk:
         self.recent.append(send)
         return send
 
-    def _wait(self, ask: Ask, ms: float, first: bool = False) -> None:
+    def _wait(self, ask: GatewayAsk, ms: float, first: bool = False) -> None:
         self._tokens += ask.prompt
         self.queue.add(Waiter(ask.key, ask.account, ask.prompt, ms, ask.again), first)
 
-    def _unwait(self, key: int, ask: Ask, taken: bool = False) -> None:
+    def _unwait(self, key: int, ask: GatewayAsk, taken: bool = False) -> None:
         if key in self.queue:
             self._tokens -= ask.prompt
             (self.queue.take if taken else self.queue.drop)(key)
 
-    def _uncached(self, ask: Ask) -> tuple[int, int]:
+    def _uncached(self, ask: GatewayAsk) -> tuple[int, int]:
         """Tokens to compute, and tokens that somebody has computed."""
         groups = self.chooser.index.depths(ask.hashes) if ask.hashes else ()
         cached = min(groups[0][0] * ask.block, ask.prompt - 1) if groups else 0
         return ask.prompt - cached, cached
 
-    def _start_s(self, ask: Ask, ms: float, now_s: float) -> float:
+    def _start_s(self, ask: GatewayAsk, ms: float, now_s: float) -> float:
         """When a request that comes now will begin: after the shortest queue there is, and what will have gone before it."""
         workers = self.chooser.workers
         near = workers.least(8, 0)

@@ -1,7 +1,8 @@
 """What becomes of one choice of one request when replicas die: a pause. The only writer of its tokens, exactly once each.
 
 Every piece of tokens says of which attempt it is and behind how many tokens it comes; these two alone decide. What was lost is tried again
-elsewhere, from the tokens there are. Not for ever: `limit` times, and not where the request itself seems to kill replicas: two strikes.
+elsewhere, from the tokens there are. Not for ever: `limit` times, and not where the request itself seems to kill replicas: two crashes with
+hardly a token between them. Plainly being there when a replica dies is no sign: long answers would collect it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 from rayneuron.types import FinishReason
 
-STRIKE_TOKENS, STRIKE_S = 16, 2.0  # a crash so soon after an attempt's first step may be the request's own doing
+STRIKE_TOKENS = 16  # a crash so soon behind the crash before may be the request's own doing; the last tokens before it are lost on the way
 WAIT_S = 1.0  # for tokens a replica says it has sent
 
 Cause = Literal["crash", "step", "leave", "silence", "gap"]  # what ended an attempt; crash and step may be strikes
@@ -46,7 +47,7 @@ Effect = PassOn | Again | Fail | None  # None: nothing to do
 class Replay:
     """A choice's attempts, counted from 1. `ids`: all tokens the client has. `forget`: how many late or double pieces were dropped."""
 
-    __slots__ = ("_began_s", "_due_s", "_from", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
+    __slots__ = ("_due_s", "_from", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
 
     def __init__(self, limit: int = 3, most_strikes: int = 2) -> None:
         self.limit = limit
@@ -56,7 +57,6 @@ class Replay:
         self.ids: list[int] = []
         self.dropped = 0
         self._from = 0  # tokens there were when the attempt began
-        self._began_s: float | None = None  # its first step
         self._due_s: float | None = None  # until when the rest of the tokens must have come
         self._strikes = 0
         self._strike_at: int | None = None  # tokens there were at the last one
@@ -66,27 +66,25 @@ class Replay:
         assert self.state == "waiting", self.state
         self.state = "placed"
         self.attempt += 1
-        self._from, self._began_s, self._due_s = len(self.ids), None, None
+        self._from, self._due_s = len(self.ids), None
         return self.attempt
 
-    def piece(self, attempt: int, at: int, ids: Sequence[int], end: FinishReason | None, now_s: float) -> Effect:
+    def piece(self, attempt: int, at: int, ids: Sequence[int], end: FinishReason | None) -> Effect:
         """Tokens of an attempt, behind `at` output tokens; `end`: it ends with them. An end by "error" is that of a step."""
         if attempt != self.attempt or self.state != "placed":
             self.dropped += 1
             return None
         if at > len(self.ids):
-            return self.lost(attempt, "gap", now_s)
-        if self._began_s is None:
-            self._began_s = now_s
+            return self.lost(attempt, "gap")
         skip = len(self.ids) - at
         self.ids += ids[skip:]
         if end in ("stop", "length") and skip <= len(ids):
             self.state = "done"
             return PassOn(skip, True)
         if end == "error":
-            return self.lost(attempt, "step", now_s)
+            return self.lost(attempt, "step")
         if end == "abort":
-            return self.lost(attempt, "leave", now_s)
+            return self.lost(attempt, "leave")
         if skip >= len(ids):
             self.dropped += 1
             return None
@@ -106,16 +104,16 @@ class Replay:
     def tick(self, now_s: float) -> Effect:
         """Time has passed."""
         if self.state == "placed" and self._due_s is not None and now_s >= self._due_s:
-            return self.lost(self.attempt, "gap", now_s)
+            return self.lost(self.attempt, "gap")
         return None
 
-    def lost(self, attempt: int, cause: Cause, now_s: float) -> Effect:
+    def lost(self, attempt: int, cause: Cause) -> Effect:
         """An attempt has come to nothing."""
         if attempt != self.attempt or self.state != "placed":
             return None
-        if cause in ("crash", "step") and self._suspicious(now_s):
-            self._strikes += 1
-            self._strike_at = len(self.ids)
+        if cause in ("crash", "step"):
+            again = self._strike_at is not None and len(self.ids) - self._strike_at < STRIKE_TOKENS
+            self._strikes, self._strike_at = self._strikes + 1 if again else 1, len(self.ids)
         if self._strikes >= self.most_strikes:
             return self._fail(500, f"{self._strikes} replicas failed while they computed this request; it is not tried again")
         if self.attempt > self.limit:
@@ -138,11 +136,6 @@ class Replay:
         if self.state in ("placed", "waiting"):
             self.state = "done"
         return running
-
-    def _suspicious(self, now_s: float) -> bool:
-        """Whether the request may have killed its replica: being there when it died is no sign, or long answers would collect it."""
-        early = len(self.ids) - self._from < STRIKE_TOKENS or (self._began_s is not None and now_s - self._began_s < STRIKE_S)
-        return early or self._strike_at == len(self.ids)
 
     def _fail(self, status: int, why: str) -> Fail:
         self.state = "failed"

@@ -17,7 +17,7 @@ _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
 _POINTS = 64  # of a replica on the ring
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Booking:
     """An order the replica has not acknowledged: what it will have to do, and since when."""
 
@@ -33,7 +33,7 @@ class KnownWorker:
 
     __slots__ = (
         *("accepting", "at_s", "bit", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "keys", "kv_tokens"),
-        *("level", "load", "ms", "name", "number", "orders", "place"),
+        *("level", "load", "ms", "name", "number", "orders", "place", "prompt_ms"),
     )
 
     def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
@@ -41,6 +41,7 @@ class KnownWorker:
         self.name = name
         self.costs = costs
         self.kv_tokens = kv_tokens
+        self.prompt_ms = costs.prefill(min(_A_PROMPT, costs.profile.lengths[-1]), 0)[0]
         self.load = load
         self.at_s = now_s
         self.accepting = True
@@ -56,12 +57,18 @@ class KnownWorker:
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
         load, since_ms = self.load, 1e3 * (now_s - self.at_s)
-        queue = max(0.0, load.backlog_ms - since_ms) + self.booked_ms
-        short = self.booked_rows + 1 - load.slots_free
-        if short > 0:
-            slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
-            queue += max(0.0, slot_ms * (1 + 0.5 * (short - 1)) - since_ms)
-        return queue
+        queue = load.backlog_ms - since_ms
+        queue = self.booked_ms if queue < 0 else queue + self.booked_ms
+        short = load.waiting + self.booked_rows - load.slots_free + 1
+        if short <= 0:
+            return queue
+        slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
+        return queue + slot_ms * short
+
+    @property
+    def extra(self) -> int:
+        """Sequences there that have no row."""
+        return self.load.waiting + self.booked_rows - self.load.slots_free
 
     @property
     def rows(self) -> int:
@@ -136,7 +143,7 @@ class Workers:
         level, ms = -1, 0.0
         if worker.accepting and worker.load.accepting:
             costs, longest = worker.costs, worker.load.longest
-            ms = worker.queue_ms(now_s) + costs.prefill(_A_PROMPT, 0)[0] + costs.added_ms(worker.rows, longest, _A_PROMPT, _AN_OUTPUT)
+            ms = worker.queue_ms(now_s) + worker.prompt_ms + costs.added_ms(worker.rows, longest, _A_PROMPT, _AN_OUTPUT)
             level = _level(ms)
         self._ms += ms - worker.ms
         worker.ms = ms
@@ -219,7 +226,7 @@ class Workers:
 
 
 def _level(ms: float) -> int:
-    return min(int(8 * log2(ms + 1)), _LEVELS - 1)
+    return min(int(8 * log2(max(0.0, ms) + 1)), _LEVELS - 1)  # times measured on a busy machine may fall with the rows
 
 
 def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:

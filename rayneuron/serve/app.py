@@ -18,8 +18,8 @@ from rayneuron.deployment_file import DEPLOYMENT, PREFILL
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.group_config import prefill_of
 from rayneuron.serve import pools, readiness
+from rayneuron.serve.answering import Answering
 from rayneuron.serve.deployed import Deployed, layout_of, serve_deployment
-from rayneuron.serve.hub import Hub
 from rayneuron.serve.ingress import application
 from rayneuron.serve.prefill import PrefillServer, everybody, found, token_of
 from rayneuron.serve.replica import Opener, Replica
@@ -28,7 +28,7 @@ from rayneuron.serve.telemetry import merged
 log = logging.getLogger(__name__)
 
 @serve.ingress()
-class ServedEngine(Deployed, Replica):
+class ServedEngine(Answering, Deployed, Replica):
     """A Replica as a Serve deployment: its own ASGI ingress, bound late (an app decorated in a builder loses its routes).
 
     `prefill`: the handle of those who compute its prompts, where there are pools.
@@ -43,9 +43,7 @@ class ServedEngine(Deployed, Replica):
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
         await self.open()
         self._begun()
-        self._hub = Hub(self, serve.get_replica_context().replica_id.unique_id)
-        await self._hub.listen(ray.util.get_node_ip_address())
-        await self.address(self._hub.replica)
+        await self.listen()
 
     def equip(self, opened: loading.Opened) -> None:
         """As Replica's: let the prefill pool compute prompts."""
@@ -62,36 +60,9 @@ class ServedEngine(Deployed, Replica):
         served = self._served
         if served is None:
             return await Deployed._farewell(self)
-        if self._hub is not None:
-            self._hub.leave(0.0)
+        self.hand_over(0.0)
         self.leave()
         await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
-
-    @serve.multiplexed(max_num_models_per_replica=1)
-    async def address(self, replica: str) -> str:
-        """Nothing is loaded: Serve's routers send a call that names this model, the replica's id, to the one replica that has it."""
-        return replica
-
-    async def answer(self, order: bytes) -> bytes:
-        """An order of a gateway, to its end (frames.Order, frames.Settled)."""
-        assert self._hub is not None
-        return await self._hub.answer(order)
-
-    async def card(self) -> bytes:
-        """What a gateway has to know of this replica (frames.Card). Raises NotReady where it takes no calls."""
-        if self._hub is None or self.state != "serving":
-            raise self._shut.refusal
-        opened = self.served.opened
-        assert isinstance(opened, loading.Opened)
-        return self._hub.card(self.config, opened, self._user_config)
-
-    async def drain(self, within_s: float | None = None) -> None:
-        """As Replica's; gateways are told."""
-        if self._hub is not None:
-            self._hub.leave(within_s or 0.0)
-        await Replica.drain(self, within_s)
-
-    _hub: Hub | None = None
 
     async def replica_metrics(self) -> tuple[str, bytes]:
         """This replica's number and its own part of `/metrics`."""
@@ -136,8 +107,7 @@ class ServedEngine(Deployed, Replica):
 
     async def __del__(self) -> None:
         self._end()
-        if self._hub is not None:
-            await self._hub.close()
+        await self.hang_up()
         await self.close()
 
 

@@ -13,13 +13,13 @@ from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayneuron.api import errors
+from rayneuron.api import errors, routes
 from rayneuron.api.fields import clean_id
-from rayneuron.api.stream import DONE, event
 from rayneuron.serve.readiness import Readiness, reply
 
 GONE = "the process that answered this request has ended; it is being replaced"
 RETRY_S = 5.0
+STREAMS = ("text/event-stream", "application/jsonlines")
 
 
 class Ending:
@@ -32,7 +32,7 @@ class Ending:
         """One connection."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        answer = _Answer(send)
+        answer = _Answer(send, scope)
         scope["headers"] = [_fit(*header) for header in scope["headers"]]
         await self._app(scope, receive, answer.send)
         await answer.end()
@@ -41,25 +41,27 @@ class Ending:
 class _Answer:
     """How far one answer has come."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self._begun = self._whole = self._events = False
+        self._scope = scope
+        self._begun = self._whole = False
+        self._kind = ""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._begun = True
-            self._events = any(k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in message.get("headers", ()))
+            self._kind = next((v.decode("latin-1") for k, v in message.get("headers", ()) if k.lower() == b"content-type"), "")
         elif message["type"] == "http.response.body":
             self._whole = not message.get("more_body", False)
         await self._send(message)
 
     async def end(self) -> None:
         """Say what is still to be said; nothing where the answer is whole, or of a kind that knows no errors."""
-        gone = errors.error_reply(503, GONE, retry_after_s=RETRY_S)
+        gone, path = errors.error_reply(503, GONE, retry_after_s=RETRY_S), self._scope["path"]
         if not self._begun:
-            await reply(self._send, gone)
-        elif self._events and not self._whole:
-            await self._send({"type": "http.response.body", "body": event(gone[1]) + DONE})
+            await reply(self._send, routes.shaped(gone, path, self._scope["method"]))
+        elif self._kind.startswith(STREAMS) and not self._whole:
+            await self._send({"type": "http.response.body", "body": routes.cut_off(gone, path, self._kind)})
 
 
 def _fit(name: bytes, value: bytes) -> tuple[bytes, bytes]:

@@ -85,6 +85,7 @@ def hot(config: Deployment, opened: Known, user_config: Mapping[str, Any] | None
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
+        lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),
     )
     openai.check_defaults(context)
     return Hot(context, merged)

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rayneuron import metrics
 from rayneuron.api import call as api
-from rayneuron.api import errors, openai
+from rayneuron.api import errors, openai, routes
 from rayneuron.errors import BodyTooLarge, RayNeuronError, RequestError, RequestTimeout, UnsupportedMedia
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.verbs import Server
@@ -42,6 +42,7 @@ class Exchange:
         self.client_id = openai.clean_id(self.header("x-request-id"))
         self.request_id = self.client_id or uuid4().hex
         self.status = 0
+        self.shape: Callable[[errors.Triple], errors.Triple] = lambda triple: routes.shaped(triple, self.path, self.method)
         self.gone = False
         self._unread = False  # a body that was not read to its end
         self._whole: bytes | None = None  # one that was
@@ -197,7 +198,7 @@ class RouteApp:
         if not isinstance(wrong, RayNeuronError):
             log.exception("%s %s failed [%s]", exchange.method, exchange.path, exchange.request_id)
         if exchange.status == 0:
-            await exchange.refuse(errors.error_body(wrong))
+            await exchange.refuse(exchange.shape(errors.error_body(wrong)))
 
 
 def _left(server: Server, exchange: Exchange) -> None:
@@ -209,7 +210,7 @@ def _check_key(server: Server, exchange: Exchange, path: str) -> None:
     if not server.keys or path in OPEN_PATHS:
         return
     scheme, _, given = (exchange.header("authorization") or "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else ""
+    given = given.strip() if scheme.lower() == "bearer" else exchange.header("x-api-key") or ""  # the latter is Anthropic's
     if server.account(given.encode("latin-1")) is None:
         raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
 
@@ -218,8 +219,15 @@ class _WrongKey(RayNeuronError):
     status = 401
 
 
-async def generate(parse: Callable[..., api.Call], server: Server, exchange: Exchange) -> None:
+async def generate(dialect: api.Dialect, server: Server, exchange: Exchange) -> None:
     """Any endpoint that generates: admit, read, parse, run, answer whole or piece by piece."""
+
+    def parse(body: api.Json, context: api.Context, **words: Any) -> api.Call:
+        spoken = dialect if dialect.choose is None else dialect.choose(body)
+        exchange.shape = spoken.error
+        said = {} if dialect.head is None else dialect.head(exchange.params, exchange.header)
+        return spoken.parse({**body, **said}, context, **words)
+
     arrival_s = time.monotonic()
     server.now.admit()
     limits = server.now.limits
@@ -240,7 +248,7 @@ async def generate(parse: Callable[..., api.Call], server: Server, exchange: Exc
 async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
-    stream = openai.Events(call)
+    stream = call.open()
     said = [(name.encode(), value.encode()) for name, value in flight.headers.items()]
     await exchange.begin(200, stream.content_type, [*STREAM_HEADERS, *said])
     try:

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rayneuron import __version__
+from rayneuron.api import anthropic, errors, openai, responses, sagemaker, tgi
 from rayneuron.api import call as api
-from rayneuron.api import errors, neuron_server, openai
+from rayneuron.api.routes import SPOKEN, shaped
 from rayneuron.errors import NotReady, RayNeuronError, RequestError
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
@@ -58,6 +59,32 @@ async def _tokens(convert: Callable[[Any, api.Context], Any], server: Server, ex
     await exchange.reply(200, await server.now.read(lambda fields, context: errors.encode(convert(fields, context)), body))
 
 
+def _tokenize(body: Any, context: api.Context) -> Any:
+    """vLLM's body, or TGI's."""
+    return (tgi.tokenize if body.get("inputs") is not None else openai.tokenize)(body, context)
+
+
+async def _info(server: Server, exchange: Exchange) -> None:
+    waiting = server.now.limits.max_waiting
+    await exchange.reply(200, await server.now.read(lambda _, context: errors.encode(tgi.info(context, waiting)), {}))
+
+
+async def _named_models(server: Server, exchange: Exchange) -> None:
+    """SageMaker's and LMI's view of what is served."""
+    cards = server.now.cards()
+    root, names = cards[0]["root"], [card["id"] for card in cards]
+    name = exchange.params.get("model")
+    await exchange.reply(200, errors.encode(sagemaker.models(names, root) if name is None else sagemaker.model(name, names, root)))
+
+
+async def _unmanaged(verb: str, server: Server, exchange: Exchange) -> None:
+    raise sagemaker.unmanaged(verb)
+
+
+async def _no_response(server: Server, exchange: Exchange) -> None:
+    raise responses.unknown(exchange.params["id"])
+
+
 async def _tokenizer_info(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, await server.now.read(lambda _, context: errors.encode(openai.tokenizer_info(context)), {}))
 
@@ -94,23 +121,30 @@ async def _load(server: Server, exchange: Exchange) -> None:
 
 
 async def no_route(server: Server, http: HttpRequest, wrong: Exception) -> Response:
-    """404 and 405 in OpenAI's error body; a bare route prefix leads to the page, whose links need the slash."""
+    """404 and 405 in the error body of whoever calls such a path; a bare route prefix leads to the page, whose links need the slash."""
     assert isinstance(wrong, HTTPException)
     path = http.url.path
     if path and path == http.scope.get("root_path") and http.method in ("GET", "HEAD"):
         return Response(status_code=307, headers={"location": path + "/"})
     say = f"no such path: {path}" if wrong.status_code == 404 else f"{http.method} is not allowed on {path}"
-    status, body, headers = errors.error_reply(wrong.status_code, say)
+    status, body, headers = shaped(errors.error_reply(wrong.status_code, say), path, http.method)
     return Response(errors.encode(body), status, {**headers, **(wrong.headers or {})}, "application/json")
 
 
 ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
-    ("/v1/chat/completions", partial(generate, openai.parse_chat), ("POST",)),
-    ("/v1/completions", partial(generate, openai.parse_completions), ("POST",)),
-    ("/generate", partial(generate, neuron_server.parse), ("POST",)),
+    *((path, partial(generate, dialect), ("POST",)) for path, dialect in SPOKEN.items()),
+    ("/v1/responses/{id}", _no_response, ("GET", "DELETE")),
+    ("/v1/responses/{id}/cancel", _no_response, ("POST",)),
+    ("/v1/messages/count_tokens", partial(_tokens, anthropic.count_tokens), ("POST",)),
     ("/v1/models", _models, ("GET",)),
     ("/v1/models/{model:path}", _model, ("GET",)),
-    ("/tokenize", partial(_tokens, openai.tokenize), ("POST",)),
+    ("/tokenize", partial(_tokens, _tokenize), ("POST",)),
+    ("/chat_tokenize", partial(_tokens, tgi.chat_tokenize), ("POST",)),
+    ("/info", _info, ("GET",)),
+    ("/models", _named_models, ("GET",)),
+    ("/models", partial(_unmanaged, "loaded"), ("POST",)),
+    ("/models/{model}", _named_models, ("GET",)),
+    ("/models/{model}", partial(_unmanaged, "scaled or unloaded"), ("PUT", "DELETE")),
     ("/detokenize", partial(_tokens, openai.detokenize), ("POST",)),
     ("/tokenizer_info", _tokenizer_info, ("GET",)),
     ("/health", _health, ("GET",)),

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import msgspec
 
 from rayneuron import frames, wire
-from rayneuron.frames import Alive, Cancel, FromGateway, Greeting, KvEvents, Piece, Reception, Tokens
+from rayneuron.frames import Alive, Cancel, FromGateway, Gain, Greeting, KvEvents, Reception, Tokens
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import TokenDelta
 
@@ -51,7 +51,7 @@ class Forward:
         """Into this step's frame."""
         had = self.counts.get(delta.index, 0)
         self.counts[delta.index] = had + len(delta.token_ids)
-        self._caller.add(Piece(self._order, self._before + had, delta))
+        self._caller.add(Gain(self._order, self._before + had, delta))
 
 
 class Caller(asyncio.Protocol):
@@ -66,7 +66,7 @@ class Caller(asyncio.Protocol):
         self._hub = hub
         self._news: asyncio.Future[KvNews | None] | None = None
         self._frames: wire.Frames[FromGateway] = wire.Frames(FromGateway, wire.FIRST_BYTES)
-        self._pieces: list[Piece] = []
+        self._pieces: list[Gain] = []
         self._number = 0
         self._heard_s = self._told_s = time.monotonic()
         self._told_seen = 0
@@ -128,7 +128,7 @@ class Caller(asyncio.Protocol):
         """It has ended, whoever ended it."""
         self._hub.gone(self)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Gain) -> None:
         """What a step gave; all of a step goes in one frame."""
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -157,7 +157,7 @@ class Caller(asyncio.Protocol):
             self.known = (news.epoch, news.number)
             self.send(KvEvents(news))
 
-    def _tell(self, pieces: list[Piece], pressure: Pressure | None) -> None:
+    def _tell(self, pieces: list[Gain], pressure: Pressure | None) -> None:
         if pressure is not None:
             self._told_s, self._told_seen = time.monotonic(), pressure.seen
         self._number += 1

@@ -14,7 +14,7 @@ from ray import serve
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayneuron.api import errors
+from rayneuron.api import errors, routes
 from rayneuron.deployment_file import PREFILL
 
 LOADING_RETRY_S = 2.0
@@ -104,7 +104,7 @@ class Readiness:
         if scope["type"] == "http" and not scope["path"].startswith("/-/"):
             refused = await self._refusal(scope["path"])
             if refused is not None:
-                return await reply(send, refused)
+                return await reply(send, routes.shaped(refused, scope["path"], scope["method"]))
         await self._app(scope, receive, send)
 
     async def _refusal(self, path: str) -> errors.Triple | None:

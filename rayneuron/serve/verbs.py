@@ -76,7 +76,7 @@ class Shut:
     admit = parse = read = flight = carry = write = cards = health = _refuse
 
 
-class Door(Protocol):
+class Entrance(Protocol):
     """What a deployment file says of who may call what: `config.Serving`, or a gateway's own section."""
 
     @property
@@ -97,7 +97,7 @@ class Server(Protocol):
     keys: tuple[bytes, ...]  # none: nobody is asked for one
 
     @property
-    def door(self) -> Door: ...
+    def door(self) -> Entrance: ...
 
     def account(self, key: bytes) -> str | None:
         """Whose a key is; None for a wrong one."""

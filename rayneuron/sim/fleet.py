@@ -8,8 +8,8 @@ from itertools import count
 from random import Random
 
 from rayneuron.news import KvNews, Pressure
-from rayneuron.policies.choice import Ask
-from rayneuron.policies.desk import Desk, Send, TurnedAway
+from rayneuron.policies.choice import GatewayAsk
+from rayneuron.policies.desk import GatewayDesk, Send, TurnedAway
 from rayneuron.policies.replay import Again, Fail, PassOn, Replay
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
@@ -40,7 +40,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Gateway:
-    desk: Desk
+    desk: GatewayDesk
     ticking: bool = False
 
 
@@ -49,7 +49,8 @@ class _Node:
     number: int
     host: ExactHost
     seen: dict[int, int] = field(default_factory=dict)  # by gateway
-    told: dict[int, tuple[int, float]] = field(default_factory=dict)
+    told: dict[int, tuple[int, float]] = field(default_factory=dict)  # which, and when
+    due: set[int] = field(default_factory=set)
 
 
 class Simulation:
@@ -61,7 +62,7 @@ class Simulation:
         self.report = FleetReport()
         self._random = Random(seed)
         self._arrivals = iter(arrivals)
-        self._gateways = [_Gateway(Desk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
+        self._gateways = [_Gateway(GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
         self._numbers, self._keys = count(), count(1)
         self._nodes: dict[int, _Node] = {}
         self._by_host: dict[ExactHost, _Node] = {}
@@ -123,9 +124,8 @@ class Simulation:
         most = None if arrival.most is None else arrival.most - done
         again = call.replay.attempt > 0
         session = arrival.session if setup.route == "kv" else ""
-        ask = Ask(
-            call.key, arrival.account, prompt, most, 1, known, setup.capacity.block, session, again=again, avoid=call.lost_on
-        )  # fmt: skip
+        block, avoid = setup.capacity.block, call.lost_on
+        ask = GatewayAsk(call.key, arrival.account, prompt, most, 1, known, block, session, again=again, avoid=avoid)
         verdict = call.gateway.desk.offer(ask, self.clock.now_s)
         if isinstance(verdict, TurnedAway):
             del self._calls[call.key]
@@ -190,6 +190,8 @@ class Simulation:
         if node is not None and key in self._calls:
             node.seen[self._gateways.index(call.gateway)] = number
             node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes, len(call.replay.ids))
+            for i, gateway in enumerate(self._gateways):
+                self._press(node, i, gateway)
 
     def _stepped(self, host: ExactHost, told: list[Gained]) -> None:
         node, now_s, hop_s = self._by_host[host], self.clock.now_s, self.setup.hop_s
@@ -201,19 +203,22 @@ class Simulation:
         for i, gateway in enumerate(self._gateways):
             if news is not None and (not self.setup.event_loss or self._random.random() >= self.setup.event_loss):
                 self.clock.at(now_s + hop_s, self._news, gateway, node.number, news)
-            seen, (before, last_s) = node.seen.get(i, 0), node.told.get(i, (-1, -1.0))
-            if seen != before or host.idle or now_s - last_s >= self.setup.load_s:
-                node.told[i] = (seen, now_s)
-                self.clock.at(now_s + hop_s + self.setup.load_late_s, self._pressed, gateway, node.number, host.pressure(seen))
+            before, last_s = node.told.get(i, (-1, -1.0))
+            if node.seen.get(i, 0) != before or now_s - last_s >= self.setup.load_s:
+                self._press(node, i, gateway)
+            elif i not in node.due:  # a leap may last longer than one may be silent
+                node.due.add(i)
+                self.clock.at(last_s + self.setup.load_s, self._press, node, i, gateway)
+
+    def _press(self, node: _Node, i: int, gateway: _Gateway) -> None:
+        seen, now_s = node.seen.get(i, 0), self.clock.now_s
+        node.due.discard(i)
+        node.told[i] = (seen, now_s)
+        self.clock.at(now_s + self.setup.hop_s + self.setup.load_late_s, self._pressed, gateway, node.number, node.host.pressure(seen))
 
     def _news(self, gateway: _Gateway, worker: int, news: KvNews) -> None:
         node = self._nodes.get(worker)
-        if node is not None and not gateway.desk.events(worker, news):
-            self.clock.at(self.clock.now_s + 2 * self.setup.hop_s, self._all_news, gateway, worker)
-
-    def _all_news(self, gateway: _Gateway, worker: int) -> None:
-        node = self._nodes.get(worker)
-        if node is not None:
+        if node is not None and not gateway.desk.events(worker, news):  # it asks for everything
             gateway.desk.events(worker, node.host.everything())
 
     def _pressed(self, gateway: _Gateway, worker: int, load: Pressure) -> None:
@@ -233,7 +238,7 @@ class Simulation:
     def _take(self, call: _Call, progress: Gained) -> None:
         now_s, replay, arrival = self.clock.now_s, call.replay, call.arrival
         ids = range(progress.at, progress.at + progress.count)
-        effect = replay.piece(replay.attempt, progress.at, ids, "length" if progress.ended else None, now_s)
+        effect = replay.piece(replay.attempt, progress.at, ids, "length" if progress.ended else None)
         if not isinstance(effect, PassOn):
             return
         report = self.report
@@ -278,7 +283,7 @@ class Simulation:
     def _mourn(self, gateway: _Gateway, worker: int) -> None:
         for key in gateway.desk.lost(worker, self.clock.now_s):
             call = self._calls.pop(key)
-            effect = call.replay.lost(call.replay.attempt, "crash", self.clock.now_s)
+            effect = call.replay.lost(call.replay.attempt, "crash")
             if isinstance(effect, Again):
                 self.report.replays += 1
                 self._offer(call)

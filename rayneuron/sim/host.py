@@ -143,8 +143,8 @@ class ExactHost:
     def _end(self, plan: Plan) -> None:
         if self.alive:
             told = self._commit(plan)
-            self._listener(self, told)
             self._turn()
+            self._listener(self, told)
 
     def _commit(self, plan: Plan) -> list[Gained]:
         """A step has ended: `engine.sequence.advance` without logits."""

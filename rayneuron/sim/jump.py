@@ -75,8 +75,8 @@ class JumpHost(ExactHost):
         self._leap = None
         self.busy_s += count * step_s
         told = self._leapt(plan, count)
-        self._listener(self, told)
         self._turn()
+        self._listener(self, told)
 
     def _leapt(self, plan: Plan, count: int) -> list[Gained]:
         """What so many steps of a plan gave: the first as a step does it, the others at once."""

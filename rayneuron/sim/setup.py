@@ -16,9 +16,12 @@ Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A fleet of equal engines. `hop_s`: from a gateway to an engine or back; `load_s`: how often an engine at least says how busy it is,
-    `load_late_s` after it was so; `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until
-    they are back). Where `exact`, every step is a call of its own."""
+    """A fleet of equal engines. `hop_s`: from a gateway to an engine or back. An engine says how busy it is, `load_late_s` after it was so,
+    to all gateways when an order has come, and every `load_s` while it has steps; else those that hear of a new sequence late crowd it.
+
+    `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until they are back). Where `exact`,
+    every step is a call of its own.
+    """
 
     capacity: Capacity
     profile: Profile

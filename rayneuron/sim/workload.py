@@ -123,14 +123,18 @@ def _lines(path: Path) -> Iterator[tuple[float, int, int, tuple[tuple[int, int],
     if kind is None:
         raise ConfigError(f"{path}: a trace is a .csv as Azure's, or a .jsonl as Mooncake's")
     with path.open() as file:
-        at = 0
-        try:
-            for at, found in enumerate(kind(file), 1):  # noqa: B007
+        requests, line = kind(file), 1 + (path.suffix == ".csv")
+        while True:
+            try:
+                found = next(requests, None)
+                if found is None:
+                    return
                 if found[1] < 1 or found[2] < 1 or found[0] < 0:
                     raise ValueError("a request has a token at least, each way, and does not come before the first")
-                yield found
-        except (ValueError, KeyError, TypeError) as wrong:
-            raise ConfigError(f"{path}, request {at + 1}: {type(wrong).__name__}: {wrong}") from wrong
+            except (ValueError, KeyError, TypeError) as wrong:
+                raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
+            yield found
+            line += 1
 
 
 def _azure(file: Iterator[str]) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:

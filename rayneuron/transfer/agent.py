@@ -91,7 +91,7 @@ FromAgent = Knock | Present | Pulled | Unread
 
 def attend(address: str, token: bytes, worker: int, layout: KvLayout, puller: Puller | None, lender: Lender | None) -> None:
     """Serve worker 0, at `address`, to the end of its channel; for a thread of its own."""
-    channel: wire.Channel[Any] = wire.Channel(wire.connect(address, SEND_S), ToAgent, limit_bytes(layout))
+    channel: wire.Channel[Any] = wire.Channel(wire.connect(address, SEND_S), ToAgent, limit_bytes(layout), sealed=True)
     stops: dict[int, Halting] = {}
 
     def pulled(number: int, outcome: PullEnd, why: str, size: int) -> None:

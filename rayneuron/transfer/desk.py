@@ -15,11 +15,11 @@ from rayneuron.wire import TICK_S
 log = logging.getLogger(__name__)
 
 
-class Desk:
-    """`tick` is called with the time every TICK_S. What fails is logged, and the next thing done."""
+class Clerk:
+    """`tick` is called with the time every TICK_S, or `often_s` while `busy`. What fails is logged, and the next thing done."""
 
-    def __init__(self, name: str, tick: Callable[[float], None]) -> None:
-        self._tick = tick
+    def __init__(self, name: str, tick: Callable[[float], None], busy: Callable[[], bool], often_s: float = TICK_S) -> None:
+        self._tick, self._busy, self._often_s = tick, busy, often_s
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._over: Callable[[], bool] = lambda: False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -38,9 +38,10 @@ class Desk:
     def _run(self) -> None:
         ticked = time.monotonic()
         while not (self._over() and self._inbox.empty()):
+            every_s = self._often_s if self._busy() else TICK_S
             try:
-                self._inbox.get(timeout=TICK_S)()
-                if (now := time.monotonic()) < ticked + TICK_S:
+                self._inbox.get(timeout=every_s)()
+                if (now := time.monotonic()) < ticked + every_s:
                     continue
             except Empty:
                 now = time.monotonic()

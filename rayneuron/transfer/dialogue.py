@@ -29,12 +29,12 @@ class Dialogue:
 
     @contextmanager
     def begun(self, want: Pull, layers: tuple[int, int] | None = None, *, sums_only: bool = False) -> Iterator[None]:
-        """Ask for `want`, of all its layers or of (first, count) of theirs; within, all that is answered must be read."""
+        """Bid for `want`, of all its layers or of (first, count) of theirs; within, all that is answered must be read."""
         try:
             layer, count = layers or (want.read.there, want.read.count)
             runs = tuple((run.there, run.count) for run in want.read.runs)
             get = Get(want.epoch, want.session, want.ticket, want.first, want.end, layer, count, runs, sums_only)
-            self._open().sendall(wire.frame(get))
+            self._open().sendall(wire.frame(get, sealed=True))
             yield
         except OSError as problem:
             self.close()
@@ -93,7 +93,7 @@ class Dialogue:
                 continue
             self._addresses = (address,)
             wire.ticking(self._connection)
-            self._connection.sendall(wire.frame(Knock(self._token)))
+            self._connection.sendall(wire.frame(Knock(self._token), sealed=True))
             break
         if self._connection is None:
             raise Lost("; ".join(problems) or "it has no address")

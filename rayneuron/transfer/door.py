@@ -55,7 +55,7 @@ class Door:
             threading.Thread(target=self._meet, args=(connection,), name="rayneuron-guest", daemon=True).start()
 
     def _meet(self, connection: socket.socket) -> None:
-        channel: wire.Channel[Any] = wire.Channel(connection, self._kinds, wire.FIRST_BYTES)
+        channel: wire.Channel[Any] = wire.Channel(connection, self._kinds, wire.FIRST_BYTES, sealed=True)
         try:
             knock = channel.receive(KNOCK_S)
             if not isinstance(knock, Knock) or not wire.same_token(knock.token, self._token):

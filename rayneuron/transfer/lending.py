@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
-from rayneuron.transfer.pieces import PLACES, digest, header, pieces, places_of, segments, stale
+from rayneuron.transfer.pieces import PLACES, SUMS, Piece, digest, header, last_of, pieces, places_of, segments, stale, sums_of
 
 
 @dataclass(slots=True)
@@ -96,14 +97,19 @@ class Lender:
                 connection.sendall(stale(get.epoch, get.ticket))
                 return
             _check(get, len(blocks), len(units), heads)
+            sums: list[int] = []
             if get.sums_only:
-                places = np.array(blocks[get.first : get.end], "<i4").tobytes()
-                whole = places_of(get.first, get.end - get.first)
-                connection.sendall(header(get.epoch, get.ticket, whole, len(places), digest([places]), PLACES) + places)
+                _send_list(connection, get, places_of(get.first, get.end - get.first), np.array(blocks[get.first : get.end], "<i4"), PLACES)
             for piece in pieces(get.layer, get.count, get.runs, get.first, get.end, unit):
                 parts = segments(units, piece.layer, piece.head, piece.heads, blocks[piece.first : piece.first + piece.blocks])
-                said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, digest(parts))
-                _send(connection, [said] if get.sums_only else [said, *parts])
+                if get.sums_only:
+                    sums.append(digest(parts))
+                    if last_of(piece, get.runs, get.end):
+                        _send_list(connection, get, sums_of(piece.layer, get.first, get.end - get.first), np.array(sums, "<u8"), SUMS)
+                        sums.clear()
+                else:
+                    said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, digest(parts))
+                    _send(connection, [said, *parts])
 
     @contextmanager
     def _reading(self, connection: socket.socket, get: Get) -> Iterator[Sequence[int] | None]:
@@ -130,6 +136,11 @@ def _check(get: Get, blocks: int, layers: int, heads: int) -> None:
     whole = 0 <= get.first < get.end <= blocks and 0 <= get.layer < get.layer + get.count <= layers
     if not whole or not get.runs or len(get.runs) > heads or not all(0 <= head < head + n <= heads for head, n in get.runs):
         raise wire.WireError(f"blocks {get.first}-{get.end} of {blocks}, layers {get.layer}+{get.count}, heads {get.runs}")
+
+
+def _send_list(connection: socket.socket, get: Get, of: Piece, numbers: NDArray[Any], kind: int) -> None:
+    data = numbers.tobytes()
+    _send(connection, [header(get.epoch, get.ticket, of, len(data), digest([data]), kind), data])
 
 
 def _send(connection: socket.socket, parts: Sequence[Any]) -> None:

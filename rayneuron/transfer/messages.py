@@ -1,4 +1,4 @@
-"""What a decode and a prefill pool say to each other; typed frames (`wire`), never pickle.
+"""What a decode and a prefill pool say to each other; typed frames (`wire`), sealed, never pickle.
 
 A control channel goes from each decode replica (D) to each prefill replica (P) it knows; data connections from each worker of D to those
 of P whose KV it reads. The first frame of either is Knock.
@@ -40,7 +40,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     lease_s: float
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class Bid(msgspec.Struct, tag=True, frozen=True):
     """D: compute this prompt, and the first token of each choice. `key`: D's name for it."""
 
     key: str
@@ -132,6 +132,6 @@ class MemoryHere(msgspec.Struct, tag=True, frozen=True):
     shape: tuple[int, int, int, int]
 
 
-ToP = Knock | Ask | Commit | Abandon | Pulse
+ToP = Knock | Bid | Commit | Abandon | Pulse
 FromP = Welcome | Accepted | Declined | Watermark | FirstTokens | Committed | Expired | Pulse
 OfData = Knock | Get

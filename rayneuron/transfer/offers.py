@@ -19,13 +19,13 @@ from rayneuron import wire
 from rayneuron.engine.remote import Lent, Loan
 from rayneuron.errors import RayNeuronError
 from rayneuron.transfer.base import Lends, LendsKv
-from rayneuron.transfer.desk import Desk
+from rayneuron.transfer.desk import Clerk
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.layout import KvLayout
 from rayneuron.transfer.messages import (
     Abandon,
     Accepted,
-    Ask,
+    Bid,
     Commit,
     Committed,
     Declined,
@@ -91,20 +91,25 @@ class Offers:
         limits: LendingLimits | None = None,
     ) -> None:
         self.epoch = epoch
-        self.counts: Counter[str] = Counter()  # how tickets have ended, and connections that were refused
+        self.counts: Counter[str] = Counter()  # how tickets have ended
         self._engine, self._layout, self._lenders, self._token = engine, layout, lenders, token
         self._limits = limits or LendingLimits()
         self._tickets: OrderedDict[bytes, _Ticket] = OrderedDict()  # the live ones, and the last of those that have ended
         self._keys: dict[tuple[bytes, str], bytes] = {}  # session and key of the live ones: ticket
         self._links: set[_Link] = set()
         self._draining = False
-        self._desk = Desk("rayneuron-offers", self._sweep)
+        self._desk = Clerk("rayneuron-offers", self._sweep, lambda: bool(self._keys))
         self._door = Door(token, ip, ToP, self._serve)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where decode replicas knock, the nearest first."""
         return self._door.addresses
+
+    @property
+    def refused(self) -> int:
+        """Connections that said what is no message, or not the token."""
+        return self._door.refused
 
     @property
     def live(self) -> int:
@@ -164,7 +169,7 @@ class Offers:
 
     def _heard(self, link: _Link, message: Any) -> None:
         match message:
-            case Ask():
+            case Bid():
                 self._asked(link, message)
             case Commit():
                 self._commit(link, message.ticket)
@@ -177,7 +182,7 @@ class Offers:
             case _:
                 self._lost(link)  # a second knock
 
-    def _asked(self, link: _Link, ask: Ask) -> None:
+    def _asked(self, link: _Link, ask: Bid) -> None:
         known = self._keys.get((link.session, ask.key))
         if known is None:
             why = self._no_room(ask.request)

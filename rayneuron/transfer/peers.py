@@ -98,7 +98,7 @@ class PrefillPeer:
         problems = []
         for address in self.addresses:
             try:
-                return wire.Channel(wire.connect(address, CONNECT_S), FromP, limit_bytes(self._layout))
+                return wire.Channel(wire.connect(address, CONNECT_S), FromP, limit_bytes(self._layout), sealed=True)
             except TimeoutError as problem:
                 problems.append(str(problem))
         raise wire.Closed("; ".join(problems))

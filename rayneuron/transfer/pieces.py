@@ -23,7 +23,7 @@ Stretch = NDArray[np.uint8]  # a stretch of memory
 _HEAD = struct.Struct("<4sHHQ16sIHHIIQQ")
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"rnKV"
-PIECE, PLACES, STALE = 1, 2, 3
+PIECE, PLACES, STALE, SUMS = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,19 @@ def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, 
                 number += 1
 
 
+def last_of(piece: Piece, runs: Sequence[tuple[int, int]], end: int) -> bool:
+    """Whether it is the last piece of its layer."""
+    return piece.first + piece.blocks == end and piece.head == runs[-1][0]
+
+
 def places_of(first: int, blocks: int) -> Piece:
     """What goes before the list of where a ticket's blocks lie."""
     return Piece(0, 0, 0, 0, first, blocks)
+
+
+def sums_of(layer: int, first: int, blocks: int) -> Piece:
+    """What goes before the sums of a layer's pieces."""
+    return Piece(0, layer, 0, 0, first, blocks)
 
 
 def segments(units: Sequence[NDArray[Any]], layer: int, head: int, heads: int, blocks: Sequence[int]) -> list[Stretch]:

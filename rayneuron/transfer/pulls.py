@@ -15,13 +15,15 @@ from msgspec.structs import replace
 
 from rayneuron.engine.remote import Absent, Arrived, First, Prefill
 from rayneuron.policies.pools import Queue, Rates, choose
-from rayneuron.transfer.desk import Desk
+from rayneuron.transfer.desk import Clerk
 from rayneuron.transfer.layout import KvLayout
-from rayneuron.transfer.messages import Abandon, Accepted, Ask, Commit, Committed, Declined, Expired, FirstTokens, Pulse, Watermark, Welcome
+from rayneuron.transfer.messages import Abandon, Accepted, Bid, Commit, Committed, Declined, Expired, FirstTokens, Pulse, Watermark, Welcome
 from rayneuron.transfer.peers import PrefillPeer
 from rayneuron.transfer.pulling import Errand, Halting, PullEnd, PullsKv
 from rayneuron.transfer.tickets import Claim, ClaimEvent, asking, claim_step
 from rayneuron.types import Snapshot, TokenDelta
+
+OFTEN_S = 0.03  # how late a silence may be seen while something is fetched
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +66,7 @@ class Pulls:
         self._peers: dict[str, PrefillPeer] = {}
         self._fetching: dict[str, _Fetching] = {}
         self._closing = False
-        self._desk = Desk("rayneuron-pulls", self._tick)
+        self._desk = Clerk("rayneuron-pulls", self._tick, lambda: bool(self._fetching), OFTEN_S)
 
     @property
     def ready(self) -> list[str]:
@@ -168,7 +170,7 @@ class Pulls:
     def _say_ask(self, fetching: _Fetching) -> None:
         request = fetching.prefill.request
         remaining_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
-        asked = Ask(fetching.prefill.key, replace(request, arrival_s=0.0, deadline_s=None), remaining_s)
+        asked = Bid(fetching.prefill.key, replace(request, arrival_s=0.0, deadline_s=None), remaining_s)
         if not fetching.peer.say(asked):
             self._tell(fetching, "lost", f"{fetching.peer.name} is gone")
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from math import prod
 
 import msgspec
@@ -20,7 +21,7 @@ from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.base import Damaged, Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
-from rayneuron.transfer.pieces import PLACES, copy, digest, places_of, segments
+from rayneuron.transfer.pieces import PLACES, SUMS, Piece, copy, digest, places_of, segments, sums_of
 
 
 class Shared:
@@ -34,28 +35,35 @@ class Shared:
         """As `Transport`."""
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
-            places = self._places(want, stop)
-            for piece, here in talk.pieces(want, unit):
+            n = want.end - want.first
+            sums: Iterator[int] = iter([])
+            places: list[int] = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
+            if not 0 <= min(places) <= max(places) < len(self._units[0]):
+                raise Damaged("a block outside the memory")
+            every = list(talk.pieces(want, unit))
+            each = len(every) // read.count  # pieces of a layer
+            for i, (piece, here) in enumerate(every):
+                if i % each == 0:
+                    sums = iter(self._list(want, sums_of(piece.layer, want.first, n), each, "<u8", SUMS, stop))
                 count, at = piece.blocks * piece.heads * unit, piece.first - want.first
-                check = talk.head(want, piece, count, stop)
                 theirs = segments(self._units, piece.layer, piece.head, piece.heads, places[at : at + piece.blocks])
                 layer, blocks = piece.layer - read.there + read.here, want.blocks[at : at + piece.blocks]
                 ours = segments(into.units, layer, here, piece.heads, blocks)
                 copy(ours, theirs)
-                if digest(ours) != check:
+                if digest(ours) != next(sums):
                     raise Damaged(f"piece {piece.number} is not what was meant")
                 size += count
         return Receipt(size, "shared")
 
-    def _places(self, want: Pull, stop: threading.Event) -> list[int]:
-        """Where the ticket's blocks lie in the memory."""
-        n = want.end - want.first
-        check = self._talk.head(want, places_of(want.first, n), 4 * n, stop, PLACES)
-        data = self._talk.receive(4 * n, stop)
-        places: list[int] = np.frombuffer(data, "<i4").tolist()
-        if digest([data]) != check or not 0 <= min(places) <= max(places) < len(self._units[0]):
-            raise Damaged("the list of blocks is not what was sent")
-        return places
+    def _list(self, want: Pull, of: Piece, count: int, kind: str, what: int, stop: threading.Event) -> list[int]:
+        """So many numbers, whole or not at all."""
+        size = count * np.dtype(kind).itemsize
+        check = self._talk.head(want, of, size, stop, what)
+        data = self._talk.receive(size, stop)
+        if digest([data]) != check:
+            raise Damaged("a list is not what was sent")
+        numbers: list[int] = np.frombuffer(data, kind).tolist()
+        return numbers
 
     def close(self) -> None:
         """As `Transport`."""
@@ -70,7 +78,7 @@ def _mapped(address: str, token: bytes, epoch: int, stall_s: float) -> tuple[np.
     try:
         with wire.connect(address, 0.5) as connection:
             connection.settimeout(stall_s)
-            connection.sendall(wire.frame(Knock(token, memory=True)))
+            connection.sendall(wire.frame(Knock(token, memory=True), sealed=True))
             data, fds, _, _ = socket.recv_fds(connection, wire.FIRST_BYTES, 1)
     except (OSError, TimeoutError) as problem:
         raise Lost(str(problem)) from None

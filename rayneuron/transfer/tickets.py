@@ -138,8 +138,8 @@ def _pulling(fetch: Claim, event: ClaimEvent, now: float, stall_s: float, value:
             fetch = replace(fetch, busy=False, again=True)
         case "broken" | "stale" if fetch.busy:
             return _leave(replace(fetch, busy=False), _otherwise(fetch, other), now, "abandon")
-        case "beat":
-            pass
+        case "beat" if fetch.busy or not (fetch.streamed or fetch.settled == fetch.total):
+            pass  # what is still to come after the first tokens, or the last positions, is on its way, or lost
         case _:
             return fetch, ()
     fetch = replace(fetch, until=now + stall_s)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rayneuron.api import openai
 from rayneuron.api.call import Call, Context
 from rayneuron.text.text import Assembler, Text
 from rayneuron.types import Delta, Request, TokenDelta, TokenLogprobs
@@ -75,7 +74,7 @@ def assemble(request: Request, text: Text, deltas: Iterable[TokenDelta]) -> list
 
 def events(call: Call, deltas: Iterable[Delta]) -> list[dict[str, Any]]:
     """The parsed events of the stream; asserts its framing and its end."""
-    stream = openai.Events(call)
+    stream = call.open()
     raw = stream.first() + b"".join(stream.chunk(delta) for delta in deltas)
     assert stream.done
     raw += stream.last()

@@ -419,7 +419,7 @@ def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     ("body", "param"),
     [
         ({}, "prompt"),
-        ({"inputs": "x"}, "inputs"),
+        ({"inputs": "x"}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": "a", "n": 2}, "n"),
         ({"prompt": "a", "echo": True}, "echo"),

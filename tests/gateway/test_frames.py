@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayneuron import frames, wire
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError, UnknownModel
-from rayneuron.frames import Alive, Cancel, FromGateway, FromReplica, Greeting, Leaving, Order, Piece, Reception, Refusal, Settled, Tokens
+from rayneuron.frames import Alive, Cancel, FromGateway, FromReplica, Gain, Greeting, Leaving, Order, Reception, Refusal, Settled, Tokens
 from rayneuron.news import Pressure
 from rayneuron.types import Request, SamplingParams, Stamps, TokenDelta, TokenLogprobs
 from tests.gateway.fleet import House, house, scripted
@@ -38,7 +38,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 DELTAS = st.builds(TokenDelta, **FIELDS)
 PRESSURES = st.builds(Pressure, st.integers(0, 9), st.floats(0, 9), st.integers(0, 9))
-PIECES = st.builds(Piece, st.integers(1, 9), st.integers(0, 9), DELTAS)
+PIECES = st.builds(Gain, st.integers(1, 9), st.integers(0, 9), DELTAS)
 MESSAGES = st.one_of(
     st.builds(Reception, st.binary(max_size=9)),
     st.builds(Tokens, st.integers(1, 9), st.lists(PIECES, max_size=3), st.none() | PRESSURES),

@@ -17,6 +17,7 @@ from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
 from rayneuron.placement.memory import memory
 from tests.models import cases
+from tests.models.checkpoint import checkpoint_shapes
 
 GB = 1e9
 LLAMA_3_70B: dict[str, Any] = {
@@ -99,6 +100,13 @@ def test_weights_are_what_the_loader_allocates(folder: Path, ranks: int, stages:
         layers = shard.stage_layers(arch.layers, stage, stages)
         made = memory(deployment(dtype="fp32"), raw, small(), ranks, layers, first=stage == 0, last=stage == stages - 1)
         assert made.weights == loaded(folder, ranks, stage, stages)
+
+
+def test_a_checkpoint_holds_what_the_rules_say(folder: Path) -> None:
+    """Names and shapes as transformers wrote them, from config.json alone: what `rayneuron quantize` and the HLO gate go by."""
+    raw, held = hub.read_config(folder), hub.Checkpoint(folder)
+    said = dict(checkpoint_shapes(models.architecture(raw), models.family(raw)))
+    assert {name: tuple(held[name].shape) for name in said} == said
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -24,7 +24,7 @@ class World:
     over: str = ""
 
     def key(self) -> tuple[object, ...]:
-        kept = tuple(repr(getattr(self.machine, name)) for name in Replay.__slots__ if name not in ("dropped", "_due_s", "_began_s"))
+        kept = tuple(repr(getattr(self.machine, name)) for name in Replay.__slots__ if name not in ("dropped", "_due_s"))
         return kept, self.taken, self.flying, self.said, self.over
 
     def after(self, event: str) -> World | None:
@@ -43,11 +43,11 @@ class World:
                 flying.remove(piece)
             made.flying = tuple(flying)
             attempt, at, end = piece
-            made.took(machine.piece(attempt, at, TOKENS[at : at + 1], "length" if end else None, 0.0), at)
+            made.took(machine.piece(attempt, at, TOKENS[at : at + 1], "length" if end else None), at)
         elif event in ("crash", "leave") and placed:  # what flies may still be heard
-            made.took(machine.lost(machine.attempt, event, 0.0), 0)  # type: ignore[arg-type]
+            made.took(machine.lost(machine.attempt, event), 0)  # type: ignore[arg-type]
         elif event == "step" and placed:  # a step has failed: everybody on it is told so
-            made.took(machine.piece(machine.attempt, len(machine.ids), [], "error", 0.0), 0)
+            made.took(machine.piece(machine.attempt, len(machine.ids), [], "error"), 0)
         elif event == "told" and placed:
             machine.told(machine.attempt, len(TOKENS), 0.0)
             assert machine.tick(0.5) is None
@@ -111,57 +111,57 @@ def test_what_is_lost_too_often_ends() -> None:
 def test_a_piece_is_cut_where_it_overlaps() -> None:
     machine = Replay()
     first = machine.placed()
-    assert machine.piece(first, 0, [5, 6], None, 0.0) == PassOn(0, False)
-    assert machine.lost(first, "leave", 1.0) == Again()
+    assert machine.piece(first, 0, [5, 6], None) == PassOn(0, False)
+    assert machine.lost(first, "leave") == Again()
     second = machine.placed()
-    assert machine.piece(first, 2, [7], None, 1.1) is None and machine.dropped == 1  # the old attempt, late
-    assert machine.piece(second, 1, [6, 7, 8], "stop", 1.2) == PassOn(1, True)
+    assert machine.piece(first, 2, [7], None) is None and machine.dropped == 1  # the old attempt, late
+    assert machine.piece(second, 1, [6, 7, 8], "stop") == PassOn(1, True)
     assert machine.ids == [5, 6, 7, 8] and machine.state == "done"
-    assert machine.lost(second, "crash", 2.0) is None and not machine.finish()
+    assert machine.lost(second, "crash") is None and not machine.finish()
 
 
 def test_an_end_without_tokens_ends() -> None:
     machine = Replay()
     at = machine.placed()
-    machine.piece(at, 0, [1, 2], None, 0.0)
-    assert machine.piece(at, 2, [], "stop", 0.1) == PassOn(0, True)
+    machine.piece(at, 0, [1, 2], None)
+    assert machine.piece(at, 2, [], "stop") == PassOn(0, True)
 
 
 def test_a_poison_request_ends_after_two_replicas() -> None:
     machine = Replay(limit=9)
     for said in (Again, Fail):
         attempt = machine.placed()
-        machine.piece(attempt, len(machine.ids), [1, 2, 3], None, 0.0)
-        effect = machine.lost(attempt, "crash", 0.1)
+        machine.piece(attempt, len(machine.ids), [1, 2, 3], None)
+        effect = machine.lost(attempt, "crash")
         assert isinstance(effect, said)
     assert isinstance(effect, Fail) and effect.status == 500
 
 
 def test_long_innocent_streams_collect_no_strikes() -> None:
     machine = Replay(limit=9)
-    for i in range(9):
+    for _ in range(9):
         attempt = machine.placed()
-        machine.piece(attempt, len(machine.ids), list(range(20)), None, 10.0 * i)
-        assert isinstance(machine.lost(attempt, "crash", 10.0 * i + 5), Again)
+        machine.piece(attempt, len(machine.ids), list(range(20)), None)
+        assert isinstance(machine.lost(attempt, "crash"), Again)
     assert machine.attempt == 9
 
 
 def test_killing_at_the_same_token_again_is_a_strike_however_late() -> None:
     machine = Replay(limit=9)
     attempt = machine.placed()
-    machine.piece(attempt, 0, list(range(15)), None, 0.0)
-    machine.lost(attempt, "crash", 0.5)  # early: the first strike, at 15
+    machine.piece(attempt, 0, list(range(15)), None)
+    machine.lost(attempt, "crash")  # early: the first strike, at 15
     attempt = machine.placed()
-    machine.piece(attempt, 0, list(range(15)), None, 1.0)  # nothing new
-    assert isinstance(machine.lost(attempt, "step", 100.0), Fail)
+    machine.piece(attempt, 0, list(range(15)), None)  # nothing new
+    assert isinstance(machine.lost(attempt, "step"), Fail)
 
 
 @pytest.mark.parametrize("cause", ["leave", "silence", "gap"])
 def test_what_is_nobodys_fault_is_no_strike(cause) -> None:
     machine = Replay(limit=9)
     for _ in range(9):
-        assert machine.lost(machine.placed(), cause, 0.0) == Again()
-    assert isinstance(machine.lost(machine.placed(), cause, 0.0), Fail)  # the limit
+        assert machine.lost(machine.placed(), cause) == Again()
+    assert isinstance(machine.lost(machine.placed(), cause), Fail)  # the limit
 
 
 def test_what_came_back_was_no_attempt_and_nobody_can_be_had() -> None:

@@ -20,7 +20,9 @@ def body(data: bytes, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def through(*messages: dict[str, Any], kind: str = "http", headers: Any = (), seen: Any = None) -> list[dict[str, Any]]:
+async def through(
+    *messages: dict[str, Any], kind: str = "http", path: str = "/v1/completions", headers: Any = (), seen: Any = None
+) -> list[dict[str, Any]]:
     """What comes out where an application sends these messages and returns."""
     out: list[dict[str, Any]] = []
 
@@ -33,7 +35,7 @@ async def through(*messages: dict[str, Any], kind: str = "http", headers: Any = 
     async def send(message: Any) -> None:
         out.append(message)
 
-    await Ending(app)({"type": kind, "headers": headers}, None, send)  # type: ignore[arg-type]
+    await Ending(app)({"type": kind, "method": "POST", "path": path, "headers": headers}, None, send)  # type: ignore[arg-type]
     return out
 
 
@@ -43,6 +45,13 @@ async def test_a_stream_that_is_cut_off_gets_an_error_event() -> None:
     assert passed == [*first] and not last.get("more_body")
     error, done, _ = last["body"].decode().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503 and done == "data: [DONE]"
+
+
+async def test_both_are_said_in_the_dialect_of_the_route() -> None:
+    *_, last = await through(EVENTS, body(b"event: ping\n\n"), path="/m/x/v1/messages")
+    assert last["body"].startswith(b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"')
+    start, only = await through(path="/generate_stream")
+    assert start["status"] == 503 and json.loads(only["body"])["error_type"] == "overloaded"
 
 
 async def test_an_answer_that_never_began_is_an_error_body() -> None:

@@ -84,7 +84,7 @@ async def ask(app: Any, path: str) -> tuple[int, bytes]:
     async def send(message: Any) -> None:
         out.append(message)
 
-    await app({"type": "http", "path": path, "headers": []}, None, send)
+    await app({"type": "http", "method": "GET", "path": path, "headers": []}, None, send)
     return out[0]["status"], b"".join(message.get("body", b"") for message in out[1:])
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from rayneuron import wire
 
-FROM_D = ("Knock", "Ask", "Commit", "Abandon", "Pulse")
+FROM_D = ("Knock", "Bid", "Commit", "Abandon", "Pulse")
 FROM_P = ("Welcome", "Accepted", "Declined", "Watermark", "FirstTokens", "Committed", "Expired", "Pulse")
 
 
@@ -118,11 +118,11 @@ class Proxy:
             body = _exactly(source, struct.unpack(">I", head)[0])
             frame = head + body
             fault = self.fault
-            if fault is not None and fault.kind and not fault.hit.is_set() and msgspec.msgpack.decode(body)["type"] == fault.kind:
+            if fault is not None and fault.kind and not fault.hit.is_set() and msgspec.msgpack.decode(body[:-4])["type"] == fault.kind:
                 fault.left -= 1
                 if fault.left < 0:
                     fault.hit.set()
-                    spoiled = self._spoil(fault, frame, 4 + len(body) // 2)
+                    spoiled = self._spoil(fault, frame, 4 + self._rng.randrange(len(body)))
                     if spoiled is None:
                         return
                     frame = spoiled

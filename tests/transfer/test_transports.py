@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
 TOKEN, EPOCH, SESSION, TICKET = b"t" * 16, 7, b"s" * 16, b"k" * 16
 STALL_S = 2.0
 NEVER = threading.Event()
+sealed = partial(wire.frame, sealed=True)
 
 
 def memory(layers: int, blocks: int, heads: int, unit: int, seed: int | None = None) -> KvMemory:
@@ -224,7 +227,7 @@ def test_the_memory_can_be_mapped_to_read_and_never_to_write(lend):
     theirs = memory(1, 2, 1, 4096, seed=6)
     lender = lend(theirs)
     with wire.connect(lender.addresses[0], 1) as connection:
-        connection.sendall(wire.frame(Knock(TOKEN, memory=True)))
+        connection.sendall(sealed(Knock(TOKEN, memory=True)))
         _, fds, _, _ = socket.recv_fds(connection, 4096, 1)
     assert bytes(mmap.mmap(fds[0], 4096, prot=mmap.PROT_READ)[:64]) == theirs.units[0][0, 0, :64].tobytes()
     opened = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR)
@@ -254,8 +257,8 @@ class Slow:
 
     def __init__(self, address: str, count: int) -> None:
         self.connection = wire.connect(address, 1)
-        self.connection.sendall(wire.frame(Knock(TOKEN)))
-        self.connection.sendall(wire.frame(Get(EPOCH, SESSION, TICKET, 0, count, 0, 2, ((0, 2),))))
+        self.connection.sendall(sealed(Knock(TOKEN)))
+        self.connection.sendall(sealed(Get(EPOCH, SESSION, TICKET, 0, count, 0, 2, ((0, 2),))))
         assert self.connection.recv(1, socket.MSG_PEEK)  # the answer has begun
 
 
@@ -327,15 +330,22 @@ def test_who_sends_nothing_is_lost_after_a_while(lend, name, monkeypatch):
     silent.set()
 
 
+def framed(data: bytes) -> bytes:
+    """As a sealed frame, whatever it is."""
+    return (len(data) + 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
+
+
 BAD = {
-    "token": bytes(wire.frame(Knock(b"x" * 16))),
-    "no knock": bytes(wire.frame(Get(EPOCH, SESSION, TICKET, 0, 1, 0, 1, ((0, 1),)))),
+    "token": bytes(sealed(Knock(b"x" * 16))),
+    "unsealed": bytes(wire.frame(Knock(TOKEN))),
+    "a wrong bit": bytes(sealed(Knock(TOKEN)))[:-1] + b"x",
+    "no knock": bytes(sealed(Get(EPOCH, SESSION, TICKET, 0, 1, 0, 1, ((0, 1),)))),
     "long": (5000).to_bytes(4, "big") + b"x" * 5000,
     "longest": b"\xff" * 8,
-    "garbage": (100).to_bytes(4, "big") + bytes(range(100)),
-    "pickle": (lambda data: len(data).to_bytes(4, "big") + data)(pickle.dumps(Path("/"))),
-    "two knocks": bytes(wire.frame(Knock(TOKEN)) + wire.frame(Knock(TOKEN))),
-    "unknown": (lambda data: len(data).to_bytes(4, "big") + data)(msgspec.msgpack.encode({"type": "Steal"})),
+    "garbage": framed(bytes(range(100))),
+    "pickle": framed(pickle.dumps(Path("/"))),
+    "two knocks": bytes(sealed(Knock(TOKEN)) * 2),
+    "unknown": framed(msgspec.msgpack.encode({"type": "Steal"})),
 }
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from rayneuron.api.body import check_defaults, sampling_defaults
+from rayneuron.api.call import Dialect
 from rayneuron.api.errors import encode, error_body, error_reply
 from rayneuron.api.fields import clean_id, decode
 from rayneuron.api.openai.chat import parse as parse_chat
 from rayneuron.api.openai.completions import parse as parse_completions
 from rayneuron.api.openai.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version
-from rayneuron.api.stream import Events, chunks, prompts
+from rayneuron.api.stream import chunks, prompts
+
+CHAT = Dialect(parse_chat)
+COMPLETIONS = Dialect(parse_completions)
 
 __all__ = [
-    "Events",
+    "CHAT",
+    "COMPLETIONS",
     "check_defaults",
     "chunks",
     "clean_id",

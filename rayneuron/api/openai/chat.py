@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, t
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, kind, wrong
+from rayneuron.api.openai.events import Chunks, Events, frame
 from rayneuron.api.openai.prediction import read_prediction
-from rayneuron.api.stream import ChoiceState, frame
+from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
@@ -279,4 +281,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return chunk
 
 
-ANSWER = Answer(reply=_reply, wrap=_wrap, opening=_roles, choice=_chunk)
+ANSWER = Answer(_reply, partial(Events, Chunks(_wrap, _roles, _chunk)))

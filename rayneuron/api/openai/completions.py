@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, token_ids, wrong
-from rayneuron.api.stream import ChoiceState, frame
+from rayneuron.api.openai.events import Chunks, Events, frame
+from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import COMPLETIONS
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
@@ -190,4 +192,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return chunk
 
 
-ANSWER = Answer(reply=_reply, wrap=_wrap, opening=lambda call: [], choice=_chunk)
+ANSWER = Answer(_reply, partial(Events, Chunks(_wrap, lambda call: [], _chunk)))

@@ -164,12 +164,14 @@ class Neuron:
         outputs = self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})
         if not self._together:
             outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
-        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, self._where(target))
+        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, partial(self._where, target))
 
-    def _seated(self, target: Shape, blocks: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor]:
-        """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle."""
+    def _seated(self, target: Shape, blocks: Tensor, inputs: dict[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor | None]:
+        """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle. None: all sit there."""
         at = blocks.numpy()  # which does small things in a fifth of torch's time
         true = at < self._shape.space.blocks
+        if not (true & (at != np.arange(len(at), dtype=at.dtype))).any():
+            return target, inputs, None
         seats = np.where(true, at, 0).astype(np.int64)
         most = int(seats.max()) + 1
         found = next((one for one in self._wider[target] if one.rows >= most), None)
@@ -228,7 +230,7 @@ class Neuron:
         """What every local rank gave. Waits for the end: a failure belongs to this call, and the inputs may be given back."""
         same = {n: [t] * self.local_ranks for n, t in inputs.items()}
         move = Move(tag, self._at_once)
-        with running(self._where(move)):
+        with running(partial(self._where, move)):
             return [t.cpu() for t in self._forward(move, {**same, **ranked})[0]]
 
     def state(self, name: str, rank: int) -> Tensor:
@@ -250,7 +252,7 @@ class Neuron:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
         if self._model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
-        with running(self._where(target)):
+        with running(partial(self._where, target)):
             outputs: list[list[Tensor]] = self._model.forward(model_name=name(target), forward_mode=self._mode, **ranked)
         return outputs
 

@@ -88,6 +88,14 @@ def imitated() -> bool:
         return False
 
 
+def operator(name: str) -> Any:
+    """One of the SDK's own operators (RmsNorm, TopK, ...), which no graph of ours uses; None where it has none of the name."""
+    try:
+        return getattr(importlib.import_module("torch_neuronx.xla_impl.ops"), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
 def _absent(what: str) -> str:
     return (
         f"device neuron needs AWS's own packages, and {what} is not there (those of the public index are empty); "

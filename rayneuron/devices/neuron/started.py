@@ -5,7 +5,7 @@ B rows, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Started:
     inputs: Mapping[str, Tensor]  # the device may still read them
     seats: Tensor | None = None  # where each row of the batch is in the graph, if not in its own place
     vocab: int | None = None
-    where: str = "the model"  # whose step it is, for messages
+    where: Callable[[], str] = lambda: "the model"  # whose step it is, for messages
 
     def wait(self) -> StepOutput:
         """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
@@ -60,11 +60,11 @@ class Started:
 
 
 @contextmanager
-def running(where: str) -> Iterator[None]:
+def running(where: Callable[[], str]) -> Iterator[None]:
     """What the runtime raises, with the graph it was running."""
     try:
         yield
     except DeviceError:
         raise
     except RuntimeError as problem:
-        raise DeviceError(f"{where} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem
+        raise DeviceError(f"{where()} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rayneuron.devices.base import HIDDEN, LOGITS, SAMPLED, Shape
 from rayneuron.models.kv import KvSpace
 
-MOVED_POSITIONS = 128  # by one graph that moves KV, unless a block has more
+MOVED_BLOCKS, MOVED_POSITIONS = 16, 512  # by one graph that moves KV, at most both; and one block whatever it has
 SCRATCH_COLUMNS = 128  # behind every row where a row is one block: for what is to be forgotten, and as many as there are partitions
 MOST_GRAPHS = 32  # that a deployment gets without naming its buckets: each is minutes of compiling and memory of every core
 
@@ -54,7 +54,7 @@ def served(shape: Shape, border: Border = WHOLE) -> Shape:
 
 def moved_at_once(space: KvSpace) -> int:
     """Blocks that one graph moves."""
-    return max(1, MOVED_POSITIONS // space.block)
+    return max(1, min(MOVED_BLOCKS, MOVED_POSITIONS // space.block))
 
 
 def targets(shapes: Sequence[Shape], space: KvSpace, border: Border = WHOLE) -> list[Target]:

@@ -3,7 +3,8 @@
 B rows, T new tokens, L attended, H query heads, K KV heads, G = H / K, D head size, N blocks of S positions, M of a row, R ranks, V a
 rank's part of the vocabulary, n parts of it. What is kept here, and why: bfloat16 products with a float32 softmax (torch's own attention
 copies K and V to float32), nothing infinite (NaN ends a step), cumulative sums by a triangular product (torch-xla's window is as wide as
-its input, so its work is squared), choices among the rank's own logits before anything is gathered, KV read where it lies.
+its input, so its work is squared), choices among the rank's own logits before anything is gathered, KV read where it lies, and in a
+decode step before anything is written.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rayneuron.models import choice, decoder, experts, rotary
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import mask_value
 from rayneuron.models.choice import LOWEST
-from rayneuron.models.kv import KvShape
+from rayneuron.models.kv import KvShape, Places
 from rayneuron.models.linear import linear as product
 from rayneuron.models.ops import Layer, Ops, to_kv, top_k
 
@@ -34,6 +35,7 @@ def verbs(comm: Any, kv: KvShape, *, aligned: bool, together: bool) -> Ops:
         linear, norm, rotary.rotate, partial(write_kv, kv.columns, aligned), partial(attend, aligned), top_k,
         partial(experts.experts, sums=cumsum), cumsum, partial(likeliest, comm), partial(shortlist, comm), partial(log_sum, comm),
         partial(draw, comm), choice.whole if together else comm.gather, comm.ranks, logits,
+        attend_one=partial(attend_one, kv.columns) if aligned else None,
     )  # fmt: skip
 
 
@@ -111,6 +113,36 @@ def attend(
     share = share.view(b, k.shape[2], -1, k.shape[1], k.shape[3])  # B K GT M S
     out = torch.einsum("bkgms,bmksd->bkgd", share, v)
     return out.reshape(b, heads, t, size).transpose(1, 2).reshape(b, t, heads * size)
+
+
+def attend_one(
+    columns: int, q: Tensor, layer: Layer, k: Tensor, v: Tensor, places: Places, bias: Tensor, scale: float, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Layer]:  # fmt: skip
+    """As `write_kv`, then `attend`, of one new token a row where row i is KV row i: the positions before it are attended as they lie,
+    the token itself beside them, and only then it is written. So reading KV waits for nothing that the step computes."""
+    b, heads = q.shape[0], layer[0].shape[1]
+    length, size = bias.shape[-1], q.shape[-1]
+    lying = [part if part.dtype.itemsize > 1 else part.to(q.dtype) for part in (store[:b, :, :length] for store in layer)]  # B K L D
+    new = [to_kv(x, store.dtype).float()[:, 0, :, None] for x, store in zip((k, v), layer, strict=True)]  # B K 1 D
+    group = q.reshape(b, heads, -1, size)  # B K G D
+    here = torch.arange(length, dtype=torch.int32, device=q.device) == places.positions  # B L
+    bias = bias[:, :, 0].float().view(b, 1 if bias.shape[1] == 1 else heads, -1, length)  # B 1|K 1|G L
+    own = torch.where(here[:, None, None], bias, 0.0).sum(-1, keepdim=True)
+    bias = torch.where(here[:, None, None], mask_value(torch.float32), bias)
+    scores = torch.einsum("bkgd,bkld->bkgl", group, lying[0]).float() * scale
+    mine = (group.float() * new[0]).sum(-1, keepdim=True) * scale
+    if softcap:
+        scores, mine = (scores / softcap).tanh() * softcap, (mine / softcap).tanh() * softcap
+    scores, mine = scores + bias, mine + own
+    most = torch.maximum(scores.amax(-1, keepdim=True), mine)
+    beside = None if sinks is None else sinks.float().view(1, heads, -1, 1)
+    most = most if beside is None else torch.maximum(most, beside)
+    scores, mine = (scores - most).exp(), (mine - most).exp()
+    total = scores.sum(-1, keepdim=True) + mine
+    total = total if beside is None else total + (beside - most).exp()
+    out = torch.einsum("bkgl,bkld->bkgd", (scores / total).to(q.dtype), lying[1]).float() + mine / total * new[1]
+    return out.to(q.dtype).reshape(b, 1, -1), write_kv(columns, True, layer, places.slots, k, v)
 
 
 def cumsum(x: Tensor) -> Tensor:

@@ -60,5 +60,8 @@ SYMBOLS = (
     Symbol(_MAPPINGS, "", "_reduce_scatter_along_dim", ("x", "partition_dim", "computation", "process_group", "tile_cc")),
 )  # fmt: skip
 # What its source says of torch_neuronx, whose own source is not public: name, and how neuronx_distributed itself calls it.
-CLOSED = (("torch_neuronx.utils", "get_platform_target"),)
+CLOSED = (
+    ("torch_neuronx.utils", "get_platform_target"),
+    *(("torch_neuronx.xla_impl.ops", name) for name in ("Argmax", "Softmax", "TopK")),  # RmsNorm only in its examples
+)
 FORWARD_MODES = ("default", "ranked", "ranked_to_cpu", "async")

@@ -101,7 +101,8 @@ def test_the_stand_in_has_the_same_parameters(symbol: Symbol) -> None:
 
 def test_the_stand_in_has_what_is_closed(standin: Path) -> None:
     for module, name in CLOSED:
-        assert inspect.isfunction(getattr(importlib.import_module(module), name))
+        found = getattr(importlib.import_module(module), name)
+        assert inspect.isfunction(found) or inspect.isfunction(found.apply)
 
 
 @pytest.mark.skipif(SOURCE is None, reason="RAYNEURON_NXD names no neuronx-distributed source")

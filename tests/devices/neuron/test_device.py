@@ -152,11 +152,12 @@ def silent(done: int, total: int) -> None:
     return None
 
 
-def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two ranks, and in more parts than one graph moves, without touching other blocks."""
-    cores(monkeypatch, 2)
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, wide: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more parts than one graph moves, without touching other blocks; every rank holds its own heads."""
+    cores(monkeypatch, ranks)
     monkeypatch.setattr("rayneuron.devices.neuron.targets.MOVED_POSITIONS", 16)
-    device, program, shapes, arch = opened(standin, tiny, 2)
+    device, program, shapes, arch = opened(standin, wide if ranks == 8 else tiny, ranks)
     device.compile(program, shapes, silent)
     values = torch.randn(arch.layers, 3, arch.kv_heads, 2, 8, arch.head_dim, generator=torch.Generator().manual_seed(0))
     device.kv_write([5, 0, 3], values)
@@ -164,8 +165,8 @@ def test_kv_goes_out_and_comes_back(standin: Path, tiny: Path, monkeypatch: pyte
     want = torch.zeros(arch.layers, 9, *values.shape[2:])
     want[:, [0, 1, 2, 3, 4, 5]] = values[:, [1, 0, 0, 2, 1, 0]]
     assert torch.equal(device.kv_read(range(9)), want)
-    held = device._model.read_from_neuron_buffer("kv_0_k", 1)  # the second rank holds the second half of the heads
-    assert torch.equal(held[3], values[0, 2, arch.kv_heads // 2 :, 0])
+    for rank, heads in enumerate(values[0, 2, :, 0].chunk(ranks)):
+        assert torch.equal(device.state("kv_0_k", rank)[3], heads)
 
 
 def test_an_unlisted_shape_and_a_closed_device(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

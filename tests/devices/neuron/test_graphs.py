@@ -3,6 +3,7 @@ exactly the KV buffers written, and the outputs of the CPU device's program."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from tests.models import cases, runs
 
 FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
             "gpt_neox", "gptj", "dbrx",
-            *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss")))  # fmt: skip
+            *(pytest.param(n, marks=pytest.mark.slow) for n in (
+                "gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss", "phi3", "phi3_long", "granite", "starcoder2", "stablelm",
+                "stablelm_parallel", "falcon", "falcon_new", "falcon_serial",
+            )))  # fmt: skip
 SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
 TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES))
@@ -40,6 +44,14 @@ ONCE = (  # what no family changes
     Move("kv_copy", 4),
 )
 HOST = ("aten.item", "_local_scalar", "nonzero", "unique", "masked_select", "sym_size", "_assert_async", "multinomial")
+
+
+def test_the_hlo_gate_knows_every_family() -> None:
+    """examples/hlo_check lowers them in an environment without transformers, from what was written down of the test models."""
+    file = Path(__file__).parents[3] / "examples" / "hlo_check" / "families.json"
+    held = {name: models.architecture(raw) for name, raw in json.loads(file.read_text()).items()}
+    assert held == {name: models.architecture(make().to_dict()) for name, make in cases.CONFIGS.items()}
+    assert {one.model_type for one in held.values()} == set(models.FAMILIES)
 
 
 @pytest.fixture(autouse=True)

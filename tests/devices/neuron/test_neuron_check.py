@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rayneuron.cli import main
 from rayneuron.errors import ConfigError
-from rayneuron.neuron_check import graphs, host, serving, steps
+from rayneuron.neuron_check import graphs, host, probes, serving, steps
 from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere
 
 ALL = [*host.HOST, *graphs.SDK, *graphs.COMPILE, *serving.COMPILED, *serving.CORE, *host.GROUP]
@@ -50,7 +51,7 @@ def test_what_a_step_raises_is_what_was_found(machine: Machine, problem: Excepti
 
 def test_every_step_says_all_there_is_to_say() -> None:
     numbers = [step.number for step in ALL]
-    assert len(set(numbers)) == len(numbers) and {9, 10} <= set(numbers) <= set(range(1, 34))
+    assert numbers == list(range(1, 34)), "those of the review's page, in its order"
     assert [s.stage for s in ALL] == sorted((s.stage for s in ALL), key=steps.STAGES.index), "the order in which they are asked"
     assert all(step.runs and step.expects and step.otherwise for step in ALL)
 
@@ -74,6 +75,60 @@ def test_an_sdk_that_keeps_no_states_is_seen(standin: Path, machine: Machine, mo
     assert answer.outcome == "differs" and "trace has no another, but model, args, kwargs" in answer.found
 
 
+def test_every_verb_on_a_core_is_the_cpus(standin: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 15, small: ours are right, the SDK's own beside them too, and what they avoid is refused by the compiler. A verb that
+    gives other numbers, or none, is named."""
+    for name, size in (("ROWS", 4), ("VOCAB", 1024), ("LENGTH", 256), ("HIDDEN", 64), ("_RUNS", 2)):
+        monkeypatch.setattr(probes, name, size)
+    found: dict[str, dict[str, object]] = {}
+
+    def here(machine: Machine, **said: object) -> dict[str, dict[str, object]]:
+        found.update(found or probes.measured(machine.folder / "probes"))
+        return found
+
+    monkeypatch.setattr(serving, "ask", here)
+    (told,) = steps.ask([s for s in serving.CORE if s.number == 15], machine, lambda line: None)
+    assert told.outcome == "ok", told.found
+    assert all(one["right"] for one in found.values() if not one["avoided"])
+    assert {name for name, one in found.items() if one["like"]} == {"Argmax", "TopK", "Softmax", "RmsNorm", "KV written, then attention"}
+    assert "[NCC_EVRF013]" in str(found["argsort of integers"]["failed"]) and "infinite" in str(found["where(-inf)"]["failed"])
+    assert "RmsNorm: off by" in told.found and "(does the work of RMS norm)" in told.found
+    found["TopK"]["right"], found["log_sum"] = False, {"failed": "NRT 1003", "like": "", "avoided": False}
+    found["draw"] |= {"places": 9, "right": False}
+    (told,) = steps.ask([s for s in serving.CORE if s.number == 15], machine, lambda line: None)
+    assert told.outcome == "differs" and told.found.startswith("log_sum, draw differ; ")
+    assert "log_sum: failed (NRT 1003)" in told.found and "ids by 9" in told.found
+
+
+def test_a_verb_that_takes_too_long_is_named(standin: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 13; what the verbs avoid, and the SDK's own, may take any time."""
+    slow = {"attention", "scaled_dot_product_attention", "TopK"}
+    monkeypatch.setattr(graphs, "_seconds", lambda machine, found, name, probe: 61.0 if name in slow else 2.0)
+    (told,) = steps.ask([s for s in graphs.COMPILE if s.number == 13], machine, lambda line: None)
+    assert told.outcome == "differs" and told.found.startswith("attention took more than 60 s; ")
+    slow.remove("attention")
+    (told,) = steps.ask([s for s in graphs.COMPILE if s.number == 13], machine, lambda line: None)
+    assert told.outcome == "ok" and "TopK taken in 61.0 s" in told.found
+
+
+def test_a_number_that_is_none_is_not_right() -> None:
+    probe = probes.Probe(lambda x: x * 2, (torch.ones(3),))
+    assert probes.judged(probe, [torch.full((3,), 2.0)], 1.0)["right"]
+    for wrong in (2.1, float("nan"), float("inf")):
+        assert not probes.judged(probe, [torch.tensor([2.0, 2.0, wrong])], 1.0)["right"]
+
+
+def test_what_a_core_holds_gives_the_plans_figures() -> None:
+    """Step 21: 24 graphs of 40 layers; both figures come out as they were put in, and a tenth more than planned is a difference."""
+    mib = 2**20
+    sizes = {"tensors": 8000, "model_code": 96 + 500, "dma_rings": 1900, "collectives": 400, "scratchpad": 528}
+    held = {kind: size * mib for kind, size in sizes.items()}
+    said = {"found": held, "planned": {"total": 11000 * mib}, "graphs": 24, "layers": 40}
+    assert serving.compared(said).endswith("by it GRAPH_BYTES is 200 MiB and SHARED_BYTES 1024 MiB")
+    with pytest.raises(Differs, match="GRAPH_BYTES is 200 MiB"):
+        serving.compared(said | {"planned": {"total": 9000 * mib}})
+
+
 def test_the_command_writes_a_report(standin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.txt"
     assert main(["neuron-check", "--only", "1", "--only", "10", "--report", str(report)]) == 0
@@ -90,3 +145,4 @@ def test_all_stages_on_the_stand_in(standin: Path, tmp_path: Path, monkeypatch: 
     assert main(["neuron-check", "--report", str(report)]) == 0, report.read_text()
     text = report.read_text()
     assert "0 differs" in text and "8 cores: 64 of 64 tokens equal" in text and "both rows continue with" in text
+    assert "async: 64 of 64 tokens equal" in text and "a step of 16 rows over 8 ranks: " in text and "f8e4m3 KV: first" in text

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from rayneuron import LLM, SamplingParams, demo
+from rayneuron.models import hub
 from rayneuron.placement.instances import INSTANCES as TYPES
 from tests.cluster.conftest import Cluster, deploy, remove, started, status
+from tests.models import cases
 from tests.placement.test_cores import listed, neuron_ls
 from tests.serve.scripted import eventually, free_port
 from tests.test_deployments_run import ranks
@@ -107,12 +113,35 @@ def test_text_is_the_cpu_devices(url: str, want: str) -> None:
 HERE = {"operator": ("4-7", None, "4,5"), "container": (None, [2, 3, 4], "4,5,6,7")}
 
 
+@dataclass
+class Server:
+    """The real `rayneuron serve`."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def ready(self) -> None:
+        """Wait until it answers. Raises AssertionError where it ends instead."""
+        eventually(self._there, 330, lambda: f"{self.url} does not answer")
+
+    def _there(self) -> bool:
+        assert self.process.poll() is None, "serve has ended"
+        try:
+            return httpx.get(f"{self.url}/v1/models", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
 @contextmanager
-def serving(model: Path, ranks: int, visible: str | None, devices: list[int] | None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The real `rayneuron serve`, in a mount namespace of its own where neuron-ls lists some devices of an inf2.48xlarge."""
+def serving(
+    model: Path, ranks: int, visible: str | None, devices: list[int] | None = None, options: Mapping[str, Any] | None = None,
+    **variables: str,
+) -> Iterator[Server]:  # fmt: skip
+    """In a mount namespace of its own where neuron-ls lists some `devices` of an inf2.48xlarge."""
     args = {
         "model": {"path": str(model), "name": "tiny"}, "device": "neuron", "instance": "inf2.48xlarge", "tensor_parallel": ranks,
-        "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
+        "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS, **(options or {}),
     }  # fmt: skip
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as name:
@@ -124,6 +153,7 @@ def serving(model: Path, ranks: int, visible: str | None, devices: list[int] | N
             "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
             "STANDIN_CORES": f"{name}/cores", "RAYNEURON_LEDGER": f"{name}/ledger", "NEURON_COMPILE_CACHE_URL": f"{name}/graphs",
             "NEURON_RT_LOG_LEVEL": "WARN", "NEURON_RT_INSPECT_ENABLE": "0", "NEURON_RT_EXEC_TIMEOUT": "77",
+            **variables,
         }  # fmt: skip
         command = [sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml")]
         if visible is not None:
@@ -134,7 +164,7 @@ def serving(model: Path, ranks: int, visible: str | None, devices: list[int] | N
         with open(folder / "log", "wb") as log:
             process = subprocess.Popen(command, env=environment, cwd=name, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            yield f"http://127.0.0.1:{port}", process
+            yield Server(f"http://127.0.0.1:{port}", process, folder / "log")
         except BaseException:
             print((folder / "log").read_text()[-6000:])
             raise
@@ -153,18 +183,10 @@ def test_serve_takes_only_what_is_here_and_left_to_us(here: str, wide: Path, wan
     visible, devices, taken = HERE[here]
     if devices is not None and subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
-    with serving(wide, taken.count(",") + 1, visible, devices) as (url, process):
-
-        def there() -> bool:
-            assert process.poll() is None, "serve has ended"
-            try:
-                return httpx.get(f"{url}/v1/models", timeout=5).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        eventually(there, 330, lambda: f"{url} does not answer")
-        assert said(url) == want
-        (replica,) = ranks(process)
+    with serving(wide, taken.count(",") + 1, visible, devices) as server:
+        server.ready()
+        assert said(server.url) == want
+        (replica,) = ranks(server.process)
         inherited = dict(word.split(b"=", 1) for word in Path(f"/proc/{replica}/environ").read_bytes().split(b"\0") if b"=" in word)
         assert (inherited[b"NEURON_RT_LOG_LEVEL"], inherited[b"NEURON_RT_INSPECT_ENABLE"]) == (b"WARN", b"0")
         ledgers = Path(os.fsdecode(inherited[b"RAYNEURON_LEDGER"]))
@@ -172,6 +194,49 @@ def test_serve_takes_only_what_is_here_and_left_to_us(here: str, wide: Path, wan
         assert (record["pid"], ",".join(map(str, range(record["first"], record["last"] + 1)))) == (replica, taken)
         held = {int(Path(os.readlink(fd)).name) for fd in Path(f"/proc/{replica}/fd").iterdir() if "/cores/" in os.readlink(fd)}
         assert held == set(map(int, taken.split(","))), "what the runtime claimed"
+
+
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank, steps ahead": (1, {"compile": {"async_mode": True}}),
+    "four ranks, float8": (4, {"quantization": "f8e4m3", "kv_dtype": "f8e4m3"}),
+    "two ranks, experts": (2, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models(kind: str, wide: Path, tmp_path: Path) -> None:
+    """The CPU device's text, through HTTP."""
+    ranks, options = KINDS[kind]
+    model = wide
+    if "experts" in kind:
+        model = tmp_path / "experts"
+        cases.save(cases.tf.MixtralConfig(**{**cases.SMALL, "vocab_size": hub.read_config(wide)["vocab_size"]}, num_local_experts=4), model)
+        for file in wide.glob("token*"):
+            shutil.copy(file, model)
+    with LLM(str(model), **ARGS, **options) as cpu:
+        want = cpu.generate(["hello there"], SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
+    with serving(model, ranks, f"0-{ranks - 1}", options=options) as server:
+        server.ready()
+        assert said(server.url) == want
+
+
+def test_a_graph_that_fails_keeps_the_others(wide: Path, want: str, tmp_path: Path) -> None:
+    """`rayneuron serve` says which graph, and where the compiler's log is, which is there; the next start compiles what is missing."""
+    cache, alone = tmp_path / "graphs", {"compile": {"workers": 1, "cache": str(tmp_path / "graphs")}}
+    with serving(wide, 1, "0", options=alone, STANDIN_FAIL_GRAPH="kv_copy") as server:
+        eventually(lambda: "could not be compiled" in server.log.read_text(), 240, lambda: server.log.read_text()[-3000:])
+        told = re.sub(r"\s+", " ", server.log.read_text())
+        log = Path(re.search(r"The compiler's log is (\S+log-neuron-cc\.txt)\.", told)[1])  # type: ignore[index]
+        assert "tiny: graph kv_copy_n1 (1 KV blocks) could not be compiled: " in told and "[F137]" in log.read_text()
+        assert "4 of 5 graphs are compiled and kept" in told
+    kept = {file: file.stat().st_mtime_ns for file in cache.rglob("graph.neff")}
+    assert len(kept) >= 4
+    with serving(wide, 1, "0", options=alone) as server:
+        server.ready()
+        assert said(server.url) == want
+    after = {file: file.stat().st_mtime_ns for file in cache.rglob("graph.neff") if "builds" not in file.parts}
+    assert len(after) == len([file for file in kept if "builds" not in file.parts]) + 1
+    assert all(after[file] == when for file, when in kept.items() if "builds" not in file.parts)
 
 
 class Nodes(Cluster):

@@ -14,7 +14,7 @@ from rayneuron.engine import neuron_sampling, sampling
 from rayneuron.models import choice, linear, ops
 from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Solo
-from rayneuron.models.kv import KvShape, KvSpace
+from rayneuron.models.kv import KvShape, KvSpace, Places
 from tests.models.runs import Threads, on_ranks
 
 ROWS, LIMIT, HEADS, DIM = 4, 48, 2, 16
@@ -82,6 +82,32 @@ def test_capped_scores_and_sinks(tokens: int, space: KvSpace, aligned: bool, sin
     q, layer, width = torch.randn(len(order), tokens, 6, DIM, generator=drawn(3)), stores(space, torch.float32), space.width(40)
     told = (q, layer, blocks[:, :width], 40, mask(positions, 40, 6, False, torch.float32), 0.3, 5.0, sinks)
     assert (verbs.attend(aligned, *told) - ops.attend(*told)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("how", [(0, False, ()), (7, False, ()), (0, True, ()), (5, False, (5.0, torch.linspace(-1, 2, 6)))], ids=str)
+def test_one_new_token_is_attended_beside_what_lies_there(how: tuple[int, bool, tuple], dtype: torch.dtype) -> None:
+    """Finding 27: as the plain forms write and then attend, whatever was there at its place, and with windows, slopes, caps and sinks;
+    what is written is the same, and nothing in place."""
+    from rayneuron.models.attention import bias
+
+    window, alibi, more = how
+    blocks, slots, positions = batch(WHOLE, 1, [0, 1, 2, 3])
+    slots[2, 0] = WHOLE.nowhere
+    plain, compute = stores(WHOLE, dtype), torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    wide = tuple(torch.cat((one, torch.zeros(*one.shape[:2], SPARE, DIM).to(dtype)), 2) for one in plain)
+    before = [one.float().clone() for one in wide]
+    q, k, v = (torch.randn(ROWS, 1, heads, DIM, generator=drawn(i)).to(compute) for i, heads in ((3, 6), (4, HEADS), (5, HEADS)))
+    mask = bias(positions, 40, window, torch.linspace(0.1, 1, 6) if alibi else None, compute)
+    written = ops.write_kv(plain, slots, k, v)
+    exact = ops.attend(q.float(), tuple(s.float() for s in written), blocks, 40, mask.float(), 0.3, *more)
+    places = Places(positions, torch.arange(ROWS), blocks, slots, 40)
+    got, stored = verbs.attend_one(WHOLE.block, q, wide, k, v, places, mask, 0.3, *more)
+    off = (got.float() - exact).abs()[[0, 1, 3]].max()
+    assert got.dtype == compute and got.shape == exact.shape and off < (1e-5 if compute is torch.float32 else 5e-2)
+    for one, other, old, now in zip(stored, written, before, wide, strict=True):
+        assert torch.equal(one.float()[:ROWS, :, : WHOLE.block], other.float()[:ROWS])
+        assert torch.equal(now.float(), old), "written in place"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from rayneuron.api.call import Answer, Call, Context, Json
+from rayneuron.api.call import Answer, Call, Context, Dialect, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.openai import chat, completions
+from rayneuron.api.openai.events import Chunks, Events
 from rayneuron.api.stream import ChoiceState
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, TokenLogprobs
@@ -20,15 +22,12 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     """A /generate body as a call, told apart by its keys: `messages` is a chat, `prompt` the note's own shape.
 
     Sampling fields are those of completions; a stream ends with an event that holds the usage.
-    `inputs` is the TGI dialect's, which is not served yet.
     """
     words: dict[str, Any] = {"request_id": request_id, "created": created, "client_id": client_id}
     if body.get("messages") is not None:
         return chat.parse(body, context, **words)
     if body.get("prompt") is None:
-        if body.get("inputs") is not None:
-            raise RequestError("inputs (the TGI dialect) is not supported by this server yet; send the text as prompt", param="inputs")
-        raise RequestError("the body needs prompt (a text) or messages (a chat)", param="prompt")
+        raise RequestError("the body needs prompt or inputs (a text), or messages (a chat)", param="prompt")
     for name in ("echo", "logprobs", "prompt_logprobs", "return_token_ids"):
         if body.get(name) not in (None, False):
             raise RequestError(f"{name} has no place in this reply; use /v1/completions", param=name)
@@ -60,4 +59,5 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return {"model": call.head.model, **{name: value for choice in choices for name, value in choice.items() if name != "index"}}
 
 
-ANSWER = Answer(reply=_reply, wrap=_wrap, opening=lambda call: [], choice=_chunk)
+ANSWER = Answer(_reply, partial(Events, Chunks(_wrap, lambda call: [], _chunk)))
+GENERATE = Dialect(parse)

@@ -1,0 +1,133 @@
+"""The names that NxD Inference's guides use, over `LLM`: change the import, keep the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayneuron import hf
+from rayneuron.compat import by_row, device
+from rayneuron.errors import RequestError
+from rayneuron.llm import LLM
+from rayneuron.options import nxdi
+from rayneuron.options.words import Told, tell
+from rayneuron.validation import override
+
+FILE = "neuron_config.json"
+
+
+OnDeviceSamplingConfig = SimpleNamespace  # what it holds is checked with the NeuronConfig that holds it
+
+
+class NeuronConfig:
+    """Its words are checked against the table at once. They stay its attributes, with NxD's defaults of the lengths."""
+
+    def __init__(self, **words: Any) -> None:
+        tell(Told(), nxdi.NEURON_CONFIG, words, lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
+        self.__dict__.update(words)
+        self.seq_len = words.get("seq_len", 128)
+        self.batch_size = words.get("batch_size", 1)
+        self.max_length = words.get("max_length", self.seq_len)
+
+    def told(self) -> dict[str, Any]:
+        """Our dotted keys."""
+        out = Told()
+        tell(out, nxdi.NEURON_CONFIG, vars(self), lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
+        return out.assigned
+
+
+class InferenceConfig:
+    """A NeuronConfig, and what `load_config` says of the model."""
+
+    def __init__(self, neuron_config: NeuronConfig, load_config: Callable[[InferenceConfig], None] | None = None, **words: Any) -> None:
+        self.neuron_config = neuron_config
+        if load_config is not None:
+            load_config(self)
+        self.__dict__.update(words)
+
+    def save(self, folder: str) -> None:
+        """As neuron_config.json, which `rayneuron translate` reads."""
+        inner = {
+            name: vars(value) if isinstance(value, SimpleNamespace) else str(value) if isinstance(value, torch.dtype) else value
+            for name, value in vars(self.neuron_config).items()
+        }
+        outer = {name: value for name, value in vars(self).items() if name != "neuron_config"}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / FILE).write_text(json.dumps({**outer, "neuron_config": inner}))
+
+    @classmethod
+    def load(cls, folder: str) -> InferenceConfig:
+        """What `save` wrote."""
+        held = json.loads((Path(folder) / FILE).read_text())
+        return cls(NeuronConfig(**held.pop("neuron_config")), **held)
+
+
+def load_pretrained_config(path: str) -> Callable[[InferenceConfig], None]:
+    """A hook that gives an InferenceConfig what the model's config.json says."""
+
+    def load(config: InferenceConfig) -> None:
+        config.__dict__.update(json.loads((Path(path) / "config.json").read_text()), _name_or_path=str(path))
+
+    return load
+
+
+class NeuronBaseForCausalLM:
+    """A model: `compile` makes its graphs, `load` loads it. `device` and further keys of a deployment file come as keywords."""
+
+    def __init__(self, path: str, config: InferenceConfig | None = None, neuron_config: NeuronConfig | None = None, **options: Any) -> None:
+        held = Path(path) / FILE
+        self.config = config or (InferenceConfig.load(path) if held.is_file() else InferenceConfig(neuron_config or NeuronConfig()))
+        self.neuron_config = self.config.neuron_config
+        self.path = getattr(self.config, "_name_or_path", path) if config is None else path
+        self.options = override({"device": device(), "model": {"path": self.path}, **options}, self.neuron_config.told())
+        self.llm: LLM | None = None
+
+    def compile(self, folder: str, debug: bool = False) -> None:
+        """Graphs are kept in `folder`, beside what made them."""
+        self.options = override(self.options, {"compile.cache": str(folder)})
+        vars(self.config).update(_name_or_path=str(self.path))
+        self.config.save(folder)
+
+    def load(self, folder: str | None = None) -> None:
+        """Load weights and graphs."""
+        self.options = override(self.options, {"compile.cache": str(folder)} if folder else {})
+        self.llm = self.llm or LLM(None, **self.options)
+
+    def reset(self) -> None:
+        """Nothing to reset: every call has its own KV."""
+
+    @staticmethod
+    def save_quantized_state_dict(path: str, config: InferenceConfig) -> None:
+        """Nothing to save: weights are quantised as they are read; `rayneuron quantize` writes them."""
+
+
+class HuggingFaceGenerationAdapter(hf.HuggingFaceGenerationAdapter):
+    """`generate()` of a loaded model. `sampling_params` [B, 3]: top_k, top_p and temperature of each row."""
+
+    def __init__(self, model: NeuronBaseForCausalLM) -> None:
+        if model.llm is None:
+            raise RequestError("the model is not loaded; call load() first", param="model")
+        super().__init__(model.llm)
+        self.plain = hf.HuggingFaceGenerationAdapter(model.llm)
+        self.neuron_config = model.neuron_config
+
+    def generate(self, input_ids: Tensor, *args: Any, sampling_params: Tensor | None = None, **words: Any) -> Tensor:
+        """As the other adapter's."""
+        if sampling_params is None:
+            return super().generate(input_ids, *args, **words)
+        each = [
+            {"do_sample": top_k != 1, "top_k": int(top_k), "top_p": top_p, "temperature": temperature}
+            for top_k, top_p, temperature in sampling_params.tolist()
+        ]
+        return by_row(self.plain, input_ids, each, words.pop("attention_mask", None), **words)
+
+
+LlamaInferenceConfig = MixtralInferenceConfig = DbrxInferenceConfig = InferenceConfig
+LlamaNeuronConfig = MoENeuronConfig = DbrxNeuronConfig = NeuronConfig
+NeuronLlamaForCausalLM = NeuronMixtralForCausalLM = NeuronDbrxForCausalLM = NeuronBaseForCausalLM

@@ -1,0 +1,54 @@
+"""What a replica is for gateways: it shows its card, takes orders, and tells who is connected that it leaves."""
+
+# No `from __future__ import annotations` here: Serve looks at the signature of what it multiplexes.
+import ray
+from ray import serve
+
+from rayneuron import loading
+from rayneuron.serve.hub import Hub
+from rayneuron.serve.replica import Replica
+
+
+class Answering(Replica):
+    """A replica that is open to gateways once it listens."""
+
+    _hub: Hub | None = None
+
+    async def listen(self) -> None:
+        """Be there for gateways."""
+        self._hub = Hub(self, serve.get_replica_context().replica_id.unique_id)
+        await self._hub.listen(ray.util.get_node_ip_address())
+        await self.address(self._hub.replica)
+
+    @serve.multiplexed(max_num_models_per_replica=1)
+    async def address(self, replica: str) -> str:
+        """Nothing is loaded: Serve's routers send a call that names this model, the replica's id, to the one replica that has it."""
+        return replica
+
+    async def answer(self, order: bytes) -> bytes:
+        """An order of a gateway, to its end (frames.Order, frames.Settled)."""
+        assert self._hub is not None
+        return await self._hub.answer(order)
+
+    async def card(self) -> bytes:
+        """What a gateway has to know of this replica (frames.Card). Raises NotReady where it takes no calls."""
+        if self._hub is None or self.state != "serving":
+            raise self._shut.refusal
+        opened = self.served.opened
+        assert isinstance(opened, loading.Opened)
+        return self._hub.card(self.config, opened, self._user_config)
+
+    async def drain(self, within_s: float | None = None) -> None:
+        """As Replica's; gateways are told."""
+        self.hand_over(within_s or 0.0)
+        await super().drain(within_s)
+
+    def hand_over(self, within_s: float) -> None:
+        """Have gateways send what does not end in time elsewhere."""
+        if self._hub is not None:
+            self._hub.leave(within_s)
+
+    async def hang_up(self) -> None:
+        """Close every gateway's connection."""
+        if self._hub is not None:
+            await self._hub.close()

@@ -1,0 +1,89 @@
+"""Replicas with a real engine that are lost in the middle: whatever a request asks for, its answer is that of the run without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayneuron import loading
+from tests.gateway.fleet import House, house
+
+WAYS = [
+    pytest.param({"dtype": "fp32"}, id="fp32"),
+    pytest.param({"dtype": "bf16"}, id="bf16", marks=pytest.mark.slow),
+    pytest.param({"dtype": "bf16", "quantization": "int8"}, id="int8", marks=pytest.mark.slow),
+]
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "choices": {"n": 4, "temperature": 1, "seed": 2**63 - 2},
+    "penalties": {"temperature": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.2, "top_k": 30, "seed": 3},
+    "logprobs": {"temperature": 1, "seed": 4, "logprobs": 2},
+    "no seed": {"temperature": 1},
+    "min_tokens": {"temperature": 0, "min_tokens": 30, "ignore_eos": False},
+    "prompts": {"prompt": ["a", "bc", "def", "ghij"], "temperature": 0},
+}
+
+
+@pytest.fixture(params=WAYS)
+async def two(request: pytest.FixtureRequest, tiny: Path) -> AsyncIterator[House]:
+    args = {
+        "model": {"path": str(tiny), "name": "tiny"}, "max_model_len": 256, "max_num_seqs": 8, "threads": 1, "seed": 11, **request.param,
+    }  # fmt: skip
+    async with house({"tiny": [(args, loading.open_engine)] * 2}) as made:
+        yield made
+
+
+async def interrupted(made: House, body: dict[str, Any], after: int) -> tuple[dict[str, Any], int]:
+    """The reply to a body, one replica of which died once some choice had got so many tokens; and how many choices went on elsewhere."""
+    before = sum(made.engine.repair.counts.values())
+    call = asyncio.ensure_future(made.catalogue.completions(body))
+    victim = None
+    while not call.done() and victim is None:
+        await asyncio.sleep(0)
+        for way in made.engine.books.placed.values():
+            if way.worker is not None and any(len(replay.ids) >= after for replay in way.replays.values()):
+                victim = made.engine.fleet.workers[way.worker]
+    if victim is not None and not call.done():
+        member = next(m for m in made.members if m.name == victim.link.card.replica)
+        for caller in list(member.hub.callers.values()):
+            caller.hang_up()
+    reply = await call
+    await made.until(lambda: len(made.engine.fleet.able) == 2)
+    return reply, sum(made.engine.repair.counts.values()) - before
+
+
+def told(reply: dict[str, Any]) -> Any:
+    choices = [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in reply["choices"]]
+    return choices, reply["usage"]["completion_tokens"]
+
+
+async def test_every_answer_is_that_of_the_run_without(two: House) -> None:
+    went_on = 0
+    for kind, params in KINDS.items():
+        body = {**LONG, **params}
+        seeds = two.catalogue.entries[0].newest.seeds  # type: ignore[union-attr]
+        made = seeds._made
+        wanted = told(await two.catalogue.completions(body))
+        for after in (0, 1, 20, 38):
+            seeds._made = made  # who sends no seed gets the deployment's next
+            reply, lost = await interrupted(two, body, after)
+            assert told(reply) == wanted, (kind, after)
+            went_on += lost
+        await two.settle()
+    assert went_on > 15, "most of them were lost in the middle"
+
+
+async def test_a_stop_and_a_character_across_the_cut(two: House) -> None:
+    """What the text's own state remembers does not move: half a character, half a stop string."""
+    whole = (await two.catalogue.completions({**LONG, "temperature": 0}))["choices"][0]["text"]
+    stop = whole[12:16]
+    wanted = told(await two.catalogue.completions({**LONG, "temperature": 0, "stop": [stop]}))
+    for after in range(4, 18, 2):
+        reply, _ = await interrupted(two, {**LONG, "temperature": 0, "stop": [stop]}, after)
+        assert told(reply) == wanted
+    await two.settle()

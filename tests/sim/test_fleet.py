@@ -1,0 +1,145 @@
+"""Fleets: what the desk, its choices and its queue are worth, on the real scheduler and a virtual clock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from rayneuron.policies.desk import DeskLimits
+from rayneuron.policies.fairness import AccountShare
+from rayneuron.sim.fleet import Simulation
+from rayneuron.sim.report import FleetReport
+from rayneuron.sim.setup import Setup
+from rayneuron.sim.workload import Traffic, made_up
+from tests.policies.profiles import engine, profile
+
+CAPACITY = engine(rows=8, length=2048, chunk=512)
+TIMES = profile(CAPACITY)
+
+
+def simulate(traffic: list[Traffic], seconds: float = 60.0, seed: int = 1, **setup: object) -> FleetReport:
+    """A run that balances: every request ends once, as its engine said it, and nothing is left."""
+    arrivals = made_up(traffic, seconds, Random(seed), CAPACITY.block, CAPACITY.length)
+    fleet = Simulation(Setup(CAPACITY, TIMES, **setup), arrivals, seed)  # type: ignore[arg-type]
+    report = fleet.run()
+    assert report.arrived == report.finished + report.failed + sum(report.refused.values())
+    assert report.wrong == 0 and not any(fleet.open.values()), fleet.open
+    assert report.output_tokens <= sum(node.host.tokens for node in fleet._nodes.values()) or setup.get("kills")
+    for node in fleet._nodes.values():
+        node.host.scheduler.check()
+    return report
+
+
+MIXED = [Traffic(rate=14, prompt=200, output=50, prefixes=60, shared=1024, turns=2)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_balances_through_loss_delay_and_death(seed: int) -> None:
+    random = Random(seed)
+    report = simulate(
+        MIXED, 30.0, seed, nodes=6, gateways=random.choice([1, 2, 3]), event_loss=0.05, load_late_s=random.choice([0.0, 0.2]),
+        kills=((5.0, 1, 3.0), (10.0, 1, 4.0), (12.0, 1, 1.0), (20.0, 1, 2.0)), exact=seed % 2 == 0,
+    )  # fmt: skip
+    assert report.replays > 0 and report.failed == 0 and report.refused.total() == 0
+
+
+@pytest.mark.parametrize("deaths", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_deaths_lose_nothing(deaths: int) -> None:
+    """One engine of eight dies every two seconds, and comes back a second later."""
+    kills = tuple((2.0 + 2.0 * i, 1, 1.0) for i in range(deaths))
+    report = simulate([Traffic(rate=12, prompt=200, output=60)], 2.0 * deaths + 2, nodes=8, kills=kills)
+    assert report.replays > deaths / 2 and report.failed == 0 and report.refused.total() == 0
+
+
+def test_engines_that_are_alike_give_the_same_stepping_or_leaping() -> None:
+    reports = [simulate(MIXED, 20.0, 3, nodes=3, route="turns", exact=exact) for exact in (True, False)]
+    for name in ("ttft", "tpot", "whole"):
+        one, two = (getattr(report, name) for report in reports)
+        assert one.total == pytest.approx(two.total, abs=1e-6) and one.count == two.count
+    assert reports[0].cached_tokens == reports[1].cached_tokens
+
+
+def test_prefixes_pay() -> None:
+    """Eight sessions that all begin alike, six turns each, before two engines, which one of them would nearly be enough for."""
+    traffic = [Traffic(rate=0.5, prompt=100, output=40, prefixes=12, shared=1024, turns=6, think_s=3.0)]
+    turns, kv = (simulate(traffic, 120.0, 2, nodes=4, route=route) for route in ("turns", "kv"))
+    assert kv.cached_tokens > turns.cached_tokens
+    assert kv.ttft.mean <= 0.6 * turns.ttft.mean, (kv.ttft.mean, turns.ttft.mean)
+
+
+def test_costs_beat_taking_turns_where_requests_differ() -> None:
+    traffic = [Traffic(rate=4, prompt=900, output=10), Traffic(rate=6, prompt=50, output=150)]
+    turns, least = (simulate(traffic, 100.0, 2, nodes=6, route=route, caching=False) for route in ("turns", "least"))
+    assert least.ttft.mean <= turns.ttft.mean and least.whole.mean < 0.9 * turns.whole.mean, (least.whole.mean, turns.whole.mean)
+
+
+def test_predictions_are_what_comes() -> None:
+    for rate in (1.0, 6.0, 12.0):
+        report = simulate([Traffic(rate=rate, prompt=400, output=40, most=200)], 40.0, nodes=2, exact=True)
+        assert report.off.at(0.5) <= 0.2, (rate, report.off.summary())
+
+
+def test_an_account_that_wants_everything_leaves_the_others_their_share() -> None:
+    """A asks for ten times what there is, B for little of it. B waits for a row, not for A; where both were one account it would."""
+    b = Traffic(rate=0.8, prompt=1000, output=40, account="b")
+    a = Traffic(rate=150.0, prompt=200, output=40, account="a")
+    limits = DeskLimits(max_wait_s=1e9, max_queue_tokens=None)
+    shares = {"a": AccountShare(max_waiting=100), "b": AccountShare()}
+    alone = simulate([b], 50.0, nodes=2, limits=limits)
+    both = simulate([b, a], 50.0, nodes=2, limits=limits, shares=shares)
+    late, early = both.accounts["b"].ttft.at(0.95), alone.accounts["b"].ttft.at(0.95)
+    assert late <= 5 * early and late <= 0.15 * both.accounts["a"].ttft.at(0.95), (late, early)
+    assert both.accounts["b"].finished > 25 and both.refused["account"] > 1000
+
+
+def jain(report: FleetReport, weights: dict[str, float]) -> float:
+    given = [report.accounts[name].work_ms / weight for name, weight in weights.items()]
+    return sum(given) ** 2 / (len(given) * sum(x * x for x in given))
+
+
+def test_who_always_wants_more_gets_by_weight_whatever_its_requests_are_like() -> None:
+    weights = {"long": 1.0, "short": 1.0, "many": 2.0}
+    traffic = [
+        Traffic(rate=20, prompt=1200, output=20, account="long"),
+        Traffic(rate=80, prompt=100, output=30, account="short"),
+        Traffic(rate=80, prompt=300, output=60, account="many"),
+    ]
+    shares = {name: AccountShare(weight, max_waiting=30) for name, weight in weights.items()}
+    limits = DeskLimits(max_wait_s=1e9, max_queue_tokens=None)
+    report = simulate(traffic, 30.0, nodes=2, limits=limits, shares=shares)
+    assert jain(report, weights) >= 0.95, {name: a.work_ms for name, a in report.accounts.items()}
+    assert report.busy >= 0.95
+
+
+def test_four_times_too_much_is_refused_honestly() -> None:
+    report = simulate([Traffic(rate=100, prompt=300, output=60)], 60.0, nodes=3, limits=DeskLimits(max_wait_s=4.0))
+    assert set(report.refused) == {"capacity"} and report.refused.total() > 0.4 * report.arrived
+    assert report.waited.at(0.9) <= 4.0 * 1.4 and report.ttft.at(0.99) <= 4.0 * 1.6 + 0.5
+    assert 0.5 <= report.start_off.at(0.1) and report.start_off.at(0.9) <= 2.0, report.start_off.summary()
+    assert report.busy >= 0.95
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_eight_gateways_that_know_little_of_each_other_do_not_crowd(late_s: float) -> None:
+    """The control is one gateway that knows everything at once."""
+    traffic = [Traffic(rate=85, prompt=200, output=60, prefixes=200, shared=512)]
+    one = simulate(traffic, 6.0, nodes=24)
+    eight = simulate(traffic, 6.0, nodes=24, gateways=8, load_late_s=late_s, event_loss=0.01)
+    ttft, crowd = eight.ttft.mean / one.ttft.mean, eight.crowd.mean / one.crowd.mean
+    assert (ttft <= 1.05 and crowd <= 1.1) if not late_s else (ttft <= 4 and crowd <= 2), (ttft, crowd)
+
+
+SCRIPT = """
+import json
+from tests.sim.test_fleet import MIXED, simulate
+print(json.dumps(simulate(MIXED, 10.0, 7, nodes=4, gateways=2, event_loss=0.1, kills=((3.0, 1, 1.0),)).json()))
+"""
+
+
+def test_equal_seeds_are_equal_runs_in_any_process() -> None:
+    told = [subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert told[0] == told[1] and json.loads(told[0])["arrived"] > 100

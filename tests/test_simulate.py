@@ -1,0 +1,62 @@
+"""rayneuron simulate: from a deployment and a trace to figures, and what it says of wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rayneuron import deployment_file
+from rayneuron.cli import main
+from rayneuron.models.config_json import read_config
+from rayneuron.placement.fitting import capacity_of
+from tests.policies.profiles import profile
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:15:{s:02}.5,{100 + s},{5 + s % 7}\n" for s in range(60))
+
+
+@pytest.fixture
+def made(tiny: Path, tmp_path: Path) -> list[str]:
+    """A command that needs no engine: the profile is said."""
+    config = next(iter(deployment_file.made(str(tiny), {}, {}).deployments.values()))
+    (tmp_path / "profile.json").write_bytes(msgspec.json.encode(profile(capacity_of(config, read_config(tiny)))))
+    (tmp_path / "trace.csv").write_text(TRACE)
+    return ["simulate", str(tiny), "--profile", str(tmp_path / "profile.json"), "--trace", str(tmp_path / "trace.csv")]
+
+
+def test_a_trace(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "figures.json"
+    assert main([*made, "--nodes", "2", "--scale", "4", "--fault", "kill:1@5", "--json", str(figures)]) == 0
+    assert capsys.readouterr().out.startswith("60 requests in ")
+    found = json.loads(figures.read_text())
+    assert found["finished"] == 60 and found["wrong"] == 0
+    assert found["output_tokens"] == sum(5 + s % 7 for s in range(60)) and 0 < found["ttft"]["p50"] < 0.1
+
+
+def test_equal_seeds_and_more_engines(made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    made_up = [*made[:4], "--requests", "50", "--prompt-tokens", "50", "--output-tokens", "10", "--rate", "5"]
+    for more in ([], [], ["--nodes", "2", "--route", "turns", "--exact"]):
+        assert main([*made_up, *more]) == 0
+    told = [text for text in capsys.readouterr().out.split("50 requests") if text]
+    assert told[0] == told[1] != told[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--trace", "no.csv"], "no.csv"),
+        (["--fault", "kill:some@3"], "--fault kill:some@3: write kill:N@S"),
+        (["--max-model-len", "64"], "profile.json was measured with"),
+    ],
+)
+def test_what_is_wrong(made: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*made, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_profile_at_all(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "profile.json").write_text("{}")
+    assert main(made) == 2
+    assert "leave --profile out, and one is measured here" in capsys.readouterr().err
