@@ -39,6 +39,12 @@ def test_drafts_by_rows_and_luck(count, own, length, chosen):
     assert max(made) == chosen or (chosen == 4 and 1 <= made[0] < 8), made
 
 
+@pytest.mark.parametrize("count", [1, 16])
+def test_all_drafts_of_all_rows_are_the_most_it_knows_the_cost_of(count):
+    cheap = tuple((n, 6.3) for n, _ in MEASURED)
+    assert pace(cheap, most=9 * count).choose(rows(count, 1.0), 100) == [8] * count
+
+
 ROWS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8), st.booleans()), min_size=1, max_size=16)
 
 

@@ -72,6 +72,8 @@ class Pace:
         heapify(queue)
         while queue:
             worth, i = -queue[0][0], queue[0][1]
+            if not worth:
+                break  # all there are have been taken
             more_ms = cost_ms + self._ms[size + 1] - self._ms[size] + READ_MS * candidates[i].read
             if (tokens + worth) * cost_ms <= tokens * more_ms:
                 break
