@@ -12,7 +12,7 @@ from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, t
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, kind, wrong
-from rayneuron.api.openai.events import Chunks, Events, frame
+from rayneuron.api.openai.events import ChunkForm, Events, frame
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
@@ -278,4 +278,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return chunk
 
 
-ANSWER = Answer(_reply, partial(Events, Chunks(_wrap, _roles, _chunk)))
+ANSWER = Answer(_reply, partial(Events, ChunkForm(_wrap, _roles, _chunk)))
