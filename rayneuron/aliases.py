@@ -58,7 +58,10 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "LoRA adapters are not served yet; merge the adapter into the weights": (
         "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras",
     ),
-    "there is no speculative decoding yet; leave it out": ("speculative_config", "speculative_model", "num_speculative_tokens"),
+    "write speculative_config: {method: ngram, num_speculative_tokens: 8}": (
+        "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",
+        "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
+    ),
     "tools, reasoning and structured output are not served yet; leave it out": (
         "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none",
         "reasoning_parser", "reasoning_parser_plugin", "enable_reasoning", "guided_decoding_backend", "structured_outputs_config",

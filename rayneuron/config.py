@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from rayneuron import group_config
 from rayneuron.aliases import translated
+from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
 from rayneuron.dialect_config import Lmi
 from rayneuron.group_config import GroupLimits, Pools
 from rayneuron.serve_config import Autoscaling
@@ -183,15 +184,6 @@ class Compile(Section):
     async_mode: bool = Field(False, description="A step begins while the one before runs. Not with pipeline_parallel.")
 
 
-class OnDeviceSampling(Section):
-    """How the device draws: as transformers does, or as NxD Inference does with its documented edges."""
-
-    neuron_compat: bool = Field(False, description="Drop the token that crosses top_p; top_k 0 draws evenly of the candidates; no min_p.")
-    global_topk: int = Field(256, ge=0, description="With neuron_compat: candidates before all filters; 0: the whole vocabulary.")
-    deterministic: bool = Field(False, description="With neuron_compat: 0.5 instead of a random number.")
-    top_p_min_tokens: int = Field(1, ge=1, description="With neuron_compat: tokens top_p always keeps.")
-
-
 class Deployment(Section):
     """The `args` of one Serve application: one model."""
 
@@ -222,6 +214,9 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
+    speculative_config: SpeculativeConfig | Literal[False] | None = Field(
+        None, description="Tokens tried before they are known, on the CPU; {} for n-grams. Default, and false: none."
+    )
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
@@ -270,6 +265,8 @@ class Deployment(Section):
             raise ValueError("enable_prefix_caching goes without capacity_factor, by which KV depends on what shares a step; leave one out")
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
             raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
+        if self.speculative_config and (why := undrafted(self)) is not None:
+            raise ValueError(f"speculative_config goes without {why}")
         if self.compile.async_mode and self.pipeline_parallel > 1:
             raise ValueError("compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out")
         return self

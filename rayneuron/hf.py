@@ -27,6 +27,8 @@ _SAME = {
 }
 _LENGTHS = ("max_length", "max_new_tokens", "min_length")
 _OTHER = ("do_sample", "num_return_sequences", "eos_token_id", "pad_token_id", "bos_token_id", "bad_words_ids", "suppress_tokens", "seed")
+# How transformers drafts, which changes no token; here the deployment says it, by speculative_config.
+_DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule")
 # What a GenerationConfig may hold that changes nothing here when it has this value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -37,6 +39,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_scores": (None, False),
     "output_logits": (None, False),
     "use_cache": (None, True),
+    "assistant_model": (None,),
 }
 
 
@@ -94,12 +97,14 @@ class HuggingFaceGenerationAdapter:
             choice = (delta.request_id, delta.index)
             if choice in stopped:  # a token that was on its way when a criterion ended the sequence
                 continue
-            made[choice] += delta.token_ids
-            if streamer is not None and delta.token_ids:
-                streamer.put(torch.tensor(delta.token_ids))
-            if delta.finish_reason is None and _stop(criteria, [*prompts[delta.request_id], *made[choice]]):
-                stopped.add(choice)
-                self.llm.abort(*choice)
+            for left, token in reversed(tuple(enumerate(reversed(delta.token_ids)))):
+                made[choice].append(token)
+                if streamer is not None:
+                    streamer.put(torch.tensor([token]))
+                if (left or delta.finish_reason is None) and _stop(criteria, [*prompts[delta.request_id], *made[choice]]):
+                    stopped.add(choice)
+                    self.llm.abort(*choice)
+                    break
         return made
 
 
@@ -115,6 +120,8 @@ def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
             if name in _SAME or name in _OTHER or name in _LENGTHS:
                 if value is not None:
                     settings[name] = value
+            elif name in _DRAFTING:
+                pass
             elif name in _NEUTRAL:
                 if value not in _NEUTRAL[name]:
                     raise RequestError(f"generate({name}={value!r}) is not supported; leave it out", param=name)

@@ -94,6 +94,7 @@ def open_engine(
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.probe import probe
+        from rayneuron.engine.speculation.drafting import speculation
 
     with _timed(seconds, "check"):
         model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
@@ -124,7 +125,10 @@ def open_engine(
         text = reading.result()
         host.prepare()
         kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
-        engine = Engine(runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile)
+        engine = Engine(
+            runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile,
+            speculation=speculation(drafts, profile, runner.capacity.rows) if (drafts := config.speculative_config) else None,
+        )  # fmt: skip
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, model.arch, model.path, fitted.generation, seconds, _chosen(model, fitted, totals.get("graphs", 0)))

@@ -60,6 +60,13 @@ PROMPT_TOKENS_BY_SOURCE = Metric(
 PREFIX_QUERIES = Metric("vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HITS = Metric("vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.")
 GENERATION_TOKENS = Metric("vllm:generation_tokens", "counter", "Generated tokens.")
+SPEC_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "Times a sequence verified drafts.")
+SPEC_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens", "counter", "Draft tokens verified.")
+SPEC_ACCEPTED = Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Draft tokens that came true.")
+SPEC_ACCEPTED_BY_PLACE = Metric(
+    "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "Draft tokens that came true, by their place among a sequence's.",
+    ("position",), known=(("0",),),
+)  # fmt: skip
 PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences that lost their slot and will be recomputed.")
 SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",), known=ENDS)
 REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before the engine.", ("reason",), known=(("capacity",),))

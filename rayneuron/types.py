@@ -142,6 +142,7 @@ class Request(msgspec.Struct, kw_only=True):
     `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
     `output_ids`: what another engine has generated of its one choice already; this one goes on behind them.
     `trace`: a W3C traceparent, under which others may say what they did for it.
+    `prediction`: what its output may be; where drafts are tried, that makes it come sooner, and changes no token.
     """
 
     id: str
@@ -155,6 +156,7 @@ class Request(msgspec.Struct, kw_only=True):
     seed: int | None = None
     output_ids: list[int] = []
     trace: str = ""
+    prediction: list[int] | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -183,7 +185,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
-    `remote`: this first token comes from another pool, and so will the KV before it.
+    `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
     `error` says why in words a client may read, unless `fault` is "engine": then it is for the log.
     """
 
@@ -201,14 +203,16 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     error: str | None = None
     fault: Fault = "engine"
     stamps: Stamps | None = None
+    predicted: tuple[int, int] = (0, 0)
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one reply."""
+    """Token counts of one reply. `predicted`: as in TokenDelta."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    predicted: tuple[int, int] = (0, 0)
 
     @property
     def total_tokens(self) -> int:

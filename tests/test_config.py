@@ -263,3 +263,27 @@ def test_what_config_prints_can_be_served_and_says_the_same(tmp_path: Path) -> N
 def test_the_words_for_dtypes_are_those_of_the_models() -> None:
     assert get_args(Dtype) == ("auto", *words.COMPUTE) and set(DTYPE_ALIASES.values()) == set(words.COMPUTE) == set(words.WIDTHS)
     assert all(DTYPE_ALIASES[theirs] == ours for ours, theirs in words.COMPUTE.items())
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"speculative_config": {"method": "eagle3"}}, "speculative_config.method: method eagle3 is not served yet; write ngram"),
+        ({"speculative_config": {"method": "bigram"}}, "method bigram is none of ngram, draft_model, eagle, eagle3, medusa; write ngram"),
+        ({"speculative_config": {"prompt_lookup_min": 5}}, "prompt_lookup_min 5 is above prompt_lookup_max 4"),
+        ({"speculative_config": {}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
+        ({"speculative_config": {}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),
+        ({"speculative_config": {}, "capacity_factor": 1.5}, "goes without capacity_factor"),
+        ({"speculative_config": {}, "device": "neuron"}, "goes without device neuron"),
+        ({"num_speculative_tokens": 4}, "write speculative_config: {method: ngram, num_speculative_tokens: 8}"),
+    ],
+)
+def test_what_speculation_does_not_go_with_says_what_to_write(more, says):
+    with pytest.raises(ConfigError) as wrong:
+        parse({"model": {"path": "demo:random"}, **more})
+    assert says in str(wrong.value)
+
+
+def test_speculation_is_off_until_it_is_asked_for():
+    said = {"model": {"path": "demo:random"}, "compile": {"async_mode": True}}
+    assert not parse(said).speculative_config and not parse({**said, "speculative_config": False}).speculative_config

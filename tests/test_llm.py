@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -262,6 +263,25 @@ class TestAdapter:
             assert torch.equal(adapter.generate(ids, max_new_tokens=4, pad_token_id=token, **more), wanted), (token, more)
         unset = torch.tensor([[pad, *short]])
         assert torch.equal(adapter.generate(unset, max_new_tokens=4), model.generate(unset, max_new_tokens=4, do_sample=False))
+
+    def test_prompt_lookup_gives_what_it_gives_in_transformers(self, demo, reference):
+        """With drafts, which here the deployment asks for: the same tokens in fewer steps; streamed and stopped token by token."""
+        model, tokenizer = reference
+        ids = tokenizer("one two three four five, one two three four five, one two three", return_tensors="pt").input_ids
+        wanted = model.generate(ids, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=4)
+        said = {"dtype": "fp32", "max_model_len": 256, "max_num_seqs": 2}
+        with LLM(demo, **said, speculative_config={"num_speculative_tokens": 4, "adaptive": False}) as drafting:
+            adapter = HuggingFaceGenerationAdapter(drafting)
+            got = adapter.generate(ids, max_new_tokens=24, prompt_lookup_num_tokens=4, num_assistant_tokens=4)
+            assert torch.equal(got, wanted) and drafting.engine.steps < 24
+            streamed: list[list[int]] = []
+            streamer = SimpleNamespace(put=lambda value: streamed.append(value.flatten().tolist()), end=lambda: None)
+            end = ids.shape[1] + 3
+            criteria = [lambda seen, _: seen.shape[1] >= end]
+            three = adapter.generate(ids, max_new_tokens=24, streamer=streamer, stopping_criteria=criteria)
+            assert torch.equal(three, wanted[:, :end]) and streamed[1:] == [[t] for t in three[0, end - 3 :].tolist()]
+            with pytest.raises(RequestError, match="assistant_model"):
+                adapter.generate(ids, assistant_model=model)
 
     def test_streamer_and_stopping_criteria(self, llm):
         from transformers import StoppingCriteriaList

@@ -17,7 +17,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
-LEAVES |= {"config", "group_config", "gateway_config"}
+LEAVES |= {"config", "config_features", "group_config", "gateway_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
     "dialect_config": {"validation"},
-    "config": {"errors", "types", "validation", "serve_config", "group_config", "dialect_config", "aliases"},
+    "config_features": {"validation"},
+    "config": {"errors", "types", "validation", "serve_config", "group_config", "dialect_config", "config_features", "aliases"},
     "gateway_config": {"errors", "config", "validation"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
@@ -84,7 +85,10 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-    "pydantic": ("config.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py", "validation.py", "serve/"),
+    "pydantic": (
+        *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
+        *("validation.py", "serve/"),
+    ),
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
@@ -104,8 +108,8 @@ TORCH_FREE = (
     *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
-    *("wire.py", "dialect_config.py"),
-    *(f"engine/{name}.py" for name in ("sequence", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
+    *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
+    *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}

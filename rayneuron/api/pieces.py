@@ -11,7 +11,7 @@ from rayneuron.api.choices import finite
 from rayneuron.types import Delta, TokenLogprobs
 
 
-class TokenText(NamedTuple):
+class TextPiece(NamedTuple):
     """One token; `text` is what it adds, of a special token its name."""
 
     id: int
@@ -49,7 +49,7 @@ class Pieces:
         self._text = ""
         self._waiting: list[_Waiting] = []
 
-    def push(self, delta: Delta) -> list[TokenText]:
+    def push(self, delta: Delta) -> list[TextPiece]:
         """The tokens that are complete with this delta; with its last one all that are left."""
         self._text += delta.text
         entries: Sequence[TokenLogprobs | None] = delta.logprobs or [None] * len(delta.token_ids)
@@ -81,13 +81,13 @@ class Pieces:
                 each.length += rest
                 break
 
-    def _piece(self, token: _Waiting) -> TokenText:
+    def _piece(self, token: _Waiting) -> TextPiece:
         text, self._text = self._text[: token.length], self._text[token.length :]
         named = token.special and not text
-        return TokenText(token.id, self._call.text.token(token.id) if named else text, token.entry, token.special)
+        return TextPiece(token.id, self._call.text.token(token.id) if named else text, token.entry, token.special)
 
 
-def cut(call: Call, deltas: Iterable[Delta]) -> list[TokenText]:
+def cut(call: Call, deltas: Iterable[Delta]) -> list[TextPiece]:
     """All pieces of a whole reply."""
     pieces = Pieces(call)
     return [piece for delta in deltas for piece in pieces.push(delta)]

@@ -46,23 +46,31 @@ class ChoiceState:
 class Tally:
     """Token counts of a call while its deltas arrive. A prompt counts once, however many choices it has."""
 
-    __slots__ = ("_cached", "_call", "completion_tokens")
+    __slots__ = ("_cached", "_call", "_predicted", "completion_tokens")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._cached: dict[str, int] = {}
+        self._predicted = (0, 0)
         self.completion_tokens = 0
 
     def add(self, delta: Delta) -> None:
         """Count one delta."""
         self.completion_tokens += len(delta.token_ids)
+        if delta.usage is not None:
+            (came, others), (more, wrong) = self._predicted, delta.usage.predicted
+            self._predicted = came + more, others + wrong
         if delta.usage is not None and delta.usage.cached_tokens:
             self._cached[delta.request_id] = max(delta.usage.cached_tokens, self._cached.get(delta.request_id, 0))
 
     def usage(self) -> dict[str, Any]:
         """The usage object of the whole call."""
         prompts = sum(len(request.prompt_ids) for request in self._call.requests)
-        return usage(prompts, self.completion_tokens, sum(self._cached.values()))
+        made = usage(prompts, self.completion_tokens, sum(self._cached.values()))
+        if any(request.prediction is not None for request in self._call.requests):
+            names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+            made["completion_tokens_details"] = dict(zip(names, self._predicted, strict=True))
+        return made
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:

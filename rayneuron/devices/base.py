@@ -63,8 +63,8 @@ class Batch:
     """The inputs of one step, padded to a Shape (`schema` gives dims and dtypes).
 
     Idle rows are row `space.rows`, padding tokens position `space.limit`; both write nowhere. `blocks`: what holds a row, null behind its
-    end. `slots`: where each token's KV goes. `last`: index of a row's last true token. `uniform`: a random number for each id sampled.
-    `hidden`: where a pipeline stage is not the first.
+    end. `slots`: where each token's KV goes. `last`: index of a row's last true token (-1: a verify step's idle row). `uniform`: a random
+    number for each id sampled. `hidden`: where a pipeline stage is not the first.
     """
 
     tokens: Tensor = _array("BT")
@@ -85,7 +85,8 @@ class Batch:
 @dataclass(slots=True)
 class StepOutput:
     """What a step returns: ids [B,U] int32; complete [B] bool (False: the nucleus left the candidate set, sample that row on the host);
-    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted."""
+    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted. A verify step has complete [B,U]; where ops are `dynamic`,
+    of its n true tokens alone, one row after another: ids and complete [n], logits [n,V]."""
 
     ids: Tensor | None = None
     complete: Tensor | None = None
@@ -117,6 +118,8 @@ def blank(shape: Shape, space: KvSpace) -> dict[str, NDArray[Any]]:
     import numpy as np  # what judges a deployment file reads the shapes of this module, and has no arrays to make
 
     special = {"rows": space.rows, "positions": space.limit, "blocks": space.null, "slots": space.nowhere}
+    if shape.tag == "verify":
+        special["last"] = -1
     return {
         name: np.full(sizes(name, shape, space), special.get(name, f.blank), f.dtype) for name, f in SCHEMA.items() if f.dtype
     }  # fmt: skip

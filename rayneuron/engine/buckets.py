@@ -18,6 +18,7 @@ from rayneuron.policies.prefix_buckets import select_prefix
 
 SMALLEST_CONTEXT, SMALLEST_LENGTH = 32, 128  # new tokens and attended positions of the smallest graph, where nothing else is said
 SMALLEST_PREFIXED = 512  # new tokens with prefix buckets, as NxD Inference has it
+EVERY = {want: replace(want, at="all") for want in (LIKELIEST, SAMPLED, LOGITS)}  # the same of all new tokens
 FEW_CONTEXT, FEW_LENGTH = 128, 2048  # the smallest where every graph is minutes of compiling
 
 
@@ -28,7 +29,7 @@ class Capacity:
     rows: sequences at once; length: positions of a sequence; chunk: most new tokens of a prefill step; scores: the same for a prefill
     whose every logit is wanted; blocks, block: the KV of all, and the positions of one; wants: what there are graphs for; prefix: where
     not empty, a prefill of T new tokens has a graph for each of these numbers of tokens before it, 0 among them, instead of one for each
-    length.
+    length; verify: new tokens of a row in a step that verifies drafts, 0 where none does.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Capacity:
     prefill_rows: tuple[int, ...]
     prefix: tuple[int, ...] = ()
     wants: tuple[Want, ...] = (LIKELIEST, SAMPLED, LOGITS, SCORES)
+    verify: int = 0
 
     @property
     def space(self) -> KvSpace:
@@ -90,6 +92,7 @@ def capacity(
     prefix: Sequence[int] = (),
     few: bool = False,
     wants: Sequence[Want] | None = None,
+    verify: int = 0,
 ) -> Capacity:
     """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum. block: None for one block a row.
 
@@ -124,6 +127,7 @@ def capacity(
         prefill_rows=(1,) if prefix else tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
         prefix=tuple(sorted({0, *prefix, length})) if prefix else (),
         wants=tuple(wants or ((LOGITS,) if few else (LIKELIEST, SAMPLED, LOGITS, SCORES))),
+        verify=verify,
     )
 
 
@@ -149,6 +153,8 @@ def inventory(c: Capacity) -> list[Shape]:
             made += [Shape("prefill", rows, tokens, n, want) for n in _reach(c, tokens)]
         if want != SCORES:
             made += [Shape("decode", b, 1, n, want) for b in c.batch for n in c.lengths]
+        if want != SCORES and c.verify:
+            made += [Shape("verify", b, c.verify, n, EVERY[want]) for b in c.batch for n in c.lengths]
     return made
 
 
@@ -171,6 +177,11 @@ def at_least(sizes: Sequence[int], wanted: int, what: str) -> int:
 def decode_shape(c: Capacity, rows: int, length: int, want: Want) -> Shape:
     """The graph for one new token of each of `rows` sequences, the longest attending `length` positions."""
     return Shape("decode", at_least(c.batch, rows, "batch"), 1, at_least(c.lengths, length, "sequence length"), want)
+
+
+def verify_shape(c: Capacity, rows: int, length: int, want: Want) -> Shape:
+    """The graph for one new token and some drafts of each of `rows` sequences, the furthest attending `length` positions."""
+    return Shape("verify", at_least(c.batch, rows, "batch"), c.verify, at_least(c.lengths, length, "sequence length"), EVERY[want])
 
 
 def prefill_shape(c: Capacity, counts: Sequence[int], length: int, want: Want) -> Shape:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from rayneuron.devices.base import SCORES, Pending, StepOutput
+from rayneuron.engine.commit import advance, ended, failed
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.profile import StepInfo, Timing
@@ -13,7 +14,8 @@ from rayneuron.engine.remote import Arrived, First, Loan, Prefills
 from rayneuron.engine.requests import Requests
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
-from rayneuron.engine.sequence import Plan, Sequence, advance, ended, failed
+from rayneuron.engine.sequence import Plan, Sequence
+from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.policies.chunks import fit
@@ -26,7 +28,7 @@ class Engine:
     Every request added ends with exactly one last delta a choice (finish_reason set), whether it finishes, is aborted, or the step fails.
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
     `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
-    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again.
+    take, by which prompts are cut; it does not change, so that what was chosen once is chosen again. `speculation`: the drafts tried.
     """
 
     def __init__(
@@ -38,13 +40,13 @@ class Engine:
         rule: NeuronSampling | None = None,
         model: str | None = None,
         profile: Profile | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner = runner
-        self.capacity = runner.capacity
+        self.runner, self.capacity = runner, runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None)
+        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation)
         self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
@@ -122,7 +124,7 @@ class Engine:
         deltas += self._commit(plan, output, ran)
         ended = self._last_step_s = self._clock()
         self.steps += 1
-        self.info = StepInfo(plan.tag, len(plan.works), sum(w.count for w in plan.works), planned - started, ran - planned, ended - ran)
+        self.info = StepInfo.of(plan, planned - started, ran - planned, ended - ran)
         if self.timing is not None:
             self.timing.note(plan, self.info, self.runner.overlaps)
         return deltas
@@ -242,13 +244,15 @@ class Engine:
         self.runner.close()
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
-        deltas = []
-        for work, delta in zip(plan.works, advance(plan, output, now, self._host), strict=True):
+        deltas, made = [], advance(plan, output, now, self._host)
+        if self.scheduler.speculation is not None and plan.tag == "verify":
+            self.scheduler.speculation.learn(plan, made)
+        for work, delta in zip(plan.works, made, strict=True):
             sequence = work.sequence
             if delta is None:
                 continue
-            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated <= 2:
-                # The prompt's KV exists now: the other choices may share it. (Two tokens: the first may have come from elsewhere.)
+            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
+                # The prompt's KV exists now: the other choices may share it. (One before: the first may have come from elsewhere.)
                 for choice in self._requests.followers(sequence.request.id):
                     self.scheduler.add(choice)
             deltas.append(delta)

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from rayneuron.engine.commit import FAILED
 from rayneuron.engine.remote import Loan
-from rayneuron.engine.sequence import FAILED
 from rayneuron.errors import NotReady, RequestError
 from rayneuron.types import Request, Snapshot, TokenDelta
 

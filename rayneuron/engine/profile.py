@@ -1,10 +1,9 @@
 """What the steps of this engine take: measured once behind the warm-up, then refined by those that run.
 
-Speculation asks what more tokens add to a step. On the CPU that hangs on how many there are, not on whose they are, so `Profile.tokens`
-needs no measuring of its own: decode by rows, going on with one row's prefill, over the shortest contexts. Read it as differences: a step
-of n tokens takes tokens(n) - tokens(rows), in proportion between the points, more than the decode step of as many rows, which the decode
-grid knows by context. What it leaves out is the head of all but one of a prefill's tokens. A device that has graphs of their own for
-verification has to measure those.
+Speculation asks what more tokens add to a step. On the CPU that hangs on how many there are, not on whose they are, so `Profile.tokens` is
+decode by rows and verification with all drafts (where nothing is verified, one row's prefill), over the shortest contexts. Read it as
+differences: a step of n tokens takes tokens(n) - tokens(rows), in proportion between the points, more than the decode step of as many
+rows, which the decode grid knows by context.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec.structs import replace
@@ -36,7 +35,8 @@ _RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 
 @dataclass(slots=True)
 class StepInfo:
-    """What the last step did: rows and new tokens, and the seconds of planning, running and committing."""
+    """What the last step did: rows and new tokens, the seconds of planning, running and committing, and by row with drafts how many there
+    were and how many came true."""
 
     tag: str = ""
     rows: int = 0
@@ -44,13 +44,21 @@ class StepInfo:
     plan_s: float = 0.0
     run_s: float = 0.0
     commit_s: float = 0.0
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, plan_s: float, run_s: float, commit_s: float) -> StepInfo:
+        """Of a step that has been committed."""
+        works = plan.works
+        drafts = [(len(w.drafts), w.accepted) for w in works if w.drafts] if plan.tag == "verify" else []
+        return cls(plan.tag, len(works), sum([w.tokens for w in works]), plan_s, run_s, commit_s, drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1."""
 
-    tag: Literal["prefill", "decode"]
+    tag: Literal["prefill", "decode", "verify"]
     rows: int
     tokens: int
     length: int
@@ -72,6 +80,9 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     decode = [Point("decode", rows, 1, n) for n in dict.fromkeys((c.lengths[0], c.lengths[-1])) for rows in _some(c.batch)]
     prefill = [Point("prefill", 1, tokens, n) for n in dict.fromkeys((deepest, c.lengths[-1])) for tokens in _some(c.context)]
     short = decode[: len(_some(c.batch))] + prefill[: len(_some(c.context))]
+    if c.verify:
+        held = at_least(c.lengths, c.verify, "sequence length")
+        short = decode[: len(_some(c.batch))] + [Point("verify", rows, c.verify, held) for rows in _some(c.batch)]
     found = _timed(runner, list(dict.fromkeys((decode[0], prefill[0], *short, *decode, *prefill))), vocab, clock)
     _fill(found, decode, 0)
     _fill(found, prefill, 1)
@@ -83,7 +94,7 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
         chunk=c.chunk,
         decode=tuple((p.rows, p.length, found[p]) for p in decode),
         prefill=tuple((p.rows, p.tokens, p.length, found[p]) for p in prefill),
-        tokens=_rising((p.size, found[p]) for p in short),
+        tokens=_rising((p.size, found[p]) for p in short if p in found),
     )
 
 
@@ -116,11 +127,11 @@ class Timing:
         works, profile = plan.works, self.fixed
         if plan.tag == "decode":
             grid, true, size = self._decode, len(works), at_least(profile.batch, len(works), "batch")
-        elif works[0].sequence.prompt_logprobs is None:
+        elif plan.tag == "prefill" and works[0].sequence.prompt_logprobs is None:
             counts = [work.count for work in works]
             grid, true, size = self._prefill, sum(counts), len(counts) * at_least(profile.context, max(counts), "context")
         else:
-            return  # the logits of a whole prompt take time of their own
+            return  # drafts, and the logits of a whole prompt, take time of their own
         if true < FULL * size:
             return
         length = at_least(profile.lengths, max([work.start + work.count for work in works]), "sequence length")
@@ -186,7 +197,9 @@ def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
         assert hold is not None
         hold.shared = len(hold.blocks)  # nobody writes what is shared
         sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=length, hold=hold)
-        works.append(Work(sequence, length - count, count))
+        works.append(Work(sequence, length - count, 1 if point.tag == "verify" else count))
+        if point.tag == "verify":
+            works[-1].drafts = tuple(ids[length - count + 1 :])
     return works
 
 

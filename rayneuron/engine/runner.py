@@ -28,7 +28,7 @@ from rayneuron.devices.base import (
     Weights,
     blank,
 )
-from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape
+from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape, verify_shape
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.scheduler import wants_scores
 from rayneuron.engine.sequence import Plan, Work
@@ -110,10 +110,10 @@ class Runner:
 def choose(capacity: Capacity, plan: Plan) -> Shape:
     """The graph of a plan: the smallest listed shape that holds it."""
     works = plan.works
-    length = max([w.start + w.count for w in works])
+    length = max([w.start + w.tokens for w in works])
     want = _want(plan)
-    if plan.tag == "decode":
-        return decode_shape(capacity, len(works), length, want)
+    if plan.tag != "prefill":
+        return (decode_shape if plan.tag == "decode" else verify_shape)(capacity, len(works), length, want)
     return prefill_shape(capacity, [w.count for w in works], length, want)
 
 
@@ -152,7 +152,7 @@ def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
     row, at = np.arange(n), start
     where: Any = np.s_[:n, 0]
     if shape.tokens > 1:
-        count = np.array([w.count for w in works], np.int32)
+        count = np.array([w.tokens for w in works], np.int32)
         row = row.repeat(count)
         column = np.arange(len(row), dtype=np.int32) - (count.cumsum(dtype=np.int32) - count).repeat(count)
         at, shared, where = start[row] + column, shared[row], (row, column)
@@ -161,6 +161,7 @@ def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
     tokens: list[int] = []
     for work, sequence in zip(works, sequences, strict=True):
         tokens += sequence.ids[work.start : work.start + work.count] or (FOLLOWS,)
+        tokens += work.drafts
     needs = {s.needs for s in sequences}
     idle, tensors = _idle(shape, space)
     arrays = {name: idle[name].copy() for name in (*_PLACES, *(_DRAWS if needs != {"likeliest"} else ()))}
@@ -180,8 +181,10 @@ def _draw(arrays: dict[str, NDArray[Any]], works: Sequence[Work]) -> None:
         params = works[i].sequence.params
         arrays["temperature"][i], arrays["top_k"][i] = params.temperature, max(params.top_k, 0)
         arrays["top_p"][i], arrays["min_p"][i] = params.top_p, params.min_p
-    if warm:
-        arrays["uniform"][warm, 0] = uniforms([works[i].sequence.seed for i in warm], [works[i].start + works[i].count for i in warm])
+    drawn = [(i, j) for i in warm for j in range(1 + len(works[i].drafts))]  # each with the number of its own position
+    if drawn:
+        numbers = uniforms([works[i].sequence.seed for i, _ in drawn], [works[i].start + works[i].count + j for i, j in drawn])
+        arrays["uniform"][tuple(np.array(drawn).T)] = numbers
 
 
 @lru_cache(256)

@@ -10,6 +10,7 @@ from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
 from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
 
 
@@ -20,8 +21,11 @@ class Scheduler:
     while others decode; None: all that fits the shapes. `prefills`: others who compute prompts.
     """
 
-    def __init__(self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None) -> None:
+    def __init__(
+        self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None, speculation: Speculation | None = None
+    ) -> None:
         self.capacity = capacity
+        self.speculation = speculation
         self.chunks = chunks
         self.model = model
         self.caching = model is not None
@@ -67,7 +71,8 @@ class Scheduler:
         before = self.preemptions
         works = self._grow()
         if works:
-            return Plan("decode", works, self.blocks.copies())
+            drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
+            return Plan("verify" if drafted else "decode", works, self.blocks.copies())
         # Where growing has preempted every decoding sequence, whoever is left or waits can now be served; else nobody is there, or
         # everybody waits for a token, or blocks, of the step under way.
         return self.plan() if self.preemptions > before else None

@@ -17,6 +17,8 @@ from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv, Places
 
+_HOW = ("temperature", "top_k", "top_p", "min_p")
+
 
 def step(
     arch: Arch, ops: Any, comm: Collectives, weights: Weights, kv: Kv, batch: Batch, shape: Shape, *, rule: NeuronSampling | None = None
@@ -42,6 +44,8 @@ def finish(
     want = shape.want
     if want.ids is None:
         return StepOutput(logits=ops.whole(decoder.logits(arch, ops, comm, weights, hidden)))
+    if want.at == "all":
+        return _every(arch, ops, comm, weights, hidden, batch, shape, rule)
     if shape.tokens > 1:
         hidden = hidden[torch.arange(shape.rows, dtype=torch.int32, device=batch.last.device), batch.last]
     else:
@@ -49,11 +53,39 @@ def finish(
     if want.ids == "likeliest":
         return StepOutput(ids=decoder.greedy(arch, ops, comm, weights, hidden)[:, None])
     logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
-    uniform = batch.uniform[:, 0]
-    if rule is not None:
-        ids, complete = neuron_sampling.sample(logits, batch.top_k, batch.top_p, batch.temperature, uniform, rule, ops)
-        return StepOutput(ids=ids[:, None], complete=complete, logits=ops.whole(logits))
-    how = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, uniform)
-    fused = ops.sample(logits, *how) if ops.sample is not None else None
-    ids, complete = sampling.sample(logits, *how, ops=ops) if fused is None else fused
+    ids, complete = _sample(ops, logits, [getattr(batch, name) for name in _HOW], batch.uniform[:, 0], rule)
     return StepOutput(ids=ids[:, None], complete=complete, logits=ops.whole(logits))
+
+
+def _every(
+    arch: Arch, ops: Any, comm: Collectives, weights: Weights, hidden: torch.Tensor, batch: Batch, shape: Shape,
+    rule: NeuronSampling | None,
+) -> StepOutput:  # fmt: skip
+    """An id behind every new token, as if each were a row of its own; padding is left out where the device can."""
+    flat, dims, where = hidden.flatten(0, 1), hidden.shape[:2], None
+    if ops.dynamic:
+        true = (torch.arange(shape.tokens) <= batch.last[:, None]).flatten()
+        true[0] = True  # only at warm-up it is not: a product has a row
+        where = true.nonzero()[:, 0]
+        flat, dims = flat[where], where.shape
+    if shape.want.ids == "likeliest":
+        return StepOutput(ids=decoder.greedy(arch, ops, comm, weights, flat).view(dims))
+
+    def each(x: torch.Tensor) -> torch.Tensor:  # [B] or [B,T], of every token
+        x = (x[:, None].expand(-1, shape.tokens) if x.dim() == 1 else x).reshape(-1)
+        return x if where is None else x[where]
+
+    logits = decoder.logits(arch, ops, comm, weights, flat)
+    ids, complete = _sample(ops, logits, [each(getattr(batch, name)) for name in _HOW], each(batch.uniform), rule)
+    return StepOutput(ids=ids.view(dims), complete=complete.view(dims), logits=ops.whole(logits).unflatten(0, dims))
+
+
+def _sample(
+    ops: Any, logits: torch.Tensor, how: list[torch.Tensor], uniform: torch.Tensor, rule: NeuronSampling | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [B,V] and [B] of each of `_HOW` -> ids [B], complete [B]."""
+    temperature, top_k, top_p, min_p = how
+    if rule is not None:
+        return neuron_sampling.sample(logits, top_k, top_p, temperature, uniform, rule, ops)
+    fused: tuple[torch.Tensor, torch.Tensor] | None = ops.sample(logits, *how, uniform) if ops.sample is not None else None
+    return sampling.sample(logits, temperature, top_k, top_p, min_p, uniform, ops=ops) if fused is None else fused

@@ -96,12 +96,13 @@ def begins(
 def longest_step(c: Capacity) -> int:
     """Bytes of the longest message to a worker."""
     rows = max(c.rows, max(c.prefill_rows))
-    return wire.MOST_BYTES + (64 + 4 * c.space.width(c.length)) * rows + 16 * max(c.chunk, rows)
+    return wire.MOST_BYTES + (64 + 4 * c.space.width(c.length)) * rows + 16 * max(c.chunk, rows * max(c.verify, 1))
 
 
 def longest_answer(c: Capacity, vocab: int) -> int:
     """Bytes of the longest message from a worker: the logits of a step."""
-    return wire.MOST_BYTES + 4 * vocab * max(c.rows, c.scores) + 64 * c.rows
+    rows = c.rows * max(c.verify, 1)
+    return wire.MOST_BYTES + 4 * vocab * max(rows, c.scores) + 64 * rows
 
 
 def _near(made: Layout, worker: Worker) -> list[Worker]:

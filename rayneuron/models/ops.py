@@ -35,6 +35,7 @@ class Ops:
     they find the vocabulary divided, as `logits` then leaves it: it has the arguments of `decoder.logits`.
     `attend_one`, if there is one, does write_kv and attend where every row has one new token: (q, layer, k, v, places, bias, scale,
     softcap=0, sinks=None) -> [B,1,H*D], the layer's KV afterwards.
+    `dynamic`: sizes may depend on values, so that padding can be left out.
     Three fused forms a device may have, with the arguments and results of `decoder.layers`, `decoder.greedy` and `engine.sampling.sample`;
     None is returned for what they do not cover, which the verbs above then do.
     """
@@ -55,6 +56,7 @@ class Ops:
     parts: int = 1
     logits: Callable[..., Tensor] | None = None
     attend_one: Callable[..., tuple[Tensor, Layer]] | None = None
+    dynamic: bool = False
     layers: Callable[..., Tensor | None] | None = None
     greedy: Callable[..., Tensor | None] | None = None
     sample: Callable[..., tuple[Tensor, Tensor] | None] | None = None

@@ -76,6 +76,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         smallest=config.buckets.smallest,
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else [])],
+        verify=1 + config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
     )
 
 

@@ -121,6 +121,7 @@ def validate(request: Request, length: int, kv_tokens: int, vocab: int, eos_ids:
     _check_ids("prompt", request.prompt_ids, vocab)
     if request.output_ids:
         _check_output(request, left if params.max_tokens is None else params.max_tokens, vocab)
+    _check_ids("prediction", request.prediction or (), vocab)
     if eos_ids is not None:
         _check_params(params, vocab, eos_ids)
     most = prompt + (left if params.max_tokens is None else params.max_tokens)

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import remove_placement_group
 
+from rayneuron.deployment_file import PREFILL
 from rayneuron.placement.layout import CORES
 from rayneuron.serve.actors import free_resources
 
@@ -40,6 +43,7 @@ def report(address: str, *, clean: bool = False) -> Iterator[str]:
             if clean and group["name"] in orphans:
                 remove_placement_group(ray.util.get_placement_group(group["name"]))
                 yield f"  removed {group['name']}"
+        yield from _pools()
     finally:
         ray.shutdown()
 
@@ -65,6 +69,24 @@ def leaked() -> list[str]:
     alive = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     single = PREFIXES[0]  # members of a gang have names of their own, so its group cannot be judged by one
     return [g["name"] for g in groups() if g["name"].startswith(single) and g["name"] not in alive]
+
+
+def _pools() -> Iterator[str]:
+    """Tickets and pins of the prefill replicas of every application that has some."""
+    try:
+        applications = serve.status().applications
+    except RayServeException:
+        return  # no Serve runs there
+    for name, application in applications.items():
+        if PREFILL not in application.deployments:
+            continue
+        answers = serve.get_deployment_handle(PREFILL, name).broadcast("stats").results(timeout_s=_ANSWER_S, return_exceptions=True)
+        for said in answers:
+            if isinstance(said, BaseException):
+                yield f"prefill replica of {name}: no answer ({said})"
+                continue
+            tickets = ", ".join(f"{how} {n:g}" for how, n in said["tickets"].items())
+            yield f"prefill replica of {name}: tickets {tickets}; {said['pinned_blocks']} of {said['blocks']} KV blocks are kept for others"
 
 
 def _nodes() -> Iterator[str]:

@@ -19,6 +19,7 @@ from rayneuron.engine.remote import Loan
 from rayneuron.errors import ConfigError, NotReady
 from rayneuron.group_config import Pools
 from rayneuron.loading import Opened
+from rayneuron.policies.pools import Rates
 from rayneuron.serve.health import Heart
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry, Values
@@ -44,7 +45,8 @@ def borrow(config: Deployment, opened: Opened, token: bytes) -> Pulls:
     said = _pools(config)
     layout, pullers = _parts(config, opened, token, 0, None, lends=False)
     local = None if said.local_tokens == "auto" else said.local_tokens
-    pulls = Pulls(pullers, layout, token, stall_s=said.stall_s, local_tokens=local, load=opened.engine.snapshot)
+    rates = _rates(opened)
+    pulls = Pulls(pullers, layout, token, stall_s=said.stall_s, local_tokens=local, rates=rates, load=opened.engine.snapshot)
     opened.engine.scheduler.prefills = pulls
     return pulls
 
@@ -138,6 +140,18 @@ class Prefiller:
         told: Values = {metrics.TICKETS: {("live",): float(offers.live)}, metrics.TICKETS_ENDED: ended}
         return Load(engine.snapshot(), offers.live, offers.live, None, self._chosen, told=told)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What a scaling policy decides on: the prompts that wait, by tokens, and the KV that is kept for others."""
+        snapshot = self.load().snapshot
+        pinned = snapshot.blocks_pinned / snapshot.blocks_total if snapshot.blocks_total else 0.0
+        return {"waiting": float(snapshot.waiting), "waiting_tokens": float(snapshot.waiting_tokens), "kv_used": pinned}
+
+    def stats(self) -> dict[str, Any]:
+        """The load, for people."""
+        load = self.load()
+        tickets = {",".join(labels): n for of in load.told.values() for labels, n in of.items()}
+        return {"tickets": tickets, "pinned_blocks": load.snapshot.blocks_pinned, "blocks": load.snapshot.blocks_total}
+
     def check_health(self) -> None:
         """For Serve: raise where the engine is dead or stalled."""
         if self._engine is not None:
@@ -170,6 +184,15 @@ class Prefiller:
             ended = self._traced.pop(delta.request_id, None) if delta.finish_reason is not None else None
             if ended is not None and delta.finish_reason is not None and delta.stamps is not None:
                 ended(delta.index, delta.finish_reason, len(delta.token_ids), delta.stamps)
+
+
+def _rates(opened: Opened) -> Rates | None:
+    """What a prompt's token takes here, in the largest prefill step, which is taken for what it takes there too; None: not measured."""
+    timing = opened.engine.timing
+    if timing is None:
+        return None
+    rows, tokens, _, ms = max(timing.profile().prefill, key=lambda point: (point[0] * point[1], -point[2]))
+    return Rates(token_s=ms / 1000 / (rows * tokens), there_token_s=ms / 1000 / (rows * tokens))
 
 
 def _pools(config: Deployment) -> Pools:

@@ -126,10 +126,14 @@ class Telemetry:
         self._iteration.observe(tokens + prompt_tokens)
 
     def timed(self, info: StepInfo) -> None:
-        """How long one step took. Called on the engine thread, which alone touches this histogram."""
-        took_s = info.plan_s + info.run_s + info.commit_s
-        self._step_time.observe(took_s)
+        """How long one step took, and its drafts. Called on the engine thread, which alone touches these series."""
+        self._step_time.observe(took_s := info.plan_s + info.run_s + info.commit_s)
         self.step_s += 0.05 * (took_s - self.step_s)
+        for tried, accepted in info.drafts:
+            for metric, count in ((metrics.SPEC_DRAFTS, 1), (metrics.SPEC_DRAFT_TOKENS, tried), (metrics.SPEC_ACCEPTED, accepted)):
+                self.series[metric].add(count)
+            for place in range(accepted):
+                self.series[metrics.SPEC_ACCEPTED_BY_PLACE].add(1, str(place))
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int, ttft_s: float, remote: bool = False) -> None:
         """A request produced its first token, maybe in another pool."""

@@ -196,14 +196,13 @@ def _too_long(limit: int) -> RequestError:
 class _Choice:
     """One growing choice: its detokenizer, its stop scanner, and what waits for the next delta that has text."""
 
-    __slots__ = ("cached", "count", "done", "ids", "logprobs", "prompt_logprobs", "stops", "words")
+    __slots__ = ("cached", "count", "done", "ids", "logprobs", "predicted", "prompt_logprobs", "stops", "words")
 
     def __init__(self, words: Detokenizer, stops: Stops | None) -> None:
         self.words = words
         self.stops = stops
-        self.count = 0
-        self.cached = 0
-        self.done = False
+        self.count = self.cached = 0
+        self.predicted, self.done = (0, 0), False
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -237,6 +236,7 @@ class Assembler:
         finish: FinishReason | None = "stop" if stop is not None else delta.finish_reason
         choice.ids += delta.token_ids[:taken]
         choice.cached = max(choice.cached, delta.cached_tokens)
+        choice.predicted = max(choice.predicted, delta.predicted)
         if delta.logprobs is not None:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs[:taken]
         if delta.prompt_logprobs is not None:
@@ -285,7 +285,7 @@ class Assembler:
         usage = None
         if finish is not None:
             choice.done = True
-            usage = Usage(len(self.request.prompt_ids), choice.count, choice.cached)
+            usage = Usage(len(self.request.prompt_ids), choice.count, choice.cached, choice.predicted)
         return Delta(
             request_id=delta.request_id,
             index=delta.index,

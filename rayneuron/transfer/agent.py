@@ -19,7 +19,7 @@ from rayneuron.transfer.door import Door
 from rayneuron.transfer.layout import KvLayout
 from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.messages import Knock, Welcome, limit_bytes
-from rayneuron.transfer.pulling import Errand, Halting, PullEnd, Puller, Told
+from rayneuron.transfer.pulling import Errand, Halting, PullEnd, Puller, Tidings
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +129,11 @@ class FarWorker:
     def __init__(self, channel: wire.Channel[Any], present: Present) -> None:
         self.worker, self.addresses = present.worker, present.addresses
         self._channel = channel
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, Tidings] = {}
         self._gone: dict[bytes, Callable[[], None]] = {}
         self._number = 0
 
-    def begin(self, errand: Errand, stop: Halting, told: Told) -> None:
+    def begin(self, errand: Errand, stop: Halting, told: Tidings) -> None:
         """As `PullsKv`."""
         self._number += 1
         number, e = self._number, errand

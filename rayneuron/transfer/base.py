@@ -12,7 +12,7 @@ from rayneuron.engine.remote import Loan
 from rayneuron.transfer.layout import Reading
 from rayneuron.types import Request
 
-PIECE_BYTES = 256 << 10  # what is copied, then hashed while it is still in the processor's cache
+PIECE_BYTES = 512 << 10  # what is copied, then hashed while it is still in the processor's cache
 
 
 class Stale(Exception):

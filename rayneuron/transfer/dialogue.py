@@ -12,7 +12,7 @@ from typing import Any
 from rayneuron import wire
 from rayneuron.transfer.base import Halted, Lost, Pull
 from rayneuron.transfer.messages import Get, Knock
-from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, Piece, pieces, said
+from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, pieces, said
 
 CONNECT_S = 2.0
 
@@ -43,7 +43,7 @@ class Dialogue:
             self.close()
             raise
 
-    def pieces(self, want: Pull, unit: int, layers: tuple[int, int] | None = None) -> Iterator[tuple[Piece, int]]:
+    def pieces(self, want: Pull, unit: int, layers: tuple[int, int] | None = None) -> Iterator[tuple[KvPiece, int]]:
         """What comes, and the first head of ours it is for."""
         layer, count = layers or (want.read.there, want.read.count)
         here = {run.there: run.here for run in want.read.runs}
@@ -51,7 +51,7 @@ class Dialogue:
         for piece in pieces(layer, count, runs, want.first, want.end, unit):
             yield piece, here[piece.head]
 
-    def head(self, want: Pull, piece: Piece, size: int, stop: threading.Event, kind: int = PIECE) -> int:
+    def head(self, want: Pull, piece: KvPiece, size: int, stop: threading.Event, kind: int = PIECE) -> int:
         """The sum of the next piece, which must be this one. Raises Damaged, Stale."""
         return said(self.receive(HEAD_BYTES, stop), want.epoch, want.ticket, piece, size, kind)
 

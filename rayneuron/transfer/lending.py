@@ -16,7 +16,7 @@ from rayneuron import wire
 from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
-from rayneuron.transfer.pieces import PLACES, SUMS, Piece, digest, header, last_of, pieces, places_of, segments, stale, sums_of
+from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, digest, header, pieces, places_of, segments, stale, sums_of
 
 
 @dataclass(slots=True)
@@ -97,19 +97,22 @@ class Lender:
                 connection.sendall(stale(get.epoch, get.ticket))
                 return
             _check(get, len(blocks), len(units), heads)
-            sums: list[int] = []
             if get.sums_only:
-                _send_list(connection, get, places_of(get.first, get.end - get.first), np.array(blocks[get.first : get.end], "<i4"), PLACES)
-            for piece in pieces(get.layer, get.count, get.runs, get.first, get.end, unit):
+                places = np.array(blocks[get.first : get.end], "<i4")
+                _send_list(connection, get, places_of(get.first, len(places)), places, PLACES)
+            sums: list[int] = []
+            every = list(pieces(get.layer, get.count, get.runs, get.first, get.end, unit))
+            for piece in every:
                 parts = segments(units, piece.layer, piece.head, piece.heads, blocks[piece.first : piece.first + piece.blocks])
-                if get.sums_only:
-                    sums.append(digest(parts))
-                    if last_of(piece, get.runs, get.end):
-                        _send_list(connection, get, sums_of(piece.layer, get.first, get.end - get.first), np.array(sums, "<u8"), SUMS)
-                        sums.clear()
-                else:
+                if not get.sums_only:
                     said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, digest(parts))
                     _send(connection, [said, *parts])
+                    continue
+                sums.append(digest(parts))
+                if len(sums) == SUMS_AT_ONCE or piece is every[-1]:
+                    of = sums_of(piece.number + 1 - len(sums), len(sums))
+                    _send_list(connection, get, of, np.array(sums, "<u8"), SUMS)
+                    sums.clear()
 
     @contextmanager
     def _reading(self, connection: socket.socket, get: Get) -> Iterator[Sequence[int] | None]:
@@ -138,7 +141,7 @@ def _check(get: Get, blocks: int, layers: int, heads: int) -> None:
         raise wire.WireError(f"blocks {get.first}-{get.end} of {blocks}, layers {get.layer}+{get.count}, heads {get.runs}")
 
 
-def _send_list(connection: socket.socket, get: Get, of: Piece, numbers: NDArray[Any], kind: int) -> None:
+def _send_list(connection: socket.socket, get: Get, of: KvPiece, numbers: NDArray[Any], kind: int) -> None:
     data = numbers.tobytes()
     _send(connection, [header(get.epoch, get.ticket, of, len(data), digest([data]), kind), data])
 

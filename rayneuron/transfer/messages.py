@@ -104,7 +104,7 @@ class Abandon(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pulse(msgspec.Struct, tag=True, frozen=True):
-    """D: these tickets are wanted; P: these are alive."""
+    """D: these tickets are wanted; P: these, of all there are of this channel, are alive."""
 
     tickets: Sequence[bytes]
 

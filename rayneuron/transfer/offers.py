@@ -248,13 +248,12 @@ class Offers:
         self._say(link, Committed(ticket) if committed else Expired(ticket, held.offer.phase))
 
     def _pulse(self, link: _Link, tickets: Sequence[bytes]) -> None:
-        alive = []
         for ticket in tickets:
             held = self._tickets.get(ticket)
             if held is not None and held.link is link:
                 self._step(held, "beat", self._limits.lease_s * 2 / 3)
-                alive += [ticket] if held.offer.phase not in OVER else []
-        self._say(link, Pulse(alive))
+        # All of this channel's: one that was accepted since they asked, which they have heard by now, is not to be taken for dead.
+        self._say(link, Pulse([ticket for (session, _), ticket in self._keys.items() if session == link.session]))
 
     def _lost(self, link: _Link) -> None:
         if link.gone:

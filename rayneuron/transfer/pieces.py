@@ -24,10 +24,11 @@ _HEAD = struct.Struct("<4sHHQ16sIHHIIQQ")
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"rnKV"
 PIECE, PLACES, STALE, SUMS = 1, 2, 3, 4
+SUMS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KvPiece:
     """`blocks` blocks of a ticket from `first` on, heads `head` to `head` + `heads` of layer `layer`; `number` of its Get."""
 
     number: int
@@ -38,36 +39,31 @@ class Piece:
     blocks: int
 
 
-def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, end: int, unit: int) -> Iterator[Piece]:
+def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, end: int, unit: int) -> Iterator[KvPiece]:
     """All pieces of one Get, in the order in which they come."""
     number = 0
     for at in range(layer, layer + count):
         for head, heads in runs:
             each = max(1, PIECE_BYTES // (heads * unit))
             for start in range(first, end, each):
-                yield Piece(number, at, head, heads, start, min(each, end - start))
+                yield KvPiece(number, at, head, heads, start, min(each, end - start))
                 number += 1
 
 
-def last_of(piece: Piece, runs: Sequence[tuple[int, int]], end: int) -> bool:
-    """Whether it is the last piece of its layer."""
-    return piece.first + piece.blocks == end and piece.head == runs[-1][0]
-
-
-def places_of(first: int, blocks: int) -> Piece:
+def places_of(first: int, blocks: int) -> KvPiece:
     """What goes before the list of where a ticket's blocks lie."""
-    return Piece(0, 0, 0, 0, first, blocks)
+    return KvPiece(0, 0, 0, 0, first, blocks)
 
 
-def sums_of(layer: int, first: int, blocks: int) -> Piece:
-    """What goes before the sums of a layer's pieces."""
-    return Piece(0, layer, 0, 0, first, blocks)
+def sums_of(number: int, count: int) -> KvPiece:
+    """What goes before the sums of `count` pieces from `number` on."""
+    return KvPiece(number, 0, 0, 0, 0, count)
 
 
 def segments(units: Sequence[NDArray[Any]], layer: int, head: int, heads: int, blocks: Sequence[int]) -> list[Stretch]:
     """Where the bytes lie: one view for all of it where that is one stretch of memory, else one a block."""
     whole, first, n = units[layer], blocks[0], len(blocks)
-    if heads == whole.shape[1] and blocks[-1] - first == n - 1 and all(b - a == 1 for a, b in zip(blocks, blocks[1:], strict=False)):
+    if heads == whole.shape[1] and [*blocks] == [*range(first, first + n)]:
         return [whole[first : first + n].reshape(-1)]
     return [whole[block, head : head + heads].reshape(-1) for block in blocks]
 
@@ -96,7 +92,7 @@ def copy(to: Sequence[Stretch], of: Sequence[Stretch]) -> None:
         at += len(part)
 
 
-def header(epoch: int, ticket: bytes, piece: Piece, size: int, check: int, kind: int = PIECE) -> bytes:
+def header(epoch: int, ticket: bytes, piece: KvPiece, size: int, check: int, kind: int = PIECE) -> bytes:
     """What goes before a piece."""
     p = piece
     return _HEAD.pack(_MAGIC, kind, p.head, epoch, ticket, p.number, p.layer, p.heads, p.first, p.blocks, size, check)
@@ -104,10 +100,10 @@ def header(epoch: int, ticket: bytes, piece: Piece, size: int, check: int, kind:
 
 def stale(epoch: int, ticket: bytes) -> bytes:
     """What goes instead of a piece where the ticket is not alive."""
-    return header(epoch, ticket, Piece(0, 0, 0, 0, 0, 0), 0, 0, STALE)
+    return header(epoch, ticket, KvPiece(0, 0, 0, 0, 0, 0), 0, 0, STALE)
 
 
-def said(data: bytes | bytearray, epoch: int, ticket: bytes, piece: Piece, size: int, kind: int = PIECE) -> int:
+def said(data: bytes | bytearray, epoch: int, ticket: bytes, piece: KvPiece, size: int, kind: int = PIECE) -> int:
     """The sum in a header, which must be of this very piece. Raises Damaged, Stale."""
     if len(data) == HEAD_BYTES and data[: HEAD_BYTES - 8] == stale(epoch, ticket)[:-8]:
         raise Stale("the ticket is not alive")

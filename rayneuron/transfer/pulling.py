@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 THREADS = 8  # pulls at once
 NICE = 5  # behind the steps: the time between tokens is why there are two pools
 PullEnd = Literal["pulled", "broken", "stale"]
-Told = Callable[[PullEnd, str, int], None]
+Tidings = Callable[[PullEnd, str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Halting(threading.Event):
 class PullsKv(Protocol):
     """What is needed of each worker that holds a part of the KV (`Puller`, or a worker's by its agent)."""
 
-    def begin(self, errand: Errand, stop: Halting, told: Told) -> None:
+    def begin(self, errand: Errand, stop: Halting, told: Tidings) -> None:
         """Pull its part."""
 
     def forget(self, epoch: int) -> None:
@@ -82,7 +82,7 @@ class Puller:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(THREADS, "rayneuron-pull", initializer=_behind)
 
-    def begin(self, errand: Errand, stop: Halting, told: Told) -> None:
+    def begin(self, errand: Errand, stop: Halting, told: Tidings) -> None:
         """Pull; `told` is called with how it ended, why, and how many bytes came, from when on nothing writes."""
         self._threads.submit(self._run, errand, stop, told)
 
@@ -99,7 +99,7 @@ class Puller:
         for epoch in {epoch for epoch, _ in self._idle}:
             self.forget(epoch)
 
-    def _run(self, errand: Errand, stop: threading.Event, told: Told) -> None:
+    def _run(self, errand: Errand, stop: threading.Event, told: Tidings) -> None:
         outcome: PullEnd = "broken"
         why, size = "", 0
         try:

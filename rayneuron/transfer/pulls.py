@@ -37,6 +37,7 @@ class _Fetching:
     why: str = ""
     first: list[TokenDelta] = field(default_factory=list)
     stop: Halting = field(default_factory=Halting)
+    cancelled: bool = False
     awaited: int = 0  # workers that have not said how their pull went
     outcome: PullEnd = "pulled"
 
@@ -94,7 +95,7 @@ class Pulls:
 
     def cancel(self, key: str) -> None:
         """As `Prefills`."""
-        self._desk.put(lambda: self._tell(self._fetching.get(key), "cancel", "cancelled"))
+        self._desk.put(self._cancel, key)
 
     def take(self) -> list[First | Arrived | Absent]:
         """As `Prefills`."""
@@ -118,6 +119,11 @@ class Pulls:
             self._event(fetching, "cancel")
         for peer in self._peers.values():
             peer.close()
+
+    def _cancel(self, key: str) -> None:
+        if (fetching := self._fetching.get(key)) is not None:
+            fetching.cancelled = True
+            self._tell(fetching, "cancel", "cancelled")
 
     def _meet(self, found: Mapping[str, tuple[str, ...]]) -> None:
         for name, addresses in found.items():
@@ -285,7 +291,7 @@ class Pulls:
         key = fetching.prefill.key
         fetching.peer.booked.pop(key, None)
         del self._fetching[key]
-        self.counts["adopted" if action == "adopt" else "fallbacks"] += 1
+        self.counts["adopted" if action == "adopt" else "cancelled" if fetching.cancelled else "fallbacks"] += 1
         self._say(Arrived(key) if action == "adopt" else Absent(key, fetching.why))
 
     def _say(self, news: First | Arrived | Absent) -> None:

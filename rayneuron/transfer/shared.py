@@ -10,7 +10,6 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from math import prod
 
 import msgspec
@@ -21,7 +20,7 @@ from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.base import Damaged, Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
-from rayneuron.transfer.pieces import PLACES, SUMS, Piece, copy, digest, places_of, segments, sums_of
+from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, copy, digest, places_of, segments, sums_of
 
 
 class Shared:
@@ -35,27 +34,26 @@ class Shared:
         """As `Transport`."""
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
-            n = want.end - want.first
-            sums: Iterator[int] = iter([])
+            n, sums = want.end - want.first, list[int]()
             places: list[int] = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
             if not 0 <= min(places) <= max(places) < len(self._units[0]):
                 raise Damaged("a block outside the memory")
             every = list(talk.pieces(want, unit))
-            each = len(every) // read.count  # pieces of a layer
             for i, (piece, here) in enumerate(every):
-                if i % each == 0:
-                    sums = iter(self._list(want, sums_of(piece.layer, want.first, n), each, "<u8", SUMS, stop))
+                if i % SUMS_AT_ONCE == 0:
+                    count = min(SUMS_AT_ONCE, len(every) - i)
+                    sums = self._list(want, sums_of(i, count), count, "<u8", SUMS, stop)
                 count, at = piece.blocks * piece.heads * unit, piece.first - want.first
                 theirs = segments(self._units, piece.layer, piece.head, piece.heads, places[at : at + piece.blocks])
                 layer, blocks = piece.layer - read.there + read.here, want.blocks[at : at + piece.blocks]
                 ours = segments(into.units, layer, here, piece.heads, blocks)
                 copy(ours, theirs)
-                if digest(ours) != next(sums):
+                if digest(ours) != sums[i % SUMS_AT_ONCE]:
                     raise Damaged(f"piece {piece.number} is not what was meant")
                 size += count
         return Receipt(size, "shared")
 
-    def _list(self, want: Pull, of: Piece, count: int, kind: str, what: int, stop: threading.Event) -> list[int]:
+    def _list(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> list[int]:
         """So many numbers, whole or not at all."""
         size = count * np.dtype(kind).itemsize
         check = self._talk.head(want, of, size, stop, what)

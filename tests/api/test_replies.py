@@ -78,6 +78,29 @@ def test_strict_client_unary(text: Text) -> None:
     assert done.choices[0].stop_reason == "👍"  # type: ignore[attr-defined]
 
 
+def test_a_prediction_is_read_and_what_came_of_it_is_told(byte_level: Text) -> None:
+    context = playing.context(byte_level)
+    for content in ("It is 水", [{"type": "text", "text": "It is "}, {"type": "text", "text": "水"}]):
+        body = {"model": "tiny", "messages": CHAT, "prediction": {"type": "content", "content": content}}
+        call = openai.parse_chat(body, context, request_id="abc", created=1)
+        assert byte_level.decode(call.requests[0].prediction or []) == "It is 水" and not call.unknown
+        played = playing.play(call.requests[0], [40, 41, 42, 43], [2, 2])
+        played[0].predicted, played[1].predicted = (1, 0), (1, 3)  # so far
+        made = list(playing.assemble(call.requests[0], byte_level, played))
+        details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 3}
+        assert call.reply(made)["usage"]["completion_tokens_details"] == details
+    plain = openai.parse_chat({"model": "tiny", "messages": CHAT}, context, request_id="abc", created=1)
+    assert "completion_tokens_details" not in plain.reply(playing.assemble(plain.requests[0], byte_level, played))["usage"]
+
+
+@pytest.mark.parametrize("said", [{"type": "text", "content": "a"}, {"type": "content"}, {"type": "content", "content": [{"type": "x"}]}])
+def test_a_wrong_prediction_is_refused_by_name(byte_level: Text, said: dict[str, Any]) -> None:
+    body = {"model": "tiny", "messages": CHAT, "prediction": said}
+    with pytest.raises(RequestError, match="content") as wrong:
+        openai.parse_chat(body, playing.context(byte_level), request_id="abc", created=1)
+    assert wrong.value.param in ("prediction.type", "prediction.content")
+
+
 def test_strict_client_streams(text: Text) -> None:
     said = talk(playing.context(text))
     options: Any = {"include_usage": True}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine import sequence as engine_sequence
+from rayneuron.engine import commit
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.scheduler import Scheduler
@@ -33,7 +33,7 @@ def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] 
         assert work.start == work.sequence.computed and work.count >= 1 and work.start + work.count <= len(work.sequence.ids)
     scheduler.launch(plan, overlaps=False)
     scheduler.landed(plan)
-    deltas = engine_sequence.advance(plan, StepOutput(ids=np.ones((len(rows), 1), np.int32)), 1.0, HostSampling())
+    deltas = commit.advance(plan, StepOutput(ids=np.ones((len(rows), 1), np.int32)), 1.0, HostSampling())
     assert [d is not None for d in deltas] == [w.last for w in plan.works]
     done = [w.sequence for w, d in zip(plan.works, deltas, strict=True) if d is not None and d.finish_reason is not None]
     for s in done:

@@ -104,6 +104,24 @@ def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str,
         assert group.lost is None and group.refused == 0
 
 
+def test_drafts_on_two_ranks(tiny: Path) -> None:
+    """Every rank verifies what worker 0 has drafted: as one process without drafts, logprobs too, in fewer steps."""
+    kinds: list[dict[str, Any]] = [{"logprobs": 2}, {"temperature": 0.9, "seed": 7, "logprobs": 2}]
+
+    def told(llm: LLM) -> tuple[list[list[int]], list[float], int]:
+        made = [r.outputs[0] for p in kinds for r in llm.generate(PROMPTS, SamplingParams(**{"temperature": 0.0, "max_tokens": 40, **p}))]
+        logprobs = [line[token].logprob for o in made for token, line in zip(o.token_ids, o.logprobs or (), strict=True)]
+        return [list(o.token_ids) for o in made], logprobs, llm.engine.steps
+
+    with LLM(tiny, **SMALL) as llm:
+        wanted, wanted_logprobs, plain_steps = told(llm)
+    drafting = {"adaptive": False, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with LLM(tiny, tensor_parallel=2, speculative_config=drafting, **SMALL, group=PATIENT) as llm:
+        found, logprobs, steps = told(llm)
+    assert found == wanted and steps < plain_steps
+    assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
+
+
 def test_scores_and_copies_of_prompts(tiny: Path) -> None:
     """Prompt logprobs (every logit of a chunk comes back from the last stage) and n > 1 (KV rows copied on every rank)."""
     params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=5, logprobs=2, prompt_logprobs=1)

@@ -93,6 +93,7 @@ def test_the_texts_are_those_of_one_replica(tiny: Path, transport: str) -> None:
             assert f'rayneuron:prefills_total{{engine="0",model_name="tiny",where="remote",why="long"}} {asked}.0' in text
             counts = server.server.pulls.counts
             assert counts["adopted"] >= asked - 1, "max_tokens 1 needs no KV"
+            assert counts["adopted"] + counts["cancelled"] == asked and not counts["fallbacks"]
             assert server.server.pulls.counts["bytes"] > 0
             again = await server.server.completions(body())
             assert choices(again) == choices(wanted[0]) and again["usage"]["prompt_tokens_details"]["cached_tokens"] > 16

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from rayneuron import LLM, SamplingParams
+from rayneuron.serve import leaks
 from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
@@ -111,6 +112,8 @@ def test_the_same_texts_and_a_killed_prefill_replica_costs_time_alone(client: ht
         text = client.get("/metrics").text
         assert 'rayneuron:tickets_ended_total{engine="prefill 0",how="committed",model_name="tiny"}' in text
         assert client.get("/load").json()["pools"]["kv_transfer_bytes"][""] > 0
+        (said,) = leaks._pools()
+        assert said.startswith("prefill replica of model: tickets live 0, ") and "committed" in said and "blocks are kept" in said
         (pid,) = prefillers()
         client.post("/reset_prefix_cache")
         begun = threading.Semaphore(0)

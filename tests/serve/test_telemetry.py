@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayneuron import metrics
+from rayneuron.engine.profile import StepInfo
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import Replica
 from rayneuron.serve.telemetry import Histogram, Load, Telemetry, merged
@@ -50,6 +51,18 @@ def samples(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 def value(found: dict[str, dict[tuple[tuple[str, str], ...], float]], name: str, **labels: str) -> float:
     return sum(v for k, v in found[name].items() if labels.items() <= dict(k).items())
+
+
+def test_drafts_are_counted_by_their_place() -> None:
+    telemetry = Telemetry("m", "0", lambda: Load(Snapshot()))
+    telemetry.timed(StepInfo(drafts=[(4, 2), (3, 0), (1, 1)]))
+    found = {m.name: dict(telemetry.series[m].values) for m in telemetry.series if "spec_decode" in m.name}
+    assert found == {
+        "vllm:spec_decode_num_drafts": {(): 3},
+        "vllm:spec_decode_num_draft_tokens": {(): 8},
+        "vllm:spec_decode_num_accepted_tokens": {(): 3},
+        "vllm:spec_decode_num_accepted_tokens_per_pos": {("0",): 2, ("1",): 1},
+    }
 
 
 def test_counts_are_exact(running: Site) -> None:

@@ -28,6 +28,7 @@ from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.messages import Get, Knock
 from rayneuron.transfer.shared import Shared
 from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
+from tests.serve.scripted import eventually
 
 TOKEN, EPOCH, SESSION, TICKET = b"t" * 16, 7, b"s" * 16, b"k" * 16
 STALL_S = 2.0
@@ -144,6 +145,7 @@ def test_a_ticket_that_is_not_alive_gives_nothing(lend, name):
             transport.pull(wrong, ours, NEVER)
     assert all((units == 0xEE).all() for units in ours.units)
     transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)  # the control
+    eventually(lambda: not lender._lent[TICKET].readers, 10)  # it learns of our having read a little later than we
     gone = threading.Event()
     lender.withdraw(TICKET, gone.set)
     assert gone.is_set()
@@ -205,7 +207,7 @@ def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypa
 
 @pytest.mark.parametrize("field", ["epoch", "ticket", "number", "layer", "head", "heads", "first", "blocks", "size", "magic"])
 def test_a_header_of_something_else_is_refused_before_its_bytes(field):
-    piece = pieces.Piece(3, 1, 0, 2, 4, 2)
+    piece = pieces.KvPiece(3, 1, 0, 2, 4, 2)
     right = pieces.header(EPOCH, TICKET, piece, 512, 99)
     assert pieces.said(right, EPOCH, TICKET, piece, 512) == 99
     if field == "magic":

@@ -11,7 +11,7 @@ import msgspec
 from rayneuron.api.call import Answer, Call, Json, LmiOptions
 from rayneuron.api.choices import gather
 from rayneuron.api.errors import Triple, error_body
-from rayneuron.api.pieces import Pieces, TokenText, cut, finish, prefill
+from rayneuron.api.pieces import Pieces, TextPiece, cut, finish, prefill
 from rayneuron.api.stream import Single, event
 from rayneuron.types import Delta
 
@@ -43,13 +43,13 @@ class _Form(NamedTuple):
         """What a text begins with."""
         return self.inputs if self.full else ""
 
-    def token(self, piece: TokenText) -> Json:
+    def token(self, piece: TextPiece) -> Json:
         """One token."""
         logprob, special = ("logprob", "special") if self.options.tgi_compat else ("log_prob", "special_token")
         shown: Json = {"id": piece.id, "text": piece.text, logprob: piece.logprob}
         return shown | ({special: piece.special} if piece.special or self.options.tgi_compat else {})
 
-    def top(self, call: Call, piece: TokenText) -> list[Json]:
+    def top(self, call: Call, piece: TextPiece) -> list[Json]:
         """The likeliest tokens in the place of one."""
         logprob = "logprob" if self.options.tgi_compat else "log_prob"
         return [{"id": i, "text": text, logprob: value} for i, text, value in piece.top(call)]
@@ -97,14 +97,14 @@ class _Lines(Single):
         self._text += delta.text
         lines = [self._token(piece) for piece in self._pieces.push(delta)]
         if self.done:
-            lines = lines or [self._token(TokenText(-1, "", None, True))]
+            lines = lines or [self._token(TextPiece(-1, "", None, True))]
             lines[-1]["generated_text"] = self._text
             if self._form.details:
                 reason = finish(delta.finish_reason, delta.stop_reason)
                 lines[-1]["details"] = self._form.told(self.call, reason, self.tally.completion_tokens)
         return b"".join(map(self._line, lines))
 
-    def _token(self, piece: TokenText) -> Json:
+    def _token(self, piece: TextPiece) -> Json:
         shown: Json = {"token": self._form.token(piece)}
         return shown | ({"top_tokens": self._form.top(self.call, piece)} if self.call.logprobs else {})
 
@@ -112,7 +112,7 @@ class _Lines(Single):
         """A last line without a token."""
         said = error_body(wrong)
         details = self._form.told(self.call, "error", self.tally.completion_tokens)
-        token = self._form.token(TokenText(-1, "", None, True))
+        token = self._form.token(TextPiece(-1, "", None, True))
         return self._line(
             {"token": token, "generated_text": None, "error": said[1]["error"]["message"], "code": error(said)[0], "details": details}
         )

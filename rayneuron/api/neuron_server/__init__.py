@@ -10,7 +10,7 @@ from typing import Any
 from rayneuron.api.call import Answer, Call, Context, Dialect, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.openai import chat, completions
-from rayneuron.api.openai.events import ChunkForm, Events
+from rayneuron.api.openai.events import Events, Writers
 from rayneuron.api.stream import ChoiceState
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, TokenLogprobs
@@ -59,5 +59,5 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return {"model": call.head.model, **{name: value for choice in choices for name, value in choice.items() if name != "index"}}
 
 
-ANSWER = Answer(_reply, partial(Events, ChunkForm(_wrap, lambda call: [], _chunk)))
+ANSWER = Answer(_reply, partial(Events, Writers(_wrap, lambda call: [], _chunk)))
 GENERATE = Dialect(parse)

@@ -12,7 +12,8 @@ from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, t
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, kind, wrong
-from rayneuron.api.openai.events import ChunkForm, Events, frame
+from rayneuron.api.openai.events import Events, Writers, frame
+from rayneuron.api.openai.prediction import read_prediction
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
@@ -41,17 +42,19 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         words["logprobs"] = logprobs
     asked, name = _max_tokens(fields)
     keep, side = truncate(fields, context, asked or 1)
+    predicted = read_prediction(fields, context)
     ids, role = render(fields, context, keep, side)
     ids = cut(ids, keep, side)
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
     params = SamplingParams(**words, max_tokens=tokens)
+    common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt}
     return Call(
         id=reply_id("chatcmpl", head, client_id, request_id),
         created=created,
         head=head,
         n=params.n,
         choices=params.n,
-        requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, priority=head.priority, cache_salt=head.cache_salt)],
+        requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, **common, prediction=predicted)],
         text=context.text,
         answer=ANSWER,
         logprobs=logprobs,
@@ -278,4 +281,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return chunk
 
 
-ANSWER = Answer(_reply, partial(Events, ChunkForm(_wrap, _roles, _chunk)))
+ANSWER = Answer(_reply, partial(Events, Writers(_wrap, _roles, _chunk)))

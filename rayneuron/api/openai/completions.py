@@ -10,7 +10,7 @@ from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, t
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, token_ids, wrong
-from rayneuron.api.openai.events import ChunkForm, Events, frame
+from rayneuron.api.openai.events import Events, Writers, frame
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import COMPLETIONS
 from rayneuron.errors import RequestError
@@ -192,4 +192,4 @@ def _wrap(call: Call, choices: list[Json]) -> Json:
     return chunk
 
 
-ANSWER = Answer(_reply, partial(Events, ChunkForm(_wrap, lambda call: [], _chunk)))
+ANSWER = Answer(_reply, partial(Events, Writers(_wrap, lambda call: [], _chunk)))

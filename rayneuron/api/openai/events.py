@@ -17,7 +17,7 @@ _encode = msgspec.json.Encoder().encode
 _MARK = "\x00text\x00"  # stands where a chunk's text goes while its constant parts are cut out
 
 
-class ChunkForm(NamedTuple):
+class Writers(NamedTuple):
     """What an endpoint's chunks are made of.
 
     `wrap(call, choices)`: a whole chunk. `opening(call)`: choices of the chunks sent before any text.
@@ -41,7 +41,7 @@ class Events:
 
     __slots__ = ("_call", "_chunks", "_choices", "_cuts", "_finished", "_held", "_prompt_logprobs", "_prompts", "_tally", "done", "failed")
 
-    def __init__(self, chunks: ChunkForm, call: Call) -> None:
+    def __init__(self, chunks: Writers, call: Call) -> None:
         self._call = call
         self._chunks = chunks
         self._prompts = prompts(call)

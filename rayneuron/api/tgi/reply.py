@@ -9,7 +9,7 @@ from typing import Any
 from rayneuron.api.call import Answer, Call, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.errors import Triple, error_body
-from rayneuron.api.pieces import Pieces, TokenText, cut, finish, prefill
+from rayneuron.api.pieces import Pieces, TextPiece, cut, finish, prefill
 from rayneuron.api.stream import Single, event
 from rayneuron.types import Delta
 
@@ -49,11 +49,11 @@ def _reply(details: bool, before: str, listed: bool, call: Call, deltas: Iterabl
     return [reply] if listed else reply
 
 
-def _token(piece: TokenText) -> Json:
+def _token(piece: TextPiece) -> Json:
     return {"id": piece.id, "text": piece.text, "logprob": piece.logprob, "special": piece.special}
 
 
-def _top(call: Call, piece: TokenText) -> list[Json]:
+def _top(call: Call, piece: TextPiece) -> list[Json]:
     special = call.text.special_ids
     return [{"id": i, "text": text, "logprob": value, "special": i in special} for i, text, value in piece.top(call)]
 
@@ -72,11 +72,11 @@ class _Tokens(Single):
         self._text += delta.text
         events = [self._event(piece) for piece in self._pieces.push(delta)]
         if self.done:
-            events = events or [self._event(TokenText(0, "", None, True))]
+            events = events or [self._event(TextPiece(0, "", None, True))]
             events[-1] |= {"generated_text": self._text, "details": self._details(delta)}
         return b"".join(map(event, events))
 
-    def _event(self, piece: TokenText) -> Json:
+    def _event(self, piece: TextPiece) -> Json:
         self._index += 1
         said: Json = {"index": self._index, "token": _token(piece)}
         if self.call.logprobs:

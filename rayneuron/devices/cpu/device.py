@@ -48,7 +48,7 @@ class Cpu:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts)
+        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts, dynamic=True)
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""What drafting by prompt lookup gains or costs: engines of one model in this process, without drafts and with as many as pay.
+
+Six kinds of prompts, from one that is repeated word for word to a chat in which nothing comes twice, in rounds that alternate. All engines
+give the same tokens, which is asserted, so a ratio of rates is one of times. With --fixed also engines that always try 2, 4 and 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import machine
+import options
+import report
+
+if TYPE_CHECKING:
+    from rayneuron.loading import Opened
+
+PASSAGE = (
+    "In the spring of {year} the council of {town} voted to build a second bridge across the river. The old one, made of stone, had stood "
+    "for two hundred years, but carts of grain blocked it on market days.\n\nThe mason {name} asked for forty workers and three summers. "
+    "He was given thirty and two, and finished in time. On the first evening {count} people crossed, "
+    "each with a lantern, and the water shone."
+)
+CODE = (
+    "def total_price(items, rate):\n    x = 0\n    for item in items:\n        if item.count > {count}:\n"
+    "            x = x + item.price * item.count\n        else:\n            x = x + item.price\n"
+    "    x = x + x * rate\n    return round(x, 2)\n"
+)
+FAMILIES = {
+    "quote": "Repeat the following text word for word, without any change:\n\n" + PASSAGE,
+    "extract": "Copy the second paragraph of this text exactly:\n\n" + PASSAGE,
+    "summary": "Summarise this text in three sentences:\n\n" + PASSAGE,
+    "code edit": "Rename the variable x to total in this Python function and write out the whole function:\n\n```python\n" + CODE + "```",
+    "code talk": "Explain what this Python function does, step by step:\n\n```python\n" + CODE + "```",
+    "chat": "My name is {name} and I live in {town}. I am {count} years old and want to learn to cook. Where should I begin?",
+}
+TOWNS = ("Ashford", "Bremen", "Coimbra", "Delft", "Evora", "Faro", "Ghent", "Haarlem")
+NAMES = ("Anna", "Boris", "Chloe", "David", "Elena", "Farid", "Greta", "Hugo", "Irene", "Jonas")
+BARS = {("quote", 1): 4.0, ("extract", 1): 4.0, ("code edit", 1): 1.4, ("chat", 1): 0.98, ("quote", 16): 1.5, ("chat", 16): 0.98}
+
+
+@dataclass(slots=True)
+class Run:
+    """Prompts served together: the tokens of each, and of the steps after the prompts how many there were, their seconds and the host's."""
+
+    tokens: list[list[int]]
+    steps: int = 0
+    seconds: float = 0.0
+    host_s: float = 0.0
+    tried: int = 0
+    accepted: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.tokens))
+
+
+@dataclass(slots=True)
+class Measured:
+    """The runs of every round by family, rows and engine."""
+
+    runs: dict[tuple[str, int], dict[str, list[Run]]] = field(default_factory=dict)
+
+    def ratio(self, family: str, rows: int, name: str, other: str = "off") -> float:
+        """How many times as fast one engine is, in the same rounds."""
+        by = self.runs[family, rows]
+        return statistics.median(b.seconds / a.seconds for a, b in zip(by[name], by[other], strict=True))
+
+
+def prompts(opened: Opened, family: str, rows: int, turn: int) -> list[list[int]]:
+    """Token ids of prompts of one family that differ."""
+    made = []
+    for i in range(rows):
+        n = turn * rows + i
+        words = {"year": 1700 + n, "town": TOWNS[n % len(TOWNS)], "name": NAMES[n % len(NAMES)], "count": 20 + n % 60}
+        made.append(opened.text.chat([{"role": "user", "content": FAMILIES[family].format(**words)}]))
+    return made
+
+
+def serve(opened: Opened, ids: Sequence[list[int]], new: int) -> Run:
+    """Serve prompts together, greedily, each to its own end."""
+    from rayneuron.types import Request, SamplingParams
+
+    engine, run = opened.engine, Run([[] for _ in ids])
+    for i, prompt in enumerate(ids):
+        engine.add(Request(id=str(i), prompt_ids=prompt, params=SamplingParams(max_tokens=new, temperature=0.0)))
+    while engine.has_work:
+        began = time.perf_counter()
+        for delta in engine.step():
+            run.tokens[int(delta.request_id)] += delta.token_ids
+        info = engine.info
+        if info.tag != "prefill":
+            run.steps += 1
+            run.seconds += time.perf_counter() - began
+            run.host_s += info.plan_s + info.commit_s
+            run.tried += sum(n for n, _ in info.drafts)
+            run.accepted += sum(n for _, n in info.drafts)
+    return run
+
+
+def measure(engines: dict[str, Opened], rows: Sequence[int], new: int, turn: int, into: Measured) -> None:
+    """One round; who is first changes."""
+    for family in FAMILIES:
+        for count in rows:
+            ids, first = prompts(next(iter(engines.values())), family, count, turn), None
+            for name in sorted(engines, reverse=turn % 2 == 1):
+                run = serve(engines[name], ids, new)
+                first = first or run
+                assert run.tokens == first.tokens, f"drafts changed tokens: {family}, {count} rows, {name}"
+                into.runs.setdefault((family, count), {}).setdefault(name, []).append(run)
+
+
+def show(found: Measured) -> str:
+    """Markdown: what was measured, then the bars of issue 18."""
+    lines: list[list[Any]] = []
+    bars = []
+    for (family, rows), by in found.runs.items():
+        runs = by["adaptive"]
+        steps, tokens = sum(r.steps for r in runs), sum(r.generated for r in runs)
+        host_ms = [1e3 * sum(r.host_s for r in by[name]) / max(1, sum(r.steps for r in by[name])) for name in ("off", "adaptive")]
+        came = sum(r.accepted for r in runs) / max(1, sum(r.tried for r in runs))
+        fewer = sum(r.steps for r in by["off"]) / max(1, steps)
+        lines.append([family, rows, found.ratio(family, rows, "adaptive"), fewer, tokens / max(1, steps) / rows, came, *host_ms])
+        if (family, rows) in BARS:
+            bars.append(report.bar(f"{family}, {rows} rows, on / off", found.ratio(family, rows, "adaptive"), BARS[family, rows]))
+        fixed = [name for name in by if name != "adaptive"]
+        if len(fixed) > 1:
+            worst = min(found.ratio(family, rows, "adaptive", name) for name in fixed)
+            bars.append(report.bar(f"{family}, {rows} rows, adaptive / best fixed", worst, 0.95))
+    head = ["prompts", "rows", "on / off", "steps off / on", "tokens a step and row", "drafts that came true", "host ms off", "host ms on"]
+    return f"{report.table(head, lines)}\n\n{report.table(['bar', 'measured', 'asked', ''], bars)}"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = options.parser(__doc__ or "", "speculation", 5)
+    options.add_dtype(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="prompts served together (default 1 16)")
+    parser.add_argument("--new", type=int, default=160, help="most output tokens of a prompt (default %(default)s)")
+    parser.add_argument("--fixed", action="store_true", help="also engines that always try 2, 4 and 8 drafts")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    args = parse_args(argv)
+    machine.leave_cleanly_when_told()
+    if args.urgent:
+        return machine.rerun_preferred()
+    from rayneuron import loading
+    from rayneuron.config import parse
+
+    kinds: dict[str, Any] = {"off": False, "adaptive": {}}
+    if args.fixed:
+        kinds |= {str(k): {"num_speculative_tokens": k, "adaptive": False} for k in (2, 4, 8)}
+    said = {"model": {"path": args.model}, "dtype": args.dtype, "threads": args.threads}
+    said |= {"max_num_seqs": max(args.rows), "max_model_len": 1024, "enable_prefix_caching": False}
+    engines = {name: loading.open_engine(parse({**said, "speculative_config": kind})) for name, kind in kinds.items()}
+    watch, found = machine.Watch([]), Measured()
+    measure(engines, args.rows, args.new, 1000, Measured())
+    for turn in range(args.rounds):
+        measure(engines, args.rows, args.new, turn, found)
+    for opened in engines.values():
+        opened.engine.close()
+    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
+    print(f"{report.show_facts(facts)}; {args.model}, {args.dtype}, {args.rounds} rounds\n\n{show(found)}")
+    ratios = {f"{family}, {rows}": {n: found.ratio(family, rows, n) for n in by} for (family, rows), by in found.runs.items()}
+    print(f"\n{report.save('speculation', {'machine': facts, 'ratios': ratios}, args.json)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What becomes of sequences by a step's output: one delta a sequence.
+
+Pure: what needs the logits on the host is asked of `ReadsLogits`. Shapes: B rows, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from rayneuron.devices.base import StepOutput
+from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.errors import RequestError
+from rayneuron.types import TokenDelta, TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+FAILED = "this choice failed; the server log has the details under this request's id"
+
+
+class ReadsLogits(Protocol):
+    """What is read out of logits on the host; `engine.host_sampling` in an engine."""
+
+    def next_id(self, row: Tensor, sequence: Sequence) -> int:
+        """The next token of a sequence from its logits [V]."""
+
+    def logprobs(self, row: Tensor, token: int, count: int) -> TokenLogprobs:
+        """The chosen token's logprob and the `count` likeliest, of logits [V]."""
+
+    def prompt_logprobs(self, rows: Tensor, following: list[int], count: int) -> list[TokenLogprobs]:
+        """The same for every prompt token that follows, of logits [T,V]."""
+
+
+def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
+    """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
+    if plan.tag == "verify":
+        return _verified(plan.works, output, now, host)
+    ids = output.ids[:, -1].tolist() if output.ids is not None else None
+    complete = output.complete.tolist() if output.complete is not None else None
+    deltas: list[TokenDelta | None] = []
+    for i, work in enumerate(plan.works):
+        sequence = work.sequence
+        if not work.valid:
+            deltas.append(None)
+            continue
+        if work.followed:
+            sequence.unseen -= 1
+        token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
+        row = None if output.logits is None else output.logits[i]
+        try:
+            deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, host))
+        except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
+            deltas.append(failed(sequence, wrong))
+    return deltas
+
+
+def _verified(works: list[Work], output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
+    """The deltas of a step with drafts. ids [n] are those of the true tokens one after another, [B,T] have a line a row."""
+    assert output.ids is not None
+    width = output.ids.shape[1] if output.ids.dim() == 2 else None
+    ids, logits = output.ids.flatten().tolist(), None if output.logits is None else output.logits.flatten(0, -2)
+    complete = [True] * len(ids) if output.complete is None else output.complete.flatten().tolist()
+    deltas: list[TokenDelta | None] = []
+    at = 0
+    for i, work in enumerate(works):
+        at = at if width is None else i * width
+        mine = slice(at, at + work.tokens)
+        at = mine.stop
+        if not work.valid:
+            deltas.append(None)
+            continue
+        told = [token if known else None for token, known in zip(ids[mine], complete[mine], strict=True)]
+        try:
+            deltas.append(_accept(work, told, None if logits is None else logits[mine], now, host))
+        except Exception as wrong:
+            deltas.append(failed(work.sequence, wrong))
+    return deltas
+
+
+def _accept(work: Work, told: list[int | None], rows: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
+    """The token behind the last known one, and behind every draft that is the token its own position has.
+
+    Each token is chosen as without drafts: from the ids before it, with its own position's random number. So nothing is drawn to accept,
+    nothing is taken back, and no request can tell what was drafted. With a draft of one token a position this is also the rejection
+    sampling of Leviathan et al. (2023): it is accepted with the probability that the model gives it, else another is drawn from the rest.
+    """
+    sequence = work.sequence
+    delta = TokenDelta(sequence.request.id, sequence.index, [])
+    for j, token in enumerate(told):
+        row = None if rows is None else rows[j]
+        try:
+            if token is None or sequence.edited:
+                assert row is not None
+                token = host.next_id(row, sequence)
+            _append(delta, sequence, token, row, now, host)
+        except Exception:
+            if not j:
+                raise
+            break  # what it has is delivered; the next step meets the same, and tells it
+        if j == len(work.drafts) or token != work.drafts[j]:
+            break
+        work.accepted += 1
+        if delta.finish_reason is not None:
+            break
+    sequence.run(len(sequence.ids) - 1)  # drafts that came true have KV; what others wrote is written again
+    return delta
+
+
+def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta | None:
+    """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores."""
+    sequence = work.sequence
+    if taken is None:
+        assert row is not None
+        row = _score(work, row, host)
+    if not work.last:
+        return None
+    if sequence.max_tokens == 0:
+        return _scored(sequence)
+    if token is None or sequence.edited:
+        assert row is not None
+        token = host.next_id(row, sequence)
+        if sequence.computed > work.start + work.count and taken is not None and token != taken:
+            sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
+    return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, now, host)
+
+
+def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
+    """The last delta of a choice whose token could not be told."""
+    asked = isinstance(wrong, RequestError)
+    if not asked:
+        log.error("request %s, choice %d failed", sequence.request.id, sequence.index, exc_info=wrong)
+    sequence.finish_reason = "error"
+    delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="error", preemptions=sequence.preemptions)
+    delta.error, delta.fault = str(wrong) if asked else FAILED, "request" if asked else "choice"
+    return delta
+
+
+def _score(work: Work, logits: Tensor, host: ReadsLogits) -> Tensor:
+    """Report the prompt's logprobs of this chunk; returns the logits [V] of its last position. logits: [T, V]."""
+    sequence = work.sequence
+    assert sequence.prompt_logprobs is not None
+    following = sequence.ids[work.start + 1 : work.start + work.count + 1]
+    if following:
+        count = sequence.params.prompt_logprobs or 0
+        sequence.prompt_logprobs += host.prompt_logprobs(logits[: len(following)], following, count)
+    return logits[work.count - 1]
+
+
+def _scored(sequence: Sequence) -> TokenDelta:
+    """The only delta of a request that asked for no token."""
+    sequence.finish_reason = "length"
+    delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="length", preemptions=sequence.preemptions)
+    delta.cached_tokens = sequence.cached
+    delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return delta
+
+
+def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
+    """One token more, of the sequence and of its delta."""
+    request = sequence.request
+    if sequence.needs == "logits" and (count := request.params.logprobs) is not None:
+        assert row is not None
+        entry = host.logprobs(row, token, count)
+        delta.logprobs = [entry] if delta.logprobs is None else [*delta.logprobs, entry]
+    sequence.append(token)
+    delta.token_ids.append(token)
+    if not sequence.stamps.first_token:
+        sequence.stamps.prefill_done = sequence.stamps.first_token = now
+        delta.cached_tokens = sequence.cached
+        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return ended(sequence, delta)
+
+
+def ended(sequence: Sequence, delta: TokenDelta) -> TokenDelta:
+    """A delta that holds the last of its ids, with why that ends the sequence, if it does."""
+    token, generated = sequence.ids[-1], sequence.generated
+    if token in sequence.stop_ids and generated >= sequence.params.min_tokens:
+        delta.finish_reason = "stop"
+        delta.eos = token in sequence.eos_ids
+        delta.stop_token = None if delta.eos else token
+    elif generated >= sequence.max_tokens:
+        delta.finish_reason = "length"
+    sequence.finish_reason = delta.finish_reason
+    delta.preemptions = sequence.preemptions
+    return delta

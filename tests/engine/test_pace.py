@@ -1,0 +1,131 @@
+"""How many drafts pay, and what is drafted by looking the text up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayneuron.engine.speculation.lookup import CANDIDATES, Echo, Prediction
+from rayneuron.engine.speculation.pace import PROBE, VERIFY_MS, Candidate, Pace, Record
+from rayneuron.types import Profile
+
+MEASURED = ((1, 6.3), (8, 8.3), (16, 11.2), (36, 20.0), (144, 80.0))  # ms by tokens: two cores, SmolLM2
+DECODE = ((1, 128, 6.3), (4, 128, 7.1), (16, 128, 11.2), (1, 4096, 12.0), (4, 4096, 20.0), (16, 4096, 60.0))
+
+
+def pace(tokens=MEASURED, most: int = 144) -> Pace:
+    sizes = {"batch": (1, 4, 16), "lengths": (128, 4096), "context": (32,), "prefix": (), "chunk": 32}
+    return Pace(Profile(**sizes, decode=DECODE, prefill=(), tokens=tokens), most)
+
+
+def rows(count: int, own: float | None, kind: int = 4, drafts: int = 8, read: bool = False) -> list[Candidate]:
+    return [Candidate(Record(kind, own), drafts, read) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "own", "length", "chosen"),
+    [
+        (1, 1.0, 100, 8),  # one row that quotes: all there are
+        (1, 0.02, 100, 4),  # half of what the kind promises still pays for one row
+        (16, 0.02, 100, 0),  # and for sixteen none does
+        (16, 0.02, 4096, 1),  # where reading the context takes most of a step, more tokens cost little
+    ],
+)
+def test_drafts_by_rows_and_luck(count, own, length, chosen):
+    made = pace().choose(rows(count, own), length)
+    assert max(made) == chosen or (chosen == 4 and 1 <= made[0] < 8), made
+
+
+ROWS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8), st.booleans()), min_size=1, max_size=16)
+
+
+@given(ROWS, st.sampled_from([1, 128, 900, 4096]))
+def test_by_its_own_reckoning_it_is_never_worse_than_without(given_rows, length):
+    """And in a row with no luck there are no more drafts than in one with more."""
+    one = pace()
+    candidates = [Candidate(Record(4, own), drafts, read) for own, drafts, read in given_rows]
+    chosen = one.choose(candidates, length)
+    assert all(0 <= n <= c.drafts for n, c in zip(chosen, candidates, strict=True))
+    if not sum(chosen):
+        return
+    count, rate = len(candidates), lambda c, place: ((0.7 if place else 0.6) + c.record.own) / 2
+    tokens, read = float(count), 0.0
+    for n, c in zip(chosen, candidates, strict=True):
+        worth = 1.0
+        for place in range(n):
+            worth *= rate(c, place)
+            tokens += worth
+        read += 0.15 * n * c.read
+    added = one._ms[count + sum(chosen)] - one._ms[count] + read
+    plain = one._decode.at(count, length)
+    assert tokens / (plain + added + VERIFY_MS) > count / plain
+    alike = [(c.record.own, n) for n, c in zip(chosen, candidates, strict=True) if c.drafts == 8 and not c.read]
+    assert all(a[1] <= b[1] for a, b in zip(sorted(alike), sorted(alike)[1:], strict=False))
+
+
+def test_a_text_that_begins_to_repeat_itself_is_found_out():
+    """Sixteen rows whose drafts never came true are left alone but for one try in 32 steps; when they do, it soon tries all."""
+    one, record = pace(), Record(4)
+    others = [Record(4, 0.0) for _ in range(15)]
+
+    def step(came: bool) -> int:
+        if one.hopeless(record, 16, 100):
+            drafts = 0
+        else:
+            drafts = 8
+        chosen = one.choose([Candidate(record, drafts), *(Candidate(r, 0) for r in others)], 100)[0]
+        if chosen:
+            one.learn(record, chosen, chosen if came else 0)
+        return chosen
+
+    bad = [step(False) for _ in range(400)]
+    assert sum(n > 0 for n in bad[200:]) <= 200 // PROBE + 1 and max(bad[200:]) <= 1
+    good = [step(True) for _ in range(80)]
+    assert good[-1] == 8
+
+
+@given(st.lists(st.integers(0, 3), min_size=0, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
+def test_an_echo_is_what_followed_the_longest_match(ids, least, further, count):
+    """As found by trying every place; and whether it has seen the text grow or not makes no difference."""
+    most = least + further
+    grown = Echo(least, most)
+    for end in range(0, len(ids), 3):
+        grown.propose(ids[:end], count)
+    places = [p for p in range(least, len(ids)) if ids[p - least : p] == ids[len(ids) - least :]][::-1][:CANDIDATES]
+    best, longest = None, 0
+    for place in places:
+        length = least
+        while length < min(most, place) and ids[place - length - 1] == ids[len(ids) - length - 1]:
+            length += 1
+        if length > longest:
+            best, longest = place, length
+    wanted = list(ids)
+    if best is not None:
+        for i in range(count):
+            wanted.append(wanted[best + i])
+    made = (tuple(wanted[len(ids) :]), longest)
+    assert grown.propose(ids, count) == Echo(least, most).propose(ids, count) == made
+
+
+def test_a_long_text_is_looked_at_in_part():
+    """Its first 2,048 ids and its last 8,192, however long it is."""
+    rng = random.Random(1)
+    ids = [rng.randrange(50_000) for _ in range(30_000)]
+    for place, found in ((100, True), (2_000, True), (12_000, False), (29_000, True)):
+        text = [*ids, *ids[place : place + 5]]
+        assert Echo(3, 4).propose(text, 3)[0] == (tuple(ids[place + 5 : place + 8]) if found else ())
+
+
+def test_a_prediction_is_followed_left_and_found_again():
+    predicted = list(range(100, 140))
+    text, one = [1, 2, 3, 100, 101], Prediction(predicted, 2, 4)
+    assert one.propose(text, 3, 4) == (102, 103, 104, 105)
+    text += [102, 7]  # something else
+    assert one.propose(text, 3, 4) == ()
+    text += [120, 121]  # further on
+    assert one.propose(text, 3, 4) == (122, 123, 124, 125)
+    text += list(range(122, 140))
+    assert one.propose(text, 3, 4) == ()
