@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sources": {"errors", "settings", "config", "demo", "models"},
     "yaml_file": {"errors", "validation", "serve_config"},
     "deployment_file": {"errors", "yaml_file", "config", "gateway_config", "validation", "serve_config", "group_config", "aliases"},
-    "options": {"errors", "validation", "aliases", "deployment_file"},
+    "options": {"errors", "validation", "aliases", "yaml_file", "deployment_file"},
     "preflight": LEAVES | {"api", "sources", "deployment_file", "devices", "engine", "models", "placement", "text"},
     "text": {"errors", "types", "models.hub"},
     "wire": {"errors"},
