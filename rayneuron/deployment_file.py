@@ -86,11 +86,6 @@ def made(model: str, assignments: Mapping[str, Any], options: Mapping[str, str])
     return _checked(model, content, {}, _Assigned(assignments, options), None)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The content of a Serve config, whoever's. Raises ConfigError."""
-    return yaml_file.content(path)[0]
-
-
 def of(content: dict[str, Any], path: Path) -> DeploymentFile:
     """A file of ours from its content; `path` is where that came from. Raises ConfigError."""
     return _checked(path, content, {}, _Assigned({}, {}), None)

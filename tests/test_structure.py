@@ -30,15 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve_config": {"validation"},
     "group_config": {"errors", "validation", "aliases"},
     "aliases": {"errors", "validation"},
-<<<<<<< HEAD
-    "config_features": {"validation"},
-    "dialect_config": {"validation"},
-    "config": {"errors", "types", "validation", "serve_config", "group_config", "config_features", "dialect_config", "aliases"},
-=======
     "dialect_config": {"validation"},
     "config_features": {"validation"},
     "config": {"errors", "types", "validation", "serve_config", "group_config", "dialect_config", "config_features", "aliases"},
->>>>>>> main
     "gateway_config": {"errors", "config", "validation"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
@@ -91,15 +85,10 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
     "gguf": ("demo/",),
-<<<<<<< HEAD
-    "pydantic": ("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py")
-    + ("validation.py", "serve/"),
-=======
     "pydantic": (
         *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
         *("validation.py", "serve/"),
     ),
->>>>>>> main
     "transformers": ("text/tokenizer.py", "hf.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),

@@ -16,7 +16,7 @@ from rayneuron.compat import by_row, device
 from rayneuron.errors import RequestError
 from rayneuron.llm import LLM
 from rayneuron.options import nxdi
-from rayneuron.options.words import Told, tell
+from rayneuron.options.words import Translation, tell
 from rayneuron.validation import override
 
 FILE = "neuron_config.json"
@@ -29,7 +29,7 @@ class NeuronConfig:
     """Its words are checked against the table at once. They stay its attributes, with NxD's defaults of the lengths."""
 
     def __init__(self, **words: Any) -> None:
-        tell(Told(), nxdi.NEURON_CONFIG, words, lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
+        tell(Translation(), nxdi.NEURON_CONFIG, words, lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
         self.__dict__.update(words)
         self.seq_len = words.get("seq_len", 128)
         self.batch_size = words.get("batch_size", 1)
@@ -37,7 +37,7 @@ class NeuronConfig:
 
     def told(self) -> dict[str, Any]:
         """Our dotted keys."""
-        out = Told()
+        out = Translation()
         tell(out, nxdi.NEURON_CONFIG, vars(self), lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
         return out.assigned
 

@@ -13,7 +13,7 @@ from rayneuron.errors import RequestError
 from rayneuron.hf import HuggingFaceGenerationAdapter
 from rayneuron.llm import LLM
 from rayneuron.options import tnx
-from rayneuron.options.words import Told, tell
+from rayneuron.options.words import Translation, tell
 from rayneuron.validation import override
 
 SAMPLED = ("top_k", "top_p", "temperature")
@@ -39,7 +39,7 @@ class NeuronAutoModelForCausalLM:
         config = words.get("neuron_config") or NeuronConfig()
         self.generation_config: Any = vars(config).get("on_device_generation")
         theirs = {name: value for name, value in words.items() if name in tnx.PRETRAINED and name != "neuron_config"}
-        told = Told()
+        told = Translation()
         tell(told, tnx.PRETRAINED, theirs, lambda name: f"from_pretrained({name}=...)", "from_pretrained")
         tell(told, tnx.NEURON_CONFIG, vars(config), lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
         ours = {name: value for name, value in words.items() if name not in tnx.PRETRAINED}

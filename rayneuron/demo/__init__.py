@@ -20,7 +20,7 @@ _UNKNOWN = f"no demo model is called {{!r}}; write smollm2, or random:SIZE with 
 
 
 def ensure(name: str = "smollm2", dtype: str = "bf16", out: Path | None = None) -> Path:
-    """The directory of the demo model, converted now if this is the first call on this machine (about ten seconds).
+    """The directory of the demo model, converted now if this is the first call on this machine (seconds).
 
     The file's 4- and 8-bit values are not exactly representable in bf16 (269 MB, the default); `dtype="fp32"` keeps them to the bit.
     Raises ConfigError for another name, CheckpointError where the file cannot be had or is damaged.

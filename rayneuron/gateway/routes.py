@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route
 
-from rayneuron.api import errors, openai
+from rayneuron.api import errors, openai, sagemaker
 from rayneuron.errors import RequestError, UnknownModel
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
@@ -60,7 +60,7 @@ async def _chosen(endpoint: Endpoint, catalogue: Catalogue, exchange: Exchange) 
 
 async def choose(catalogue: Catalogue, exchange: Exchange) -> CatalogueEntry:
     """Whom a call is for: its path says it, else SageMaker's header, else the body. Raises UnknownModel."""
-    if (name := exchange.params.get("name")) is not None:
+    if (name := exchange.params.get("name") or exchange.params.get("model")) is not None:
         return catalogue.named(name, "path")
     if (target := exchange.header(TARGET)) is not None:
         return catalogue.named(target, TARGET)
@@ -112,7 +112,16 @@ async def _decisions(catalogue: Catalogue, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(catalogue.decisions(int(asked))))
 
 
+async def _named(catalogue: Catalogue, exchange: Exchange) -> None:
+    """As SageMaker's containers list them; which there are, the file says."""
+    if exchange.method == "POST":
+        raise sagemaker.unmanaged("loaded")
+    names = [card["id"] for card in (await catalogue.models())["data"]]
+    await exchange.reply(200, errors.encode(sagemaker.models(names, "")))
+
+
 OF_ALL: dict[str, Any] = {
+    "/models": _named,
     "/v1/models": _models,
     "/v1/models/{model:path}": _model,
     "/health": _health,

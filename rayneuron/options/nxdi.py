@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from rayneuron.errors import ConfigError
 from rayneuron.options.shared import GRAPHS, NO_ADAPTERS, OFF, OWN_SHARDS, drafts, dtype, graphs, reduced
-from rayneuron.options.words import Args, Said, Table, Told, Word, flag, literal, numbers, tell, whole
+from rayneuron.options.words import Args, Said, Table, Translation, Word, flag, literal, numbers, tell, whole
 
 
 def _sampling(value: Any, args: Args) -> Said:
     """OnDeviceSamplingConfig, as an object or as the mapping it is written as."""
     config = dict(value) if isinstance(value, Mapping) else dict(vars(value))
-    said, told = Said({"on_device_sampling.neuron_compat": True}), Told()
+    said, told = Said({"on_device_sampling.neuron_compat": True}), Translation()
     tell(told, SAMPLING, config, lambda name: f"on_device_sampling_config.{name}", "OnDeviceSamplingConfig")
     if config.get("do_sample") is False:
         said["sampling_defaults.temperature"] = 0.0
@@ -37,7 +37,7 @@ def overrides(value: Any, args: Args) -> Said:
     config = literal(value)
     if not isinstance(config, Mapping):
         raise ValueError(f"must be a mapping of NeuronConfig's names, got {value!r}")
-    told = Told()
+    told = Translation()
     tell(told, NEURON_CONFIG, config, lambda name: f"override_neuron_config.{name}", "NeuronConfig")
     return Said(told.assigned)
 
@@ -116,12 +116,12 @@ NEURON_CONFIG: Final[Table] = {
 }
 
 
-def told(config: Mapping[str, Any], where: str) -> Told:
+def told(config: Mapping[str, Any], where: str) -> Translation:
     """A `neuron_config.json`. Raises ConfigError."""
     inner = config.get("neuron_config", config)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{where}: neuron_config must be a mapping of NeuronConfig's names; {OWN_SHARDS}")
-    out = Told()
+    out = Translation()
     tell(out, NEURON_CONFIG, inner, lambda name: f"{where}: neuron_config.{name}", "NeuronConfig")
     if isinstance(config.get("_name_or_path"), str) and config["_name_or_path"]:
         out.say("model.path", config["_name_or_path"], f"{where}: _name_or_path")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rayneuron.errors import ConfigError
 from rayneuron.options import lmi
-from rayneuron.options.words import Told, tell
+from rayneuron.options.words import Translation, tell
 
 FILE = "serving.properties"
 ROWS = 32  # LMI's default batch
@@ -49,7 +49,7 @@ def _lines(text: str) -> Iterator[tuple[str, int]]:
         yield joined, first
 
 
-def told(folder: Path | None, variables: Mapping[str, str]) -> Told:
+def told(folder: Path | None, variables: Mapping[str, str]) -> Translation:
     """A folder with serving.properties, or the variables alone. Raises ConfigError, with file, line and key.
 
     What the file says goes before the variables: HF_*, then OPTION_*, then those that other containers have.
@@ -59,7 +59,7 @@ def told(folder: Path | None, variables: Mapping[str, str]) -> Told:
     if folder is not None:
         _from_file(folder / FILE, options, server)
     _from_environment(variables, options, server)
-    out = Told()
+    out = Translation()
     tell(out, lmi.SERVER, {k: v for k, (v, _) in server.items()}, lambda name: server[name][1], "LMI's server")
     tell(out, lmi.OPTIONS, {k: v for k, (v, _) in options.items()}, lambda name: options[name][1], "LMI")
     if folder is not None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rayneuron import aliases
 from rayneuron.errors import ConfigError
 from rayneuron.options.shared import NO_ADAPTERS, OFF
-from rayneuron.options.words import Args, Said, Table, Told, Word, tell
+from rayneuron.options.words import Args, Said, Table, Translation, Word, tell
 
 BUILDERS: Final = ("ray.serve.llm:build_openai_app", "ray.serve.llm.builders:build_openai_app")
 
@@ -38,7 +38,7 @@ def _engine(value: Any, args: Args) -> Said:
 
 def _deployment(value: Any, args: Args) -> Said:
     """deployment_config: how Serve runs it."""
-    said, told = Said(), Told()
+    said, told = Said(), Translation()
     tell(told, DEPLOYMENT, value, lambda name: f"deployment_config.{name}", "deployment_config")
     return Said({**said, **told.assigned})
 
@@ -69,7 +69,7 @@ LLM_CONFIG: Final[Table] = {
 }
 
 
-def told(content: Mapping[str, Any], where: str) -> list[tuple[str, str, Told]]:
+def told(content: Mapping[str, Any], where: str) -> list[tuple[str, str, Translation]]:
     """Each model of such a file: its application's name, its route, and what is said of it. Raises ConfigError."""
     found = []
     for index, entry in enumerate(content.get("applications") or ()):
@@ -83,7 +83,7 @@ def told(content: Mapping[str, Any], where: str) -> list[tuple[str, str, Told]]:
             at = f"{where}: applications.{index}.args.llm_configs.{place}"
             if not isinstance(config, Mapping):
                 raise ConfigError(f"{at} must be a mapping; a config in a file of its own has to be written here")
-            out = Told()
+            out = Translation()
             tell(out, LLM_CONFIG, config, lambda name, at=at: f"{at}.{name}", "LLMConfig")  # type: ignore[misc]
             if "model.path" not in out.assigned:
                 raise ConfigError(f"{at}: model_loading_config is missing: {{model_id, model_source}}")

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayneuron import deployment_file
+from rayneuron import deployment_file, yaml_file
 from rayneuron.deployment_file import DeploymentFile
 from rayneuron.errors import ConfigError
 from rayneuron.options import nxdi, properties, ray_llm
-from rayneuron.options.words import Told
+from rayneuron.options.words import Translation
 
 NXDI = "neuron_config.json"
 
@@ -38,14 +38,14 @@ def read(path: Path) -> Translated:
     raise ConfigError(f"{path} holds neither {properties.FILE} nor {NXDI}, and is no YAML of ray.serve.llm; name one of these")
 
 
-def _made(told: Told, assigned: Mapping[str, Any], options: Mapping[str, str]) -> Translated:
+def _made(told: Translation, assigned: Mapping[str, Any], options: Mapping[str, str]) -> Translated:
     said = {**told.assigned, **assigned}
     origins = {**told.origins, **dict.fromkeys(assigned, ""), **options}
     return deployment_file.made(str(said["model.path"]), said, {key: where for key, where in origins.items() if where}), told.notes
 
 
 def _ray(path: Path) -> Translated:
-    models = ray_llm.told(deployment_file.load(path), str(path))
+    models = ray_llm.told(yaml_file.content(path)[0], str(path))
     first, notes = _made(models[0][2], {}, {})
     entries = []
     for name, route, told in models:

@@ -39,7 +39,7 @@ Table = Mapping[str, Word]
 
 
 @dataclass
-class Told:
+class Translation:
     """A file as ours: {our dotted key: value}, where each was said, and what is to be known of the rest."""
 
     assigned: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Told:
             self.say(key, value, origin)
 
 
-def tell(told: Told, table: Table, args: Args, place: Callable[[str], str], system: str) -> None:
+def tell(told: Translation, table: Table, args: Args, place: Callable[[str], str], system: str) -> None:
     """Take all `args` of one source; `place` says where a name stands. Raises ConfigError, with what to write instead."""
     for name, value in args.items():
         where = place(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -224,6 +225,25 @@ def test_start_reads_its_parts_from_the_log() -> None:
     assert [round(seconds, 3) for seconds in parts.values()] == [0.983, 4.778, 6.147, 8.031, 9.747, 14.8]
     assert list(parts) == [name for name, _ in start.PARTS]
     assert start.log_parts(LOG.replace("Started Serve", "x"), began).keys() == parts.keys() - {"Serve started"}
+
+
+async def test_parts_of_a_command_count_when_they_are_seen(tmp_path: Path) -> None:
+    class Server:
+        log_path, started_s = tmp_path / "log", time.perf_counter()
+
+    found, lines = start.Start(), [text for _, text in start.COMMAND_PARTS]
+    Server.log_path.write_text("")
+    seeing = asyncio.create_task(start.see_parts(Server(), found))
+    for number in range(len(lines)):
+        Server.log_path.write_text("\n".join(lines[: number + 1]))
+        while len(found.parts_s) <= number:
+            await asyncio.sleep(0.01)
+    await seeing
+    seconds = list(found.parts_s.values())
+    assert list(found.parts_s) == [name for name, _ in start.COMMAND_PARTS] and sorted(seconds) == seconds
+    found.first_token_s, found.first_ttft_s, found.warm_ttft_s, found.ready_s = 5.5, 0.06, [0.05], dict.fromkeys(start.READY_PATHS, 5.4)
+    text = start.show([found], [4.2])
+    assert "first 200 after 4.2 s" in text and re.search(r"rayneuron serve to first token, s +\| 5.50 +\| <= 6 +\| met", text), text
 
 
 def test_ready_too_early_is_a_missed_bar() -> None:

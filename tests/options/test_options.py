@@ -14,7 +14,7 @@ from rayneuron import cli
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError
 from rayneuron.options import lmi, nxdi, properties, ray_llm, tnx, translation
-from rayneuron.options.words import Told, tell
+from rayneuron.options.words import Translation, tell
 from rayneuron.validation import keys
 
 TABLES = {
@@ -58,7 +58,7 @@ def test_a_table_names_only_keys_that_exist() -> None:
 
 
 def told(table: Mapping[str, Any], **args: Any) -> dict[str, Any]:
-    out = Told()
+    out = Translation()
     tell(out, table, args, lambda name: f"file:1: {name}", "it")
     return out.assigned
 

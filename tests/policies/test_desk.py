@@ -248,7 +248,7 @@ def cost(worker: KnownWorker, asked: GatewayAsk, overlap: int, output: float) ->
 @pytest.mark.parametrize("workers", [1, 3, 20, 200, 1000])
 def test_looking_at_some_is_as_good_as_looking_at_all(workers: int) -> None:
     random, regrets = Random(workers), []
-    for _ in range(3):
+    for _ in range(2):
         chooser, known = fleet(random, workers)
         prefixes = [[random.randbytes(16) for _ in range(48)] for _ in range(30)]
         overlaps: dict[int, dict[int, int]] = {}

@@ -211,7 +211,7 @@ def test_what_stands_beside_generation(narrow: Site) -> None:
         assert http.get("/models/other").json()["type"] == "ModelNotFoundException"
         for method, path in (("POST", "/models"), ("DELETE", "/models/scripted"), ("PUT", "/models/scripted")):
             reply = http.request(method, path)
-            assert reply.status_code == reply.json()["code"] == 400 and "gateway.models" in reply.json()["message"]
+            assert reply.status_code == reply.json()["code"] == 400 and "the deployment file says" in reply.json()["message"]
         assert http.get("/v1/responses/resp_1").status_code == 404 and http.post("/v1/responses/resp_1/cancel").status_code == 404
         by_key = ASK["/v1/chat/completions"], ASK["/v1/completions"]
         assert [http.post("/invocations", json=body).json()["object"] for body in by_key] == ["chat.completion", "text_completion"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.serve.scripted import PATIENCE_S, eventually
 def test_what_is_not_there_is_made_while_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYNEURON_CACHE", str(tmp_path))
     built: list[str] = []
+    before = os.getpriority(os.PRIO_PROCESS, 0)
     monkeypatch.setattr(library, "built", built.append)
     config = parse({"model": {"path": "demo:random:tiny"}})
     fresh.begin([config])
@@ -24,7 +26,9 @@ def test_what_is_not_there_is_made_while_others_go_on(tmp_path: Path, monkeypatc
     begun: list[object] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **more: begun.append(words))
     fresh.begin([config])
+    eventually(lambda: len(built) == 2, PATIENCE_S)
     assert begun == [], "it is there"
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before, "only who makes it goes behind"
 
 
 def test_kernels_are_built_where_none_ever_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

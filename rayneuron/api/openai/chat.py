@@ -12,11 +12,7 @@ from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, t
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, kind, wrong
-<<<<<<< HEAD
-from rayneuron.api.openai.events import Chunks, Events, frame
-=======
 from rayneuron.api.openai.events import Events, Writers, frame
->>>>>>> main
 from rayneuron.api.openai.prediction import read_prediction
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT

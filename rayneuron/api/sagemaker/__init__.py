@@ -10,7 +10,7 @@ from rayneuron.api.errors import Triple
 from rayneuron.errors import RequestError, UnknownModel
 
 HEADERS = "x-amzn-sagemaker-"
-MANAGED = "models cannot be {verb} here: this application serves one model; behind a gateway (gateway.models) they can"
+MANAGED = "models cannot be {verb} here: the deployment file says which there are (args.model, or models of a gateway)"
 
 
 def _choose(body: Json) -> Dialect:
@@ -49,7 +49,7 @@ def model(name: str, names: Iterable[str], root: str) -> list[Json]:
 
 def unmanaged(verb: str) -> RequestError:
     """Why a model is neither loaded nor unloaded here."""
-    return RequestError(MANAGED.format(verb=verb), param="gateway.models")
+    return RequestError(MANAGED.format(verb=verb), param="models")
 
 
 def error(triple: Triple) -> Triple:
