@@ -166,7 +166,3 @@ class Call:
     def reply(self, deltas: Iterable[Delta]) -> Any:
         """As the answer's."""
         return self.answer.reply(self, deltas)
-
-    def open(self) -> Writer:
-        """As the answer's."""
-        return self.answer.open(self)

@@ -14,6 +14,7 @@ from rayneuron.types import Delta
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
+
 def event(content: object) -> bytes:
     """One event."""
     return b"data: " + _encode(content) + b"\n\n"

@@ -90,7 +90,7 @@ async def _answer(server: Server, parse: Callable[..., api.Call], body: Json) ->
 
 async def _chunks(call: api.Call, flying: AbstractContextManager[Flight]) -> AsyncIterator[Json]:
     """The chunks of a stream as objects; an error is raised instead of sent."""
-    stream = call.open()
+    stream = call.answer.open(call)
     with flying as flight:
         await flight.started()
         out = stream.first()

@@ -248,7 +248,7 @@ async def generate(dialect: api.Dialect, server: Server, exchange: Exchange) -> 
 async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
-    stream = call.open()
+    stream = call.answer.open(call)
     said = [(name.encode(), value.encode()) for name, value in flight.headers.items()]
     await exchange.begin(200, stream.content_type, [*STREAM_HEADERS, *said])
     try:

@@ -74,7 +74,7 @@ def assemble(request: Request, text: Text, deltas: Iterable[TokenDelta]) -> list
 
 def events(call: Call, deltas: Iterable[Delta]) -> list[dict[str, Any]]:
     """The parsed events of the stream; asserts its framing and its end."""
-    stream = call.open()
+    stream = call.answer.open(call)
     raw = stream.first() + b"".join(stream.chunk(delta) for delta in deltas)
     assert stream.done
     raw += stream.last()

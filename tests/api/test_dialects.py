@@ -159,7 +159,7 @@ def test_a_stream_is_the_reply_at_every_cut(text: Text, name: str, stops: list[s
         tokens, seen = [*ids, 2] if end.get("eos") else ids, []
         for sizes in playing.cuts(len(tokens)):
             deltas = playing.assemble(call.requests[0], text, playing.play(call.requests[0], tokens, sizes, **end))
-            stream = call.open()
+            stream = call.answer.open(call)
             raw = stream.first() + b"".join(map(stream.chunk, deltas))
             assert stream.done and not stream.failed
             seen += [call.reply(deltas), join(raw + stream.last())]
@@ -327,7 +327,7 @@ def test_the_formatter_decides_whether_lmi_streams(byte_level: Text) -> None:
         ("jsonlines", False, True, "application/jsonlines"), ("sse", False, True, "text/event-stream"),
     ):  # fmt: skip
         call = read(lmi.INFERENCE, {"inputs": "x", "stream": asked}, byte_level, lmi=LmiOptions(formatter))
-        assert call.head.stream is streams and (not streams or call.open().content_type == kind)
+        assert call.head.stream is streams and (not streams or call.answer.open(call).content_type == kind)
 
 
 def test_sagemaker_goes_by_key_path_and_header(byte_level: Text) -> None:
@@ -411,7 +411,7 @@ def test_a_stream_that_fails_ends_in_the_dialects_own_error(byte_level: Text, na
     dialect, body, _, _, server = SHAPES[name]
     call = read(dialect, body, byte_level, **server)
     broken = Delta(request_id="call-0", index=0, text="", token_ids=[], finish_reason="error", error="rank 3 is gone")
-    stream = call.open()
+    stream = call.answer.open(call)
     assert stream.first() is not None
     raw = stream.chunk(broken)
     assert (stream.done, stream.failed, stream.chunk(broken)) == (True, True, b"") and b"rank 3 is gone" in raw
@@ -425,7 +425,7 @@ def test_a_stream_that_fails_ends_in_the_dialects_own_error(byte_level: Text, na
     elif name == "lmi":
         line = json.loads(raw)
         assert line["token"]["id"] == -1 and line["details"]["finish_reason"] == "error" and line["code"] == 500
-    assert b"secret" not in call.open().error(ValueError("secret path"))
+    assert b"secret" not in call.answer.open(call).error(ValueError("secret path"))
     with pytest.raises(Exception, match="rank 3 is gone"):
         call.reply([broken])
 

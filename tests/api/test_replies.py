@@ -48,7 +48,7 @@ def talk(context: Context, answer: str = "It is 水 👍🏽!", fail: BaseExcept
                 deltas += playing.assemble(engine_request, text, played)
         if not call.head.stream:
             return httpx2.Response(200, content=openai.encode(call.reply(deltas)), headers={"content-type": "application/json"})
-        stream = call.open()
+        stream = call.answer.open(call)
         raw = stream.first() + b"".join(map(stream.chunk, deltas)) + stream.last()
         return httpx2.Response(200, content=raw, headers={"content-type": stream.content_type})
 

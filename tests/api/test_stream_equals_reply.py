@@ -148,18 +148,18 @@ def test_fast_chunks_equal_slow_ones(byte_level: Text) -> None:
     """The chunk cut from constant parts is byte for byte the one written the long way."""
     for kind, text_of in (("completion", "text"), ("chat", "delta")):
         call = parse(kind, {"stream": True}, byte_level)
-        stream = call.open()
+        stream = call.answer.open(call)
         for piece in ('"quoted" \\ \n \x00 \u2028 水 👩‍👧', "\x00text\x00", "plain"):
             raw = stream.chunk(Delta(request_id="call-0", index=0, text=piece, token_ids=[1]))
             slow = stream._chunks
-            progress = call.open()._choices[0]
+            progress = call.answer.open(call)._choices[0]
             long = slow.wrap(call, [slow.choice(call, progress, Delta(request_id="call-0", index=0, text=piece, token_ids=[1]), None)])
             assert raw == b"data: " + openai.encode(long) + b"\n\n" and text_of in long["choices"][0]
 
 
 def test_interval_coalesces_but_not_the_first(byte_level: Text) -> None:
     call = parse("chat", {"stream": True, "stream_interval": 4}, byte_level)
-    stream = call.open()
+    stream = call.answer.open(call)
     ids = byte_level.encode("x", add_special_tokens=False)
     sent = [bool(stream.chunk(Delta(request_id="call-0", index=0, text="x", token_ids=ids))) for _ in range(9)]
     assert sent == [True, False, False, False, True, False, False, False, True]
@@ -173,7 +173,7 @@ def test_errors_after_the_headers(byte_level: Text, kind: str) -> None:
     else:
         call = parse(kind, {"stream": True, "n": 2}, byte_level)
     broken = Delta(request_id="call-0", index=0, text="", token_ids=[], finish_reason="error", error="rank 3 is gone")
-    stream = call.open()
+    stream = call.answer.open(call)
     assert stream.first() is not None and stream.chunk(Delta(request_id="call-0", index=0, text="a", token_ids=[5]))
     raw = stream.chunk(broken)
     assert raw == (
@@ -182,7 +182,7 @@ def test_errors_after_the_headers(byte_level: Text, kind: str) -> None:
     assert (stream.done, stream.failed, stream.last(), stream.chunk(broken)) == (True, True, b"", b"")
     with pytest.raises(Exception, match="rank 3 is gone"):
         call.reply([broken])
-    other = call.open()
+    other = call.answer.open(call)
     assert b"secret" not in other.error(ValueError("secret path")) and other.done
 
 

@@ -42,7 +42,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         words["logprobs"] = logprobs
     asked, name = _max_tokens(fields)
     keep, side = truncate(fields, context, asked or 1)
-    predicted = read_prediction(fields, context)
+    predicted = read_prediction(fields, context) if "prediction" in fields else None
     ids, role = render(fields, context, keep, side)
     ids = cut(ids, keep, side)
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
