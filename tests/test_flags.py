@@ -74,12 +74,20 @@ def words(flag: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
+EXAMPLES: dict[str, list[Any]] = {  # of keys whose values are told by no type
+    "pools": [{"prefill": {"max_num_seqs": 2}}],
+    "pools.prefill": [{"max_num_seqs": 2}],
+    "speculative_config": [{"method": "ngram"}],
+    "speculative_config.method": ["ngram"],
+}
+
+
 def accepted(key: str, field: Any) -> Iterator[Any]:
     """Values of a key that a deployment may have."""
     kind, nullable = flags._kind(field.annotation)
     listed = [[1], [2, 4]] if kind == list[int] else [["env:A", "file:/b"], ["https://a.example", "*"]]
     kinds = {Literal: list(get_args(kind)), list: listed}
-    chosen = kinds.get(get_origin(kind), CANDIDATES.get(kind, CANDIDATES[Any]))
+    chosen = EXAMPLES.get(key) or kinds.get(get_origin(kind), CANDIDATES.get(kind, CANDIDATES[Any]))
     for value in [*chosen, *([None] if nullable else [])]:
         try:
             parse(override({"model": {"path": MODEL}}, {key: value}))
