@@ -214,7 +214,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | Literal[False] | None = Field(
+    speculative_config: SpeculativeConfig | None = Field(
         None, description="Tokens tried before they are known, on the CPU; {} for n-grams. Default, and false: none."
     )
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
@@ -247,6 +247,11 @@ class Deployment(Section):
     @classmethod
     def _alias(cls, value: object) -> object:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("speculative_config", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value is False else value
 
     @field_validator("block_size")
     @classmethod

@@ -128,6 +128,7 @@ TICKETS_ENDED = Metric(
 )  # fmt: skip
 PREFILLS = Metric(
     "rayneuron:prefills", "counter", "Prompts by where they were to be computed, and why there.", ("where", "why"),
+    known=(("local", "nobody"), ("local", "short"), ("local", "faster"), ("remote", "long"), ("remote", "faster")),
 )  # fmt: skip
 FALLBACKS = Metric("rayneuron:fallbacks", "counter", "Prompts that were to be computed elsewhere and were computed here.")
 KV_TRANSFER_TIME = Metric(

@@ -179,7 +179,7 @@ def test_servers_are_compared_round_by_round() -> None:
 
 def test_servers_without_their_environment_are_left_out_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = serving_peers.parse_args(["--venvs", str(tmp_path)])
-    assert serving_peers.present(args) == ["rayneuron fast", "rayneuron plain"]
+    assert serving_peers.present(args) == ["rayneuron plain", "rayneuron fast"]
     assert "ray.serve.llm is left out: there is no" in capsys.readouterr().err
 
 

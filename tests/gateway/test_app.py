@@ -65,11 +65,16 @@ def url(tiny: Path) -> Iterator[str]:
             serve.context._get_global_client().deploy_apps(file, _blocking=False)
             eventually(lambda: [a.status.value for a in serve.status().applications.values()] == ["RUNNING"] * 4, 300, serve.status)
             made = f"http://127.0.0.1:{port}"
-            eventually(lambda: connected(made) >= 3, PATIENCE_S)
+            eventually(lambda: connected(made) >= 3 and states(made) == {"ready"}, PATIENCE_S, lambda: states(made))
             yield made
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def states(url: str) -> set[str]:
+    """What the gateway which answers says of its models."""
+    return {card["rayneuron"]["state"] for card in httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]}
 
 
 def connected(url: str) -> int:

@@ -31,6 +31,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.none() | st.lists(st.none() | SCORES, max_size=2),
     "cached_tokens": st.integers(0, 9),
     "preemptions": st.integers(0, 9),
+    "predicted": st.tuples(st.integers(0, 9), st.integers(0, 9)),
     "remote": st.booleans(),
     "error": st.none() | st.text(max_size=9),
     "fault": st.sampled_from(["engine", "choice", "request"]),

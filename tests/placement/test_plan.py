@@ -241,8 +241,9 @@ def test_the_three_named_files() -> None:
 def test_the_command_takes_under_two_seconds_and_no_torch(path: Path, request: pytest.FixtureRequest) -> None:
     if "demo:smollm2" in path.read_text():
         request.getfixturevalue("smollm2")
+    arguments = ["plan", str(path), *(["--nodes", "2"] if path.stem == "llama70b_pools" else [])]
     code = (
-        f"import sys, time; from rayneuron.cli import main; code = main(['plan', {str(path)!r}])\n"
+        f"import sys, time; from rayneuron.cli import main; code = main({arguments!r})\n"
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); print(time.process_time()); sys.exit(code)"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)

@@ -6,6 +6,7 @@ import concurrent.futures
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -129,8 +130,8 @@ def test_a_request_that_is_taken_in_counts_once(tiny: Path) -> None:
         def ask() -> httpx.Response:
             return httpx.post(f"{running.url}/v1/completions", json=LONG | {"max_tokens": 4}, timeout=PATIENCE_S)
 
-        def add_and_linger(request: Request) -> None:
-            add(request)
+        def add_and_linger(request: Request, *more: Any) -> None:
+            add(request, *more)
             if not answers:
                 answers.append(pool.submit(ask))
                 concurrent.futures.wait(answers, 0.3)  # a refusal would come at once

@@ -132,6 +132,8 @@ class Client:
             json.loads(reply)
         else:
             error = json.loads(reply)["error"]
+            if isinstance(error, str):  # TGI's form: where a body has `inputs`
+                error = {"message": error, "code": status if json.loads(reply)["error_type"] else None}
             assert error["message"] and error["code"] == status, (reply, body)
         return status
 

@@ -17,7 +17,7 @@ from rayneuron import metrics
 from rayneuron.config import Deployment
 from rayneuron.config import parse as parse_config
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError, RequestError
-from rayneuron.serve import served
+from rayneuron.serve import health, served
 from rayneuron.serve.ingress import application
 from rayneuron.serve.profile import profile_env
 from rayneuron.serve.replica import Replica
@@ -43,7 +43,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(served, "time", made)
+    for module in (served, health):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
