@@ -43,16 +43,21 @@ def children() -> set[int]:
     return found
 
 
+def descriptors() -> set[str]:
+    """Of shared memory of ours, those of this process."""
+    held = [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+    return {fd for fd in held if "memfd:rayneuron" in os.readlink(f"/proc/self/fd/{fd}")}
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No child, no shared memory, no descriptor and no held core may outlive a test."""
     monkeypatch.setenv("RAYNEURON_LEDGER", str(tmp_path / "cores"))
-    before, shared = children(), set(os.listdir("/dev/shm"))
+    before, shared, maps = children(), set(os.listdir("/dev/shm")), descriptors()
     yield
     assert children() <= before
     assert set(os.listdir("/dev/shm")) <= shared
-    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
-    assert not [name for name in held if "memfd:rayneuron" in name]
+    assert descriptors() <= maps
     for node in (tmp_path / "cores").glob("*"):
         # A process whose first thread has ended may keep its locks until the last of its threads has.
         eventually(lambda node=node: Ledger(node, instance("cores:8")).free() == set(range(8)), PATIENCE_S)  # type: ignore[misc]
