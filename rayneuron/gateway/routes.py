@@ -9,9 +9,6 @@ from urllib.parse import parse_qs
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route
 
 from rayneuron.api import errors, openai, sagemaker
@@ -20,7 +17,7 @@ from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.policies.desk import REMEMBERED
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp
-from rayneuron.serve.ingress import CORS, METRICS_TYPE, ROUTES, no_route
+from rayneuron.serve.ingress import METRICS_TYPE, ROUTES, assembled
 from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.served import LONG_BYTES
 
@@ -44,14 +41,7 @@ def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette
     page = page_routes() if catalogue.door.page else []
     one = [*(made(*route, "/m/{name}") for route in ROUTES), *page]
     routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), decisions, *page]
-    origins = catalogue.door.allowed_origins
-    app = Starlette(
-        routes=routes,
-        exception_handlers={HTTPException: partial(no_route, catalogue)},
-        middleware=[Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else [],
-    )
-    app.router.redirect_slashes = False
-    return app
+    return assembled(catalogue, routes)
 
 
 async def _chosen(endpoint: Endpoint, catalogue: Catalogue, exchange: Exchange) -> None:

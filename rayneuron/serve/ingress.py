@@ -35,6 +35,11 @@ def application(server: Server, echo_request_id: bool = True) -> Starlette:
     ]
     if server.door.page:
         routes += page_routes()
+    return assembled(server, routes)
+
+
+def assembled(server: Server, routes: list[BaseRoute]) -> Starlette:
+    """The application of some routes: its errors, and who may ask from other pages."""
     origins = server.door.allowed_origins
     app = Starlette(
         routes=routes,

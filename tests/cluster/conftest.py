@@ -238,3 +238,13 @@ def groups() -> list[str]:
     import ray
 
     return [g["name"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+
+
+@pytest.fixture
+def clean(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, whole and empty again afterwards."""
+    yield cluster
+    for name in cluster.names:
+        if name not in cluster.nodes:
+            cluster.start_worker_node(name)
+    remove(cluster)

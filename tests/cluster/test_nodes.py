@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Cluster, deploy, groups, remove, status
+from tests.cluster.conftest import Cluster, deploy, groups, status
 from tests.cluster.faults import Client, ever, holders
 from tests.cluster.test_faults import END_S, ERROR_S, Before, _stats
 from tests.cluster.test_groups import LONG, SHAPES, arguments, expected, says  # noqa: F401
@@ -20,15 +19,6 @@ CUT_END_S = 12.0  # the half beyond the cut hears nothing either, and may wait f
 HEALTH_S = 6.0  # Serve asks every 2 s
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def clean(cluster: Cluster) -> Iterator[Cluster]:
-    yield cluster
-    for name in cluster.names:
-        if name not in cluster.nodes:
-            cluster.start_worker_node(name)
-    remove(cluster)
 
 
 @pytest.mark.parametrize("whose", ["a rank's", "the replica's"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,20 +9,11 @@ import httpx
 import pytest
 
 from rayneuron import LLM, SamplingParams
-from tests.cluster.conftest import Cluster, deploy, remove, status
+from tests.cluster.conftest import Cluster, deploy, status
 from tests.serve.scripted import eventually
 from tests.serve.test_pools_app import ARGUMENTS, PROMPTS, counted, streamed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def clean(cluster: Cluster) -> Iterator[Cluster]:
-    yield cluster
-    for name in cluster.names:
-        if name not in cluster.nodes:
-            cluster.start_worker_node(name)
-    remove(cluster)
 
 
 def test_a_node_that_prefills_is_lost(clean: Cluster, tiny: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from tests.cluster.test_groups import LONG, SHAPES, arguments, expected, says  #
 from tests.serve.scripted import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def clean(cluster: Cluster) -> Iterator[Cluster]:
-    yield cluster
-    for name in cluster.names:
-        if name not in cluster.nodes:
-            cluster.start_worker_node(name)
-    remove(cluster)
 
 
 def test_the_controller_is_killed(clean: Cluster, tiny: Path, expected: dict[str, str]) -> None:  # noqa: F811  BR-24
