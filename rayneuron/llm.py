@@ -40,6 +40,8 @@ class LLM:
         self.config: Deployment = parse(options if path is None else override(options, {"model.path": str(path)}))
         opened = open_engine(self.config, progress)
         self.text = opened.text
+        self.path = opened.path
+        self.chosen = opened.chosen
         self.arch = opened.arch
         self.generation = opened.generation
         self.seconds = opened.seconds

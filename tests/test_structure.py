@@ -90,7 +90,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
         *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
         *("validation.py", "serve/"),
     ),
-    "transformers": ("text/tokenizer.py", "hf.py"),
+    "transformers": ("text/tokenizer.py", "hf.py", "cli/check.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
     "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
