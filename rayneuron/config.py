@@ -100,6 +100,7 @@ class Buckets(Section):
         None, ge=1, description="First of the generated length buckets; default: 128, and by twos; on Neuron 2048, and by fours."
     )
     scores: bool | None = Field(None, description="Graphs for prompt_logprobs; default: not on Neuron, where each is minutes of compiling.")
+    embeddings: bool | None = Field(None, description="Graphs for embeddings and scores of texts; default: not on Neuron.")
 
     @field_validator("context_encoding", "token_generation", "batch", "prefix")
     @classmethod
