@@ -142,7 +142,7 @@ class Replica(Handles):
         served = self._served
         if served is None or not isinstance(served.opened, loading.Opened) or not isinstance(served.engine, EngineLoop):
             return None
-        kept = served.opened.engine.scheduler.blocks.log
+        kept = served.opened.engine.scheduler.blocks.log if self.config.kv_events else None
         if kept is None or (kept.epoch, kept.number) == (epoch, number) or not served.engine.alive:
             return None
         return asyncio.wrap_future(served.engine.ask(lambda engine: engine.scheduler.blocks.news(epoch, number)))
