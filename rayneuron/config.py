@@ -216,9 +216,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | None = Field(
-        None, description="Tokens tried before they are known, on the CPU; {} for n-grams. Default, and false: none."
-    )
+    speculative_config: SpeculativeConfig | None = Field(None, description="CPU: tokens tried before they are known; {}: n-grams. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()

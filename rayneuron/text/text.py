@@ -281,8 +281,7 @@ class Assembler:
     def _send(self, choice: _Choice, delta: TokenDelta, text: str, finish: FinishReason | None, stop: str | None) -> Delta:
         ids, choice.ids = choice.ids, []
         logprobs, choice.logprobs = choice.logprobs, None
-        prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
-        usage = None
+        prompt_logprobs, choice.prompt_logprobs, usage = choice.prompt_logprobs, None, None
         if finish is not None:
             choice.done = True
             usage = Usage(len(self.request.prompt_ids), choice.count, choice.cached, choice.predicted)
