@@ -190,11 +190,19 @@ class RemoteEngine:
                 self.repair.again(way, "leave")
             self._pump()
 
-    def lost(self, linked: Linked) -> None:
-        """A connection has ended, and with it what was on its way over it."""
+    def failed(self, linked: Linked) -> None:
+        """A step of a replica has failed, or does not end."""
+        self.desk.leaving(linked.number, time.monotonic())
+        for way in self.books.on(linked.number):
+            self.repair.again(way, self.repair.cause(way, "step"))
+        self._pump()
+
+    def lost(self, linked: Linked, died: bool) -> None:
+        """A connection has ended, and with it what was on its way over it. Who was there when a process died may have killed it, begun or
+        not as far as is known here: the step that kills is the one nothing comes back of."""
         self.desk.lost(linked.number, time.monotonic())
         for way in self.books.on(linked.number):
-            self.repair.again(way, self.repair.cause(way, "crash" if way.heard or not linked.pressure.waiting else "silence"))
+            self.repair.again(way, self.repair.cause(way, "crash" if died else "silence"))
         self._pump()
 
     def _pump(self) -> None:
@@ -232,7 +240,7 @@ class RemoteEngine:
         """What a replica, or Serve, says of an order that is over."""
         now_s = time.monotonic()
         if settled is None:  # all that is there is lost, not this order alone
-            linked.link.end("Serve says that it is gone")
+            linked.link.end("Serve says that it is gone", died=True)
         elif settled.misdirected or (settled.refused is not None and settled.refused.kind == Busy.__name__):
             self.misdirected += settled.misdirected
             self.books.unplace(way)
@@ -244,7 +252,7 @@ class RemoteEngine:
             for index in way.open:
                 way.replays[index].told(way.attempts[index], settled.tokens.get(way.local(index), 0), now_s)
         elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
-            self.repair.again(way, self.repair.cause(way, "step"))
+            self.repair.again(way, self.repair.cause(way, "step" if settled.failed else "leave"))
         else:
             fault: Fault = "request" if isinstance(error, RequestError) else "choice"
             self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error")

@@ -40,6 +40,10 @@ class Owner(Protocol):
     @property
     def flights(self) -> Flights: ...
 
+    @property
+    def failed(self) -> bool:
+        """Whether a step has failed, so that nothing it was asked for goes on."""
+
     def pressure(self, seen: int) -> Pressure:
         """How busy it is, with the orders up to `seen`."""
 
@@ -97,10 +101,12 @@ class Hub:
         except RayNeuronError as wrong:
             if not begun and isinstance(wrong, NotReady):
                 return Settled(misdirected=True)  # to one that takes no calls any more
+            if self._owner.failed:
+                self.leave(0.0, failed=True)  # over the connection, ahead of its end, whatever Serve makes of the outcome
             refused = Refusal.of(wrong)
         finally:
             caller.orders.pop(order.number, None)
-        return Settled(refused=refused, tokens=reader.counts)
+        return Settled(refused=refused, tokens=reader.counts, failed=self._owner.failed)
 
     def card(self, config: Deployment, opened: Opened, user_config: dict[str, Any] | None) -> bytes:
         """What a gateway has to know of this replica."""
@@ -136,10 +142,10 @@ class Hub:
             for request in list(caller.orders.values()):
                 _end(self._owner.flights, request, None, "abort")
 
-    def leave(self, within_s: float) -> None:
-        """Tell everybody that this replica takes no more, and ends what it has within so long."""
+    def leave(self, within_s: float, failed: bool = False) -> None:
+        """Tell everybody that this replica takes no more, and ends what it has within so long; where it has `failed`, not at all."""
         for caller in self.callers.values():
-            caller.send(Leaving(within_s))
+            caller.send(Leaving(within_s, failed))
 
     async def close(self) -> None:
         """Hang up."""
