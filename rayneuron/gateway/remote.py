@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
 from rayneuron.frames import Card, Order, Settled, Tokens
 from rayneuron.gateway.asking import ask_of, profile_of
@@ -22,6 +23,7 @@ from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
 from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
+from rayneuron.serve.telemetry import Histogram
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ TICK_S = 0.25
 AGAIN_S = 0.055  # a little more than the desk keeps what came back
 SOON_S = 0.005  # how often the desk is asked while somebody waits there
 NOTHING = Wishes()
+GATEWAY = metrics.Gateway()
 
 
 class Orders(Protocol):
@@ -69,6 +72,7 @@ class RemoteEngine:
         self.repair = Repair(self.books, desk, deliver, lambda: self.known, rules)
         self.wishes: dict[str, Wishes] = {}
         self.misdirected = 0
+        self.errors = Histogram(GATEWAY.prediction_error)  # of what is predicted
         self._orders, self._deliver, self._eos_ids, self._rules = orders, deliver, eos_ids, rules
         self._tasks: set[asyncio.Task[None]] = set()
         self._soon: asyncio.TimerHandle | None = None
@@ -164,6 +168,8 @@ class RemoteEngine:
             index, delta, effect = way.hear(piece, now_s)
             if delta is not None:
                 deltas.append(delta)
+            if (error := way.judged(now_s)) is not None:
+                self.errors.observe(error)
             if effect is not None:
                 linked.link.cancel(way.number, way.local(index), "abort")
                 self.repair.act(way, index, effect, "gap")
@@ -209,6 +215,7 @@ class RemoteEngine:
         """Send what may go now; look again soon while somebody waits."""
         for send in self.desk.next(time.monotonic()):
             way = self.books.ways[send.key]
+            way.sent_s, way.predicted_s = time.monotonic(), 0.0 if way.alone or way.avoid else send.terms.ttft_ms / 1e3
             self.books.place(way, send.worker, send.number)
             if way.wishes.say is not None:
                 way.wishes.say(send.terms.line(send.waited_s))

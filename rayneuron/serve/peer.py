@@ -161,6 +161,10 @@ class Caller(asyncio.Protocol):
             self.known = (news.epoch, news.number)
             self.send(KvEvents(news))
 
+    def tell(self) -> None:
+        """Say how busy the replica is."""
+        self._tell([], self._hub.pressure(self))
+
     def _tell(self, pieces: list[Gain], pressure: Pressure | None) -> None:
         if pressure is not None:
             self._told_s, self._told_seen = time.monotonic(), pressure.seen
