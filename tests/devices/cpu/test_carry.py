@@ -84,6 +84,8 @@ def test_what_changes_meanwhile_is_never_copied_as_something_that_was_not_hashed
         lambda a, b: BY(KvRuns([a], (0,), 1, 2), None),
         lambda a, b: BY(KvRuns([a], (0, 1), 0, 1), KvRuns([b], (0,), 0, 1)),
         lambda a, b: BY(KvRuns([a], (0,), 0, 1), KvRuns([b], (9,), 0, 1)),
+        lambda a, b: BY(KvRuns([a], (0,), 0, 1), KvRuns([b[:, :, :256].copy()], (0,), 0, 1)),  # it would be written behind its run
+        lambda a, b: BY(KvRuns([a], (0,), 0, 2), KvRuns([b], (0,), 0, 1)),
         lambda a, b: BY(KvRuns([a], (0, 1), 0, 1), None)(0, 3),
         lambda a, b: BY(KvRuns([a], (0, 1), 0, 1), None)(1, 1),
         lambda a, b: BY(KvRuns([a[:, :, :240].copy()], (0,), 0, 1), None),
