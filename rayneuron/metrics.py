@@ -23,10 +23,11 @@ CHOICES = (1, 2, 5, 10, 20)
 ENDS = (("stop",), ("length",), ("abort",), ("error",))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One time series family. `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds).
+    """One time series family; itself alone is equal to it, since what is counted is looked up by it all the time.
 
+    `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds).
     `known`: label values that stand at 0 from the start, so that a rate over the first occurrence is not lost.
     """
 

@@ -142,7 +142,7 @@ class Replica(Handles):
         served = self._served
         if served is None or not isinstance(served.opened, loading.Opened) or not isinstance(served.engine, EngineLoop):
             return None
-        told = served.engine.news(epoch, number)
+        told = served.engine.news(epoch, number) if self.config.kv_events else None
         return None if told is None else asyncio.wrap_future(told)
 
     async def forget_prefixes(self) -> int:
