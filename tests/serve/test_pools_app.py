@@ -91,7 +91,9 @@ def counted(client: httpx.Client, name: str) -> float:
 def streamed(client: httpx.Client, prompt: str) -> str:
     asked = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=asked) as stream:
-        events = sse(list(stream.iter_lines()))
+        lines = list(stream.iter_lines())
+    assert stream.status_code == 200, (stream.status_code, lines)
+    events = sse(lines)
     assert events[-1] == "[DONE]", events
     return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
 

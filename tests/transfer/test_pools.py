@@ -106,6 +106,9 @@ def test_what_is_known_here_is_not_asked_for(tiny):
         assert before == 3 * each
         assert pair.d.pulls.counts["bytes"] - before == each * (-(-len(second) // SIZE) - (len(first) + 7) // SIZE)
         assert pair.d.heard.out["b", 0][0].cached_tokens >= 32
+        pair.run(ask("c", prompt(33, 5), 2))
+        pair.run(ask("d", prompt(33, 5), 2))  # all but the last token, whose logits are wanted
+        assert pair.d.pulls.prefills == {("remote", "long"): 3, ("local", "cached"): 1}
         pair.at_baseline()
 
 
