@@ -40,6 +40,8 @@ class LLM:
         self.config: Deployment = parse(options if path is None else override(options, {"model.path": str(path)}))
         opened = open_engine(self.config, progress)
         self.text = opened.text
+        self.path = opened.path
+        self.chosen = opened.chosen
         self.arch = opened.arch
         self.generation = opened.generation
         self.seconds = opened.seconds
@@ -73,7 +75,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
         """Deltas of one prompt as they are made. Closing the iterator ends the work."""
         request, _ = self._request(prompt, _matched(params, 1)[0])
-        return self._run(request)
+        return self.deltas([request])
 
     def tokens(self, requests: Sequence[Request]) -> Iterator[TokenDelta]:
         """Token deltas of several requests as they are made, without text. Closing the iterator ends the work."""
@@ -99,6 +101,17 @@ class LLM:
                 self._inboxes.pop(request.id, None)
                 if left:
                     self._loop.abort(request.id)
+
+    def deltas(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        """Text deltas of several requests as they are made. Closing the iterator ends the work."""
+        assemblers = {request.id: Assembler(request, self.text) for request in requests}
+        for token_delta in self.tokens(requests):
+            delta = assemblers[token_delta.request_id].push(token_delta)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None and token_delta.finish_reason is None:
+                self._loop.abort(delta.request_id, delta.index)  # a stop string: no more of this choice is needed
+            yield delta
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request of `tokens` early; its last delta says finish_reason "abort"."""
@@ -147,29 +160,12 @@ class LLM:
 
         return replace(params, bad_words_ids=self.text.bad_words_ids(params.bad_words))
 
-    def _run(self, request: Request) -> Iterator[Delta]:
-        assembler = Assembler(request, self.text)
-        for token_delta in self.tokens([request]):
-            delta = assembler.push(token_delta)
-            if delta is None:
-                continue
-            if delta.finish_reason is not None and token_delta.finish_reason is None:
-                self._loop.abort(request.id, delta.index)  # a stop string: no more of this choice is needed
-            yield delta
-
     def _all(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
-        assemblers = {request.id: Assembler(request, self.text) for request, _ in requests}
         deltas: dict[str, list[Delta]] = {request.id: [] for request, _ in requests}
         with _bar(len(requests), use_tqdm) as bar:
-            for token_delta in self.tokens([request for request, _ in requests]):
-                delta = assemblers[token_delta.request_id].push(token_delta)
-                if delta is None:
-                    continue
+            for delta in self.deltas([request for request, _ in requests]):
                 deltas[delta.request_id].append(delta)
-                if delta.finish_reason is not None:
-                    bar.update(1)
-                    if token_delta.finish_reason is None:
-                        self._loop.abort(delta.request_id, delta.index)
+                bar.update(delta.finish_reason is not None)
         return [collect(request, prompt, deltas[request.id], self.text.token) for request, prompt in requests]
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
+from rayneuron.constraints import StructuredOutputs
 from rayneuron.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -101,17 +103,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def edits_logits(self) -> bool:
         """True where a host-side logits processor has work for this request."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.no_repeat_ngram_size
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.banned_token_ids
-            or self.bad_words_ids
-            or self.min_tokens
-        )
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.no_repeat_ngram_size
+        bans = self.banned_token_ids or self.bad_words_ids or self.min_tokens or self.allowed_token_ids is not None
+        return bool(penalties or bans or self.logit_bias or self.structured_outputs is not None)
 
 
 def _shown(value: float) -> str:

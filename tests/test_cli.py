@@ -123,3 +123,19 @@ def test_a_directory_nobody_may_write_into_is_one_line(tmp_path: Path, capsys: p
     assert cli.main(["demo-model", "--random", "tiny", "--out", str(tmp_path / "file" / "x")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("rayneuron demo-model: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "says"),
+    [
+        ([], 0, "in fp32: within 0.001 nats of transformers"),
+        (["--tensor-parallel-size", "2"], 0, "in fp32: within 0.001 nats of transformers"),
+        (["--quantization", "int8"], 0, "quantised, so judged only where --tolerance is given"),
+        (["--quantization", "int8", "--tolerance", "0.001"], 2, "in fp32 is further than 0.001 from transformers at 'Hello"),
+    ],
+)
+def test_check_compares_with_transformers(tiny: Path, capsys: pytest.CaptureFixture[str], more: list[str], code: int, says: str) -> None:
+    words = ["check", str(tiny), "--dtype", "fp32", "--max-model-len", "128", "--prompt", "Hello there", "--max-tokens", "12", *more]
+    assert cli.main(words) == code
+    said = capsys.readouterr()
+    assert says in (said.err if code else said.out) and "'Hello there'" in said.out

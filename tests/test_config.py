@@ -65,15 +65,15 @@ def written(folder: Path, args: Any, **more: Any) -> Path:
     return path
 
 
-def check(path: Path, what: str) -> bool:
-    """Whether the file is refused; then by one line that names the file and a line of it."""
+def check(path: Path, what: str) -> str:
+    """What refuses the file, one line that names the file and a line of it; nothing where it is taken."""
     code, out, err = said(path)
     if code == 0:
         assert out and yaml.safe_load(out)["applications"], what
-        return False
+        return ""
     assert code == 2 and not out and err.count("\n") == 1 and "Traceback" not in err, f"{what}: {err}"
     assert re.match(rf"rayneuron config: {re.escape(str(path))}(:\d+)?: ", err) and len(err) < MOST_LETTERS, f"{what}: {err}"
-    return True
+    return err
 
 
 def cases(dice: random.Random, share: float) -> Iterator[tuple[str, str, object]]:
@@ -92,12 +92,12 @@ def fuzz(tmp_path: Path, share: float) -> None:
                 parse(merged(GOOD, nested(key, value)))
             continue
         path = written(tmp_path, merged(GOOD, nested(key, value)))
-        if check(path, what):
+        if err := check(path, what):
             refused += 1
             last = key.rpartition(".")[2]
-            line = int((re.search(r":(\d+): ", said(path)[2]) or ["", "0"])[1])
+            line = int((re.search(r":(\d+): ", err) or ["", "0"])[1])
             text = path.read_text().splitlines()
-            assert line and (last in said(path)[2] or last in text[line - 1]), f"{what}: {said(path)[2]}"
+            assert line and (last in err or last in text[line - 1]), f"{what}: {err}"
     assert refused > 200 * share
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from rayneuron import __version__
 from rayneuron.cli import (
+    batch,
+    check,
     compile,
     config,
     demo_model,
@@ -27,7 +29,10 @@ from rayneuron.cli import (
 from rayneuron.cli.flags import FlagParser
 from rayneuron.errors import RayNeuronError
 
-COMMANDS = (demo_model, config, plan, compile, serve, generate, shard, quantize, simulate, translate, doctor, neuron_check, version)
+COMMANDS = (
+    *(demo_model, config, plan, compile, serve, generate, batch, check, shard, quantize, simulate, translate),
+    *(doctor, neuron_check, version),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

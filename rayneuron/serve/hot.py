@@ -44,8 +44,8 @@ class Holds(Protocol):
     def prefills(self) -> Prefills | None: ...
 
 
-class Known(Protocol):
-    """A model to read bodies for: `loading.Opened`, or what a gateway knows of one."""
+class Reads(Protocol):
+    """A model to read bodies for."""
 
     @property
     def engine(self) -> Holds: ...
@@ -54,10 +54,14 @@ class Known(Protocol):
     def text(self) -> Text: ...
 
     @property
-    def path(self) -> Path: ...
+    def generation(self) -> dict[str, Any]: ...
+
+
+class Known(Reads, Protocol):
+    """A model that is served: `loading.Opened`, or what a gateway knows of one."""
 
     @property
-    def generation(self) -> dict[str, Any]: ...
+    def path(self) -> Path: ...
 
     @property
     def chosen(self) -> dict[str, Any]: ...
@@ -71,7 +75,7 @@ class Hot:
     limits: Limits
 
 
-def hot(config: Deployment, opened: Known, user_config: Mapping[str, Any] | None = None) -> Hot:
+def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None = None) -> Hot:
     """What `args` and `user_config` together say; a key that is in both is user_config's. Raises ConfigError."""
     said = deployment.parse_hot(user_config)
     limits = said.limits.model_dump(exclude_unset=True) if said.limits is not None else {}

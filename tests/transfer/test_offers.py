@@ -239,7 +239,7 @@ def test_whoever_says_what_is_no_message_is_counted_and_harms_nobody(opened, bad
         except ConnectionResetError:
             pass
     if bad != "two knocks":
-        eventually(lambda: p.offers.refused == 1, 5)
+        eventually(lambda: p.offers.door.refused == 1, 5)
     Speaking(p).offered("a")
 
 

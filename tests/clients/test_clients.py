@@ -1,0 +1,125 @@
+"""Clients as they are, in an environment of their own, against `rayneuron serve`: what each was told is what the server says to all.
+
+RAYNEURON_CLIENTS=V/bin/python pytest -m clients tests/clients; requirements.txt says how V is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayneuron.demo import ensure
+from tests.clients.programs import ASK, CLIENTS, MODEL
+from tests.serve.scripted import eventually
+from tests.serve.test_process import serving
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+PYTHON = os.environ.get("RAYNEURON_CLIENTS", "")
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(400), pytest.mark.skipif(not PYTHON, reason="RAYNEURON_CLIENTS names no python")]
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return ensure("smollm2")
+
+
+@pytest.fixture(scope="module")
+def url(path: Path) -> Iterator[str]:
+    with serving(path, alone=True) as served:
+        eventually(lambda: "is ready" in served.said("out") or served.process.poll() is not None, 200)
+        assert served.process.poll() is None, served.said("err")[-3000:]
+        yield served.url
+
+
+@pytest.fixture(scope="module")
+def said(url: str) -> dict[str, Any]:
+    """What the server says to a plain HTTP call."""
+    chat = httpx.post(f"{url}/v1/chat/completions", json={"model": MODEL, **ASK}, timeout=60).json()
+    text = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    return {
+        "chat": chat["choices"][0]["message"]["content"],
+        "input": chat["usage"]["prompt_tokens"],
+        "text": httpx.post(f"{url}/v1/completions", json=text, timeout=60).json()["choices"][0]["text"],
+    }
+
+
+@contextmanager
+def sagemaker(url: str) -> Iterator[str]:
+    """SageMaker's runtime before a container: /endpoints/NAME/invocations becomes /invocations."""
+
+    class Rewriting(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            reply = httpx.post(f"{url}/invocations", content=body, headers={"content-type": self.headers["content-type"]}, timeout=60)
+            self.send_response(reply.status_code if self.path == "/endpoints/one/invocations" else 404)
+            self.send_header("content-type", reply.headers["content-type"])
+            self.send_header("content-length", str(len(reply.content)))
+            self.end_headers()
+            self.wfile.write(reply.content)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rewriting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def told(name: str, url: str, path: Path) -> dict[str, Any]:
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    command = [PYTHON, str(PROGRAMS), name, url, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(name, answer.pop("version"))
+    return answer
+
+
+@pytest.mark.parametrize("name", [name for name in CLIENTS if name not in ("boto3", "lm_eval")])
+def test_a_client_is_told_what_everybody_is(name: str, url: str, path: Path, said: dict[str, Any]) -> None:
+    judge(told(name, url, path), said)
+
+
+def test_sagemakers_client(url: str, path: Path, said: dict[str, Any]) -> None:
+    with sagemaker(url) as endpoint:
+        judge(told("boto3", endpoint, path), said)
+
+
+def judge(answer: dict[str, Any], said: dict[str, Any]) -> None:
+    """Texts are the server's, counts are right, and whoever asks for a form gets it."""
+    for kind, count in (("chat", 12), ("text", 8)):
+        assert set(answer.get(kind, [said[kind]])) == {said[kind]}, answer
+        if kind in answer and "usage" in answer and (kind == "chat" or "chat" not in answer):
+            assert set(answer["usage"]) <= {count, 8}, answer
+    assert set(answer.get("input", [said["input"]])) == {said["input"]}, answer
+    assert answer.get("models", [MODEL]) == [MODEL]
+    asked, failed = answer.get("requests", (4, 0))
+    assert asked >= 4 and failed == 0, answer
+    assert answer.get("person", ["Ada", 36]) == ["Ada", 36]
+    assert answer.get("town", ["name", "people"]) == ["name", "people"] and answer.get("chosen", ["yes"])[0] in ("yes", "no")
+
+
+def test_lm_evals_scores_are_transformers(url: str, path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    answer = told("lm_eval", url, path)
+    for (context, continuation), (score, greedy) in zip(answer["pairs"], answer["scores"], strict=True):
+        ids, known = tokenizer(context + continuation).input_ids, len(tokenizer(context).input_ids)
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        wanted = sum(logprobs[i - 1, ids[i]].item() for i in range(known, len(ids)))
+        assert abs(score - wanted) < 1e-3 and greedy == all(logprobs[i - 1].argmax() == ids[i] for i in range(known, len(ids)))
