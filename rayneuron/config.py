@@ -206,6 +206,7 @@ class Deployment(Section):
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")
     enable_prefix_caching: bool | None = Field(None, description="Compute equal beginnings of prompts once; default: on the CPU.")
+    kv_events: bool = Field(True, description="Tell gateways which prefixes are kept here, so that they send their like to one replica.")
     fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")

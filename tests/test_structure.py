@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,7 @@ class Module:
         return (ast.get_docstring(self.tree) or "").split("\n")[0]
 
 
+@cache
 def package_modules() -> list[Module]:
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     return [Module(str(file.relative_to(ROOT / PACKAGE)), file.read_text()) for file in files]

@@ -61,6 +61,8 @@ def transports(cores: list[int], rounds: int) -> dict[str, list[float]]:
     import numpy as np
 
     from rayneuron.devices.base import KvMemory
+    from rayneuron.devices.cpu import carry, packing
+    from rayneuron.devices.cpu.library import library
     from rayneuron.transfer.base import Pull
     from rayneuron.transfer.layout import Reading, Run
     from rayneuron.transfer.shared import Shared
@@ -71,8 +73,8 @@ def transports(cores: list[int], rounds: int) -> dict[str, list[float]]:
     with ExitStack() as stack:
         _, (unix, tcp) = child({"shape": SHAPE, "token": token.hex(), "cores": cores[-1:]}, stack)
         os.sched_setaffinity(0, cores[:1])
-        ours, other = np.ones(SHAPE, np.uint8), np.ones(size, np.uint8)
-        into = KvMemory(list(ours), "rows")
+        ours, other = packing.shared(size)[0].numpy().reshape(SHAPE), np.ones(size, np.uint8)  # as the device keeps it
+        into = KvMemory(list(ours), "rows", carry=carry.by(library()))
         pull = Pull(1, bytes(16), bytes(16), 0, blocks, Reading(0, 0, 0, layers, (Run(0, 0, heads),)), tuple(range(blocks)))
         ways = {
             "shared": Shared(unix, token, 1, 5.0),

@@ -13,6 +13,7 @@ from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -148,14 +149,30 @@ Program = Callable[..., StepOutput]  # engine.step.step with the architecture bo
 
 
 @dataclass(frozen=True, slots=True)
+class KvRuns:
+    """Of each layer of `units`, of each of `blocks` of it: `heads` heads from `head` on, which lie side by side."""
+
+    units: Sequence[NDArray[Any]]
+    blocks: Sequence[int]
+    head: int
+    heads: int
+
+
+Carried = Callable[[int, int], "NDArray[np.uint64]"]  # XXH3 of runs (first, end), counted layer by layer
+Carry = Callable[[KvRuns, KvRuns | None], Carried]  # they are copied into those of the other meanwhile, where there is one
+
+
+@dataclass(frozen=True, slots=True)
 class KvMemory:
     """The KV of one rank where the host can address it: `units` of each layer, uint8 [blocks, heads, bytes of keys and values of a block],
-    in the order of numbers that `format` names. `fd`: what another process may map to read, layers `stride` bytes apart; -1: nothing."""
+    in the order of numbers that `format` names. `fd`: what another process may map to read, layers `stride` bytes apart; -1: nothing.
+    `carry`: what copies and hashes at once, where the device has such a thing."""
 
     units: Sequence[NDArray[Any]]
     format: str
     fd: int = -1
     stride: int = 0
+    carry: Carry | None = None
 
 
 @runtime_checkable

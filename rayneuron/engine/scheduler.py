@@ -142,7 +142,7 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         return sequence
 
-    def _asks(self, sequence: Sequence, hold: Hold) -> bool:
+    def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
         """Whether another pool computes a prompt that has just been given its blocks. All who wait so hold at most half of them, so that
         who runs and grows finds room."""
         prompt = sequence.prompt_len
@@ -150,10 +150,11 @@ class Scheduler:
             return False
         held = sum(len(other.blocks) for other, _ in self.remote.values())
         if hold.known >= prompt - 1 or held + len(hold.blocks) > self.capacity.blocks // 2:
+            self.prefills.kept("cached" if hold.known >= prompt - 1 else "room")
             return False
         key = f"{sequence.request.id}/{sequence.order}"
         blocks = tuple(hold.blocks[: self.capacity.space.width(prompt)])
-        if not self.prefills.ask(Prefill(key, sequence.request, hold.known, blocks)):
+        if not self.prefills.ask(Prefill(key, sequence.request, hold.known, blocks, hashes)):
             return False
         sequence.phase, sequence.asked = "remote", key
         self.remote[key] = hold, sequence
@@ -175,7 +176,7 @@ class Scheduler:
             self.waiting_tokens -= head.remaining
             head.hold = hold
             self._skip_to(head, hold.known)
-            if not self._asks(head, hold):
+            if not self._asks(head, hold, hashes):
                 insort(self.running, head, key=_rank)
 
     @staticmethod

@@ -89,6 +89,7 @@ class ServedEngine(Answering, Deployed, Replica):
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache of every replica. Raises where one does not answer: what it knows is still known."""
         answers = [await self.replica_forget_prefixes(), *await self._everybody("replica_forget_prefixes")]
+        answers += [] if self._prefill is None else await everybody(self._prefill, "replica_forget_prefixes")
         silent = [answer for answer in answers if isinstance(answer, BaseException)]
         if silent:
             raise RayNeuronError(f"{len(silent)} replicas did not answer and may still know prefixes: {silent[0]!r}")

@@ -142,10 +142,8 @@ class Replica(Handles):
         served = self._served
         if served is None or not isinstance(served.opened, loading.Opened) or not isinstance(served.engine, EngineLoop):
             return None
-        kept = served.opened.engine.scheduler.blocks.log
-        if kept is None or (kept.epoch, kept.number) == (epoch, number) or not served.engine.alive:
-            return None
-        return asyncio.wrap_future(served.engine.ask(lambda engine: engine.scheduler.blocks.news(epoch, number)))
+        told = served.engine.news(epoch, number) if self.config.kv_events else None
+        return None if told is None else asyncio.wrap_future(told)
 
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache; how many blocks were known."""

@@ -113,7 +113,8 @@ def test_the_same_texts_and_a_killed_prefill_replica_costs_time_alone(client: ht
         assert 'rayneuron:tickets_ended_total{engine="prefill 0",how="committed",model_name="tiny"}' in text
         assert client.get("/load").json()["pools"]["kv_transfer_bytes"][""] > 0
         (said,) = leaks._pools()
-        assert said.startswith("prefill replica of model: tickets live 0, ") and "committed" in said and "blocks are kept" in said
+        assert said.startswith("prefill replica of model: tickets queued 0, running 0, offered 0, ") and "committed" in said
+        assert "blocks are kept" in said and said.endswith("; 0 connections were refused")
         (pid,) = prefillers()
         client.post("/reset_prefix_cache")
         begun = threading.Semaphore(0)

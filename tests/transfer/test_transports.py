@@ -20,7 +20,8 @@ import pytest
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory
-from rayneuron.devices.cpu import packing
+from rayneuron.devices.cpu import carry, packing
+from rayneuron.devices.cpu.library import library
 from rayneuron.transfer import dialogue, lending, pieces
 from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Stale
 from rayneuron.transfer.layout import Reading, Run
@@ -36,15 +37,15 @@ NEVER = threading.Event()
 sealed = partial(wire.frame, sealed=True)
 
 
-def memory(layers: int, blocks: int, heads: int, unit: int, seed: int | None = None) -> KvMemory:
-    """In pages that can be shared, full of random bytes, or of 0xEE."""
+def memory(layers: int, blocks: int, heads: int, unit: int, seed: int | None = None, native: bool = False) -> KvMemory:
+    """In pages that can be shared, full of random bytes, or of 0xEE. `native`: copied and hashed by the kernels, where they can."""
     size = blocks * heads * unit
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     whole, fd = packing.shared(layers * stride)
     made = [whole[i * stride : i * stride + size].view(blocks, heads, unit).numpy() for i in range(layers)]
     for layer, units in enumerate(made):
         units[:] = 0xEE if seed is None else np.random.default_rng(seed + layer).integers(0, 256, units.shape, np.uint8)
-    return KvMemory(made, "rows", fd, stride)
+    return KvMemory(made, "rows", fd, stride, carry.by(library()) if native and unit >= carry.LEAST_BYTES else None)
 
 
 @pytest.fixture
@@ -84,10 +85,12 @@ SHAPES = [
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name, shape):
+@pytest.mark.parametrize("native", [(False, False), (True, False), (False, True), (True, True)], ids=["neither", "there", "here", "both"])
+def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name, shape, native):
+    """Whoever of the two has kernels."""
     layers, mine, heads, here, unit, read = shape
     rng = random.Random(len(WAYS))
-    theirs, ours = memory(layers, 9, heads, unit, seed=1), memory(mine, 12, here, unit)
+    theirs, ours = memory(layers, 9, heads, unit, seed=1, native=native[0]), memory(mine, 12, here, unit, native=native[1])
     lender = lend(theirs)
     transport = way(name, lender)
     for places, blocks in (
@@ -200,7 +203,7 @@ def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypa
             send(connection, parts)
 
         monkeypatch.setattr(lending, "_send", damaged)
-    with pytest.raises(Damaged, match="piece 1"):
+    with pytest.raises(Damaged, match="piece 0 is not what was meant" if name == "shared" else "piece 1 is not what was sent"):
         transport.pull(want(ONE, 0, (0, 1, 2)), ours, NEVER)
     transport.close()
 
@@ -364,7 +367,7 @@ def test_whoever_says_what_is_no_message_is_counted_and_harms_nobody(lend, bad, 
             assert connection.recv(1) == b"", "it was answered"
         except ConnectionResetError:
             pass
-    assert lender.refused == 1
+    assert lender.door.refused == 1
     way("unix", lender).pull(want(ONE, 0, (0, 1)), ours, NEVER)
     assert (ours.units[0][0] == theirs.units[0][0]).all()
 
