@@ -106,7 +106,7 @@ class LLM:
             while left:
                 delta = inbox.get()
                 if delta.error is not None:
-                    raise (RequestError if delta.fault == "request" else RayNeuronError)(delta.error)
+                    raise (RequestError if delta.fault in ("request", "call") else RayNeuronError)(delta.error, param=delta.param)
                 left -= delta.finish_reason is not None
                 yield delta
         finally:

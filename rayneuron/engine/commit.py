@@ -150,6 +150,7 @@ def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
     sequence.finish_reason = "error"
     delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="error", preemptions=sequence.preemptions)
     delta.error, delta.fault = str(wrong) if asked else FAILED, "request" if asked else "choice"
+    delta.param = wrong.param if isinstance(wrong, RequestError) else None
     return delta
 
 
@@ -192,7 +193,8 @@ def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | Non
 def ended(sequence: Sequence, delta: TokenDelta) -> TokenDelta:
     """A delta that holds the last of its ids, with why that ends the sequence, if it does."""
     token, generated = sequence.ids[-1], sequence.generated
-    if token in sequence.stop_ids and generated >= sequence.params.min_tokens:
+    early = generated < sequence.params.min_tokens and (sequence.grammar is None or token not in sequence.eos_ids)
+    if token in sequence.stop_ids and not early:
         delta.finish_reason = "stop"
         delta.eos = token in sequence.eos_ids
         delta.stop_token = None if delta.eos else token

@@ -48,19 +48,20 @@ class Sequence:
     loan: Loan | None = None
     asked: str = ""
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
+    grammar: Any = None  # engine.grammar.Grammar, where its output is constrained; made once that is compiled
     drafter: Any = None  # engine.speculation.drafting.Drafter, where this engine drafts; made with the first decode step
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[int, int] = field(init=False)  # order of service: priority first (lower earlier), then arrival
     whole: bool = field(init=False)  # every hidden state of its prompt is wanted: KV that is there already does not help
-    edited: bool = field(init=False)  # the host edits its logits
+    edited: bool = field(init=False)  # the host edits its logits, or chooses among them
     needs: Literal["likeliest", "sampled", "logits"] = field(init=False)  # the least a step must return where it samples
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.rank = (self.request.priority, self.order)
         self.whole = self.request.pooling == "mean"
-        self.edited = params.edits_logits
+        self.edited = params.edits_logits or params.structured_outputs is not None
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property
