@@ -145,6 +145,10 @@ class Prefiller:
         """As the engine's."""
         return self._ready()[0].news(epoch, number)
 
+    async def replica_forget_prefixes(self) -> int:
+        """Empty the prefix cache; how many blocks were known."""
+        return await asyncio.wrap_future(self._ready()[0].ask(lambda engine: engine.scheduler.blocks.reset()))
+
     def load(self) -> Load:
         """The engine's snapshot and the tickets."""
         engine, offers = self._ready()
@@ -155,10 +159,11 @@ class Prefiller:
         return Load(engine.snapshot(), offers.live, offers.live, None, self._chosen, told=told)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What a scaling policy decides on: the prompts that wait, by tokens, and the KV that is kept for others."""
-        snapshot = self.load().snapshot
+        """What a scaling policy decides on: the prompts that are to be computed, by tokens, and the share of KV kept for others."""
+        engine, offers = self._ready()
+        snapshot = engine.snapshot()
         pinned = snapshot.blocks_pinned / snapshot.blocks_total if snapshot.blocks_total else 0.0
-        return {"waiting": float(snapshot.waiting), "waiting_tokens": float(snapshot.waiting_tokens), "kv_used": pinned}
+        return {"waiting": float(snapshot.waiting), "prompt_tokens": float(offers.unfinished), "kv_used": pinned}
 
     def stats(self) -> dict[str, Any]:
         """The load, for people."""

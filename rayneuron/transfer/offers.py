@@ -89,7 +89,15 @@ class Offers:
 
     def phases(self) -> Counter[str]:
         """How many of them are queued, running and offered."""
-        return Counter(held.offer.phase for ticket in [*self._keys.values()] if (held := self._tickets.get(ticket)) is not None)
+        return Counter(held.offer.phase for held in self._live())
+
+    def _live(self) -> list[Ticket]:
+        return [held for ticket in [*self._keys.values()] if (held := self._tickets.get(ticket)) is not None]
+
+    @property
+    def unfinished(self) -> int:
+        """Tokens of the prompts that are not computed yet."""
+        return sum(len(held.request.prompt_ids) for held in self._live() if held.offer.phase in ("queued", "running"))
 
     def told(self, lent: Lent) -> None:
         """The engine: more of a ticket's prompt has KV."""
@@ -180,7 +188,7 @@ class Offers:
     def _no_room(self, request: Request) -> str | None:
         if self._draining:
             return "this replica is leaving"
-        live = [self._tickets[ticket] for ticket in self._keys.values()]
+        live = self._live()
         if sum(self._blocks(held.request) for held in live) + self._blocks(request) > self._limits.pinned:
             return f"{self._limits.pinned} blocks may be kept for others at once"
         waiting = sum(len(held.request.prompt_ids) for held in live if held.offer.phase == "queued")
