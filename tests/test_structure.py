@@ -52,13 +52,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"errors", "settings", "models.collectives"},
     "devices": {"errors", "settings", "models", "compile_cache", "collectives"},
     "policies": {"errors", "types", "news", "hashing"},
-    "api": {"errors", "types", "policies"},
+    "api": {"errors", "constraints", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
-    "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
+    "structured": {"errors", "constraints", "text", "engine.grammar"},
+    "loading": LEAVES
+    | {"structured", "compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}
@@ -87,6 +89,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "boto3": ("compile_cache/s3.py", "sources/s3.py"),
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
+    "llguidance": ("structured.py",),
     "gguf": ("demo/",),
     "pydantic": (
         *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
@@ -100,7 +103,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
-    "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/"),
+    "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/", "structured.py"),
     "yaml": ("cli/", "yaml_file.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli/", "loading.py", "llm.py", "serve/"),
     "prometheus_client": ("metrics.py", "serve/", "gateway/"),
@@ -113,6 +116,7 @@ TORCH_FREE = (
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
     *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
     *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
+    *("engine/grammar.py", "constraints.py", "structured.py"),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}

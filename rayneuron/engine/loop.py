@@ -49,6 +49,7 @@ class EngineLoop:
         self._audited = 0  # steps then
         if engine.scheduler.prefills is not None:
             engine.scheduler.prefills.wake = self._wake.set
+        engine.constraining.on_ready(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="rayneuron-engine", daemon=True)
         self._thread.start()
 

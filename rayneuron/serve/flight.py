@@ -183,8 +183,8 @@ class Flight:
             # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
             log.error("request %s failed: %s", piece.request_id, piece.error)
             self.fail(NotReady(STOPPED))
-        elif self.unfinished == 1 and not any(active.answered for active in self.actives.values()):
-            self.fail((RequestError if piece.fault == "request" else RayNeuronError)(piece.error or "the choice failed"))
+        elif piece.fault == "call" or (self.unfinished == 1 and not any(active.answered for active in self.actives.values())):
+            self.fail((RayNeuronError if piece.fault == "choice" else RequestError)(piece.error or "it failed", param=piece.param))
         return self.error is not None
 
     async def _wait(self) -> None:
