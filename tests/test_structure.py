@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
+LEAVES = {"errors", "constraints", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
 LEAVES |= {"config", "config_features", "group_config", "gateway_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
-    "types": {"errors"},
+    "constraints": {"errors"},
+    "types": {"errors", "constraints"},
     "seeds": {"types"},
     "news": set(),
     "metrics": {"errors", "types"},
@@ -178,6 +180,7 @@ class Module:
         return (ast.get_docstring(self.tree) or "").split("\n")[0]
 
 
+@cache
 def package_modules() -> list[Module]:
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     return [Module(str(file.relative_to(ROOT / PACKAGE)), file.read_text()) for file in files]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from rayneuron.devices.base import SCORES, Pending, StepOutput
+from rayneuron.devices.base import POOLED, SCORES, Pending, StepOutput
 from rayneuron.engine.commit import advance, ended, failed
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
@@ -74,6 +74,8 @@ class Engine:
         if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
             said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
             raise RequestError(said, param="prompt_logprobs")
+        if request.pooling is not None and POOLED not in self.capacity.wants:
+            raise RequestError("this deployment has no graphs for embeddings; its file must say buckets.embeddings: true", param="model")
         if not known:
             if self._rule is not None:
                 check_request(request.params, self._rule)

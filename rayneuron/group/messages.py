@@ -11,7 +11,7 @@ from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 from rayneuron.transfer.layout import KvLayout
 
-VERSION = 7  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 8  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -23,10 +23,10 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One micro-batch: the graph, and the arrays of a Batch in the order of its schema."""
+    """One micro-batch: the graph, and the arrays of a Batch in the order of its schema, one behind the other."""
 
     shape: Shape
-    arrays: list[Array]
+    data: memoryview
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -39,7 +39,7 @@ def test_a_prompt_takes_the_time_of_its_chunks() -> None:
 
 
 def test_chunks_are_cut_as_the_scheduler_cuts_them() -> None:
-    p = profile(engine(), chunk_ms=12.0)
+    p = profile(engine(), chunk_ms=15.0)
     chunks = fit(p)
     assert chunks is not None and chunks.most(0) == 64
     assert Costs(p).prefill(200, 0, True)[1] == 4 and Costs(p).prefill(200, 0, False)[1] == 1

@@ -40,6 +40,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_attend": (None, [_P, _P, _P, _I]),
     "rn_stack_open": (_P, [_P, _P]),
     "rn_stack_close": (None, [_P]),
+    "rn_carry": (None, [_P, _P, _L, _I, _P]),
     "rn_stack_run": (_I, [_P, _P, _I, _I, _I]),
 }
 
