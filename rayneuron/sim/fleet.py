@@ -246,10 +246,9 @@ class Simulation:
         report = self.report
         if not call.first_s:
             call.first_s = now_s
-            ttft_s = now_s - arrival.at_s
-            report.ttft.add(ttft_s)
+            report.ttft.add(ttft_s := now_s - arrival.at_s)
             if call.predicted_s:
-                report.off.add(abs(call.predicted_s - now_s) / max(now_s - arrival.at_s, 1e-9))
+                report.off.add(abs(call.predicted_s - now_s) / max(ttft_s, 1e-9))
             report.account(arrival.account).ttft.add(ttft_s)
         elif self.setup.exact:
             report.pause.add(now_s - call.last_s)
