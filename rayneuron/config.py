@@ -100,6 +100,7 @@ class Buckets(Section):
         None, ge=1, description="First of the generated length buckets; default: 128, and by twos; on Neuron 2048, and by fours."
     )
     scores: bool | None = Field(None, description="Graphs for prompt_logprobs; default: not on Neuron, where each is minutes of compiling.")
+    embeddings: bool | None = Field(None, description="Graphs for embeddings and scores of texts; default: not on Neuron.")
 
     @field_validator("context_encoding", "token_generation", "batch", "prefix")
     @classmethod
@@ -207,6 +208,7 @@ class Deployment(Section):
     threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of one rank; default: this rank's share of the cores.")
     block_size: int | None = Field(None, ge=1, description="Tokens of a KV block: a power of two from 16, or max_model_len; CPU: 64.")
     enable_prefix_caching: bool | None = Field(None, description="Compute equal beginnings of prompts once; default: on the CPU.")
+    kv_events: bool = Field(True, description="Tell gateways which prefixes are kept here, so that they send their like to one replica.")
     fused_qkv: bool = Field(True, description="Multiply by q, k and v, and by gate and up, as one matrix each.")
     group_query_attention: str | None = Field(None, description="How KV heads meet the ranks: shard-over-heads, replicated-heads, ...")
     shard_over_sequence: bool = Field(False, description="Flash decoding: ranks that share KV heads hold different positions.")
@@ -215,9 +217,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | None = Field(
-        None, description="Tokens tried before they are known, on the CPU; {} for n-grams. Default, and false: none."
-    )
+    speculative_config: SpeculativeConfig | None = Field(None, description="On the CPU, tokens tried before they are known. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()

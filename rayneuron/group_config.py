@@ -19,6 +19,7 @@ ALIKE = (
     *("capacity_factor", "on_device_sampling"),
 )
 FEW_ROWS = 4  # a prefill replica's, where nothing is said
+PREFILL_POLICY = "rayneuron.policies.pool_sizes:PromptTokens"  # of its pool, too: Serve's own counts calls, and nobody calls it
 
 
 class GroupLimits(Section):
@@ -73,6 +74,11 @@ def prefill_of(config: Made, place: Locate = lambda path, text: "") -> Made:
     if "pools" in over:
         raise ConfigError(placed(("pools",), "pools") + "pools are not nested; leave pools out", param="pools.prefill.pools")
     serving = {key: value for key, value in args.get("serving", {}).items() if key not in ("num_replicas", "autoscaling")}
+    if isinstance(own := over.get("serving"), dict) and isinstance(scaling := own.get("autoscaling"), dict):
+        over["serving"] = {**own, "autoscaling": {"policy": {"policy_function": PREFILL_POLICY}, **scaling}}
+        if scaling.get("min_replicas", 1) == 0:
+            said = "serving.autoscaling.min_replicas is 0, and nobody would ask where nobody is there; write at least 1"
+            raise ConfigError(placed(("serving", "autoscaling", "min_replicas"), said) + said, param="pools.prefill.serving")
     made = validate(type(config), *translated(_over({**args, "serving": serving, "max_num_seqs": FEW_ROWS}, over), placed))
     for name in ALIKE:
         mine, theirs = getattr(config, name), getattr(made, name)

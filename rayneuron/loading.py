@@ -95,6 +95,7 @@ def open_engine(
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.probe import probe
         from rayneuron.engine.speculation.drafting import speculation
+        from rayneuron.structured import Grammars
 
     with _timed(seconds, "check"):
         model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
@@ -127,6 +128,7 @@ def open_engine(
         kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
         engine = Engine(
             runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile,
+            grammars=Grammars(text, model.arch.vocab),
             speculation=speculation(drafts, profile, runner.capacity.rows) if (drafts := config.speculative_config) else None,
         )  # fmt: skip
         undo.pop_all()

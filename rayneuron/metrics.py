@@ -20,13 +20,15 @@ STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000)
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 ENDS = (("stop",), ("length",), ("abort",), ("error",))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One time series family. `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds).
+    """One time series family; itself alone is equal to it, since what is counted is looked up by it all the time.
 
+    `per_token`: observed every token or step, so on /metrics only (an observation costs Ray microseconds).
     `known`: label values that stand at 0 from the start, so that a rate over the first occurrence is not lost.
     """
 
@@ -120,24 +122,32 @@ KV_LEDGER_WRONG = Metric("rayneuron:kv_ledger_wrong", "counter", "Times the ledg
 PREFIX_EVICTIONS = Metric("rayneuron:prefix_evictions", "counter", "Cached blocks that made room.")
 KV_PINNED = Metric("rayneuron:kv_pinned_blocks", "gauge", "KV blocks kept for decode replicas that read them.")
 TICKETS = Metric(
-    "rayneuron:tickets", "gauge", "Prompts that a prefill replica computes or keeps for others.", ("state",), known=(("live",),)
-)
+    "rayneuron:tickets", "gauge", "Prompts that a prefill replica computes or keeps for others.", ("state",),
+    known=(("queued",), ("running",), ("offered",)),
+)  # fmt: skip
 TICKETS_ENDED = Metric(
     "rayneuron:tickets_ended", "counter", "Such prompts by how they ended, and those that were declined.", ("how",),
     known=(("committed",), ("aborted",), ("expired",), ("declined",)),
 )  # fmt: skip
 PREFILLS = Metric(
     "rayneuron:prefills", "counter", "Prompts by where they were to be computed, and why there.", ("where", "why"),
-    known=(("local", "nobody"), ("local", "short"), ("local", "faster"), ("remote", "long"), ("remote", "faster")),
+    known=(
+        *(("local", why) for why in ("nobody", "short", "faster", "cached", "room")), *(("remote", why) for why in ("long", "faster")),
+    ),
 )  # fmt: skip
-FALLBACKS = Metric("rayneuron:fallbacks", "counter", "Prompts that were to be computed elsewhere and were computed here.")
+FALLBACKS = Metric(
+    "rayneuron:fallbacks", "counter", "Prompts that were to be computed elsewhere and were computed here, by how far they had come.",
+    ("stage",), known=(("asked",), ("pulling",), ("streamed",), ("committing",)),
+)  # fmt: skip
+EXTERNAL_QUERIES = Metric("vllm:external_prefix_cache_queries", "counter", "Tokens of prompts that prefill replicas were asked for.")
+EXTERNAL_HITS = Metric("vllm:external_prefix_cache_hits", "counter", "Those of them whose KV came.")
 KV_TRANSFER_TIME = Metric(
     "rayneuron:kv_transfer_seconds", "histogram", "From a first token that came from elsewhere to all of its KV.", buckets=STEP_S
 )
 KV_TRANSFER_BYTES = Metric("rayneuron:kv_transfer_bytes", "counter", "KV read from prefill replicas.")
 KV_TRANSFER_RETRIES = Metric(
-    "rayneuron:kv_transfer_retries", "counter", "Transfers that broke, found no ticket, or went to another replica.", ("why",),
-    known=(("broken",), ("stale",), ("retries",)),
+    "rayneuron:kv_transfer_retries", "counter", "Transfers that had a wrong checksum, lost the other side or found no ticket, and prompts"
+    " that went to another replica.", ("why",), known=(("damaged",), ("lost",), ("stale",), ("other",)),
 )  # fmt: skip
 WAITING_TOKENS = Metric("rayneuron:waiting_tokens", "gauge", "Prompt tokens of waiting sequences.")
 OPEN_CALLS = Metric("rayneuron:open_calls", "gauge", "API calls that have not been answered to the end.")
@@ -170,6 +180,10 @@ class Gateway:
     replicas: Metric = Metric("rayneuron:gateway_replicas", "gauge", "Replicas it is connected with.")
     refusals: Metric = Metric("rayneuron:gateway_refusals", "counter", "Calls turned away.", ("reason",), known=(("capacity",),))
     ttft: Metric = Metric("rayneuron:gateway_ttft_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
+    prediction_error: Metric = Metric(
+        "rayneuron:gateway_prediction_error", "histogram", "|predicted - actual| time from order to first token, as a share of the actual.",
+        buckets=SHARES,
+    )  # fmt: skip
     replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
     replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
     misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")

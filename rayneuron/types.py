@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
+from rayneuron.constraints import StructuredOutputs
 from rayneuron.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Fault = Literal["engine", "choice", "request"]  # what failed: the engine with all it had, one choice, what the request asked for
+Fault = Literal["engine", "choice", "request", "call"]  # what failed: all the engine had, one choice, what it asked for, so did its call
 
 MAX_STOP_CHARACTERS = 4096  # of all stop strings of a request together
 MAX_LOGPROBS = 20  # alternatives a token, as OpenAI and vLLM cap them
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -100,18 +102,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def edits_logits(self) -> bool:
-        """True where a host-side logits processor has work for this request."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.no_repeat_ngram_size
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.banned_token_ids
-            or self.bad_words_ids
-            or self.min_tokens
-        )
+        """True where a host-side logits processor has work for this request; a constraint is none."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.no_repeat_ngram_size
+        bans = self.banned_token_ids or self.bad_words_ids or self.min_tokens or self.allowed_token_ids is not None
+        return bool(penalties or bans or self.logit_bias)
 
 
 def _shown(value: float) -> str:
@@ -143,6 +137,7 @@ class Request(msgspec.Struct, kw_only=True):
     `output_ids`: what another engine has generated of its one choice already; this one goes on behind them.
     `trace`: a W3C traceparent, under which others may say what they did for it.
     `prediction`: what its output may be; where drafts are tried, that makes it come sooner, and changes no token.
+    `pooling`: its prompt's hidden states are wanted instead of tokens (max_tokens 0), of the last position or the mean of all.
     """
 
     id: str
@@ -157,6 +152,7 @@ class Request(msgspec.Struct, kw_only=True):
     output_ids: list[int] = []
     trace: str = ""
     prediction: list[int] | None = None
+    pooling: Literal["last", "mean"] | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -186,7 +182,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
     `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
-    `error` says why in words a client may read, unless `fault` is "engine": then it is for the log.
+    `pooled`: float32 [E], where that is asked for. `error` says why in words a client may read (where `fault` is "engine": for the log),
+    `param` of which field.
     """
 
     request_id: str
@@ -202,8 +199,10 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     preemptions: int = 0
     error: str | None = None
     fault: Fault = "engine"
+    param: str | None = None
     stamps: Stamps | None = None
     predicted: tuple[int, int] = (0, 0)
+    pooled: bytes = b""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -237,6 +236,7 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     usage: Usage | None = None
     error: str | None = None
+    pooled: bytes = b""
 
 
 def join(deltas: Sequence[Delta]) -> Delta:

@@ -124,7 +124,7 @@ def test_inf2_three_models(expected: str) -> None:
 
 def test_inf2_host(expected: str) -> None:
     """Six models on 24 declared cores: the pinned one and the one of min 1 come by themselves, a third where it is asked."""
-    with serving("inf2_host", "--application", "all", *ON_CPU) as (url, process):
+    with serving("inf2_host", "--application", "all", *ON_CPU, "--set", "compile.required=false") as (url, process):
         assert answers(url, "tiny", process, 400.0) == expected
         assert answers(url, "small", process) == expected
         assert answers(url, "chat", process) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 from rayneuron import deployment_file
 from rayneuron.config import Deployment, parse
 from rayneuron.errors import ConfigError
-from rayneuron.group_config import prefill_of
+from rayneuron.group_config import PREFILL_POLICY, prefill_of
 
 
 def pooled(**prefill: object) -> Deployment:
@@ -28,6 +29,19 @@ def test_a_prefill_pool_is_the_rest_of_the_file_with_its_own_keys() -> None:
     assert prefill_of(parse(scaled)).serving.drain_timeout_s == 7.0
 
 
+def test_each_pool_scales_by_what_it_is_asked_for() -> None:
+    own = {"autoscaling": {"max_replicas": 4}}
+    words = {"model": {"path": "/m"}, "serving": {"autoscaling": {"max_replicas": 2}}, "pools": {"prefill": {"serving": own}}}
+    here, there = parse(words).serving.autoscaling, prefill_of(parse(words)).serving.autoscaling
+    assert here is not None and there is not None and (here.max_replicas, there.max_replicas) == (2, 4)
+    assert there.policy.policy_function == PREFILL_POLICY and here.policy.policy_function.startswith("ray.serve.")
+    module, _, name = PREFILL_POLICY.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    own["autoscaling"] = {"max_replicas": 4, "policy": {"policy_function": "mine:decide"}}
+    scaling = prefill_of(parse(words)).serving.autoscaling
+    assert scaling is not None and scaling.policy.policy_function == "mine:decide"
+
+
 @pytest.mark.parametrize(
     ("prefill", "said"),
     [
@@ -40,6 +54,7 @@ def test_a_prefill_pool_is_the_rest_of_the_file_with_its_own_keys() -> None:
         ({"tensor_parallel": 0}, "pools.prefill: tensor_parallel: must be at least 1, got 0"),
         ({"buckets": {"batch": []}}, "pools.prefill: buckets.batch: a bucket list needs"),
         ({"pools": {"lease_s": 1.0}}, "pools are not nested"),
+        ({"serving": {"autoscaling": {"min_replicas": 0}}}, "pools.prefill: serving.autoscaling.min_replicas is 0, and nobody would ask"),
         ({"compile": {"async_mode": True}, "pipeline_parallel": 2}, "compile.async_mode goes without pipeline_parallel"),
     ],
 )

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
+LEAVES = {"errors", "constraints", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
 LEAVES |= {"config", "config_features", "group_config", "gateway_config", "host_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
-    "types": {"errors"},
+    "constraints": {"errors"},
+    "types": {"errors", "constraints"},
     "seeds": {"types"},
     "news": set(),
     "metrics": {"errors", "types"},
@@ -51,13 +53,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"errors", "settings", "models.collectives"},
     "devices": {"errors", "settings", "models", "compile_cache", "collectives"},
     "policies": {"errors", "types", "news", "hashing"},
-    "api": {"errors", "types", "policies"},
+    "api": {"errors", "constraints", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
     | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
     "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
-    "loading": LEAVES | {"compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
+    "structured": {"errors", "constraints", "text", "engine.grammar"},
+    "loading": LEAVES
+    | {"structured", "compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}
@@ -87,6 +91,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "boto3": ("compile_cache/s3.py", "sources/s3.py"),
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
+    "llguidance": ("structured.py",),
     "gguf": ("demo/",),
     "pydantic": (
         *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
@@ -100,7 +105,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "safetensors": ("models/", "devices/", "demo/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
-    "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/"),
+    "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/", "structured.py"),
     "yaml": ("cli/", "yaml_file.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli/", "loading.py", "llm.py", "serve/"),
     "prometheus_client": ("metrics.py", "serve/", "gateway/"),
@@ -113,6 +118,7 @@ TORCH_FREE = (
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
     *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
     *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
+    *("engine/grammar.py", "constraints.py", "structured.py"),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "host/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
@@ -123,7 +129,7 @@ MUTABLE_CALLS = {
     *("Lock", "RLock", "Event", "Condition", "Semaphore", "Queue", "SimpleQueue", "Thread", "count", "cycle"),
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
-ENTRY_POINTS = {"Generate", "HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
+ENTRY_POINTS = {"Generate", "HuggingFaceGenerationAdapter", "Stream", "TokenLoad"}  # what users import and the package itself does not use
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 
@@ -180,6 +186,7 @@ class Module:
         return (ast.get_docstring(self.tree) or "").split("\n")[0]
 
 
+@cache
 def package_modules() -> list[Module]:
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     return [Module(str(file.relative_to(ROOT / PACKAGE)), file.read_text()) for file in files]

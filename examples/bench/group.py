@@ -3,7 +3,8 @@
 
   python examples/bench/group.py [--model demo:random:tiny] [--parts step reduce decode bubble]
 
-Step: one batch out to N - 1 workers over unix sockets and their answers back, no model work. Reduce: ranks in step, skew included, sums
+Step: one batch out to N - 1 workers over unix sockets, until the last has it (fan-out), and their answers back; no model work. With more
+workers than cores it is what they compute that counts, one behind the other; nobody spins. Reduce: ranks in step, skew included, sums
 checked; gloo over loopback beside it. Decode: tokens/s of one engine, interleaved rounds, one thread a rank. Bubble: how much of a prefill
 step the two stages of a real model stand idle, by number of micro-batches.
 """
@@ -25,7 +26,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from rayneuron.models.kv import KvSpace  # noqa: E402
 
+FAN_OUT_MS = 0.2  # to 8 workers (issue 13)
+SPACE = KvSpace(rows=16, limit=256, blocks=64, block=64)
 PARTS = ("step", "reduce", "decode", "bubble")
 SIZES = (2304, 8192, 65536)
 MODES: dict[str, dict[str, Any]] = {"TP 1": {}, "TP 2": {"tensor_parallel": 2}, "PP 2": {"pipeline_parallel": 2}}
@@ -37,18 +41,18 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
 
 
-def step_overhead(workers: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds from packed batch to last answer, p50 and p99; the workers are processes with the group's own channel and messages."""
+def step_overhead(workers: int, rounds: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Milliseconds from packed batch until the last worker has its arrays, and to the last answer, p50 and p99 each; the workers are
+    processes with the group's own channel and messages, whose answers say when they had them: one clock on one host."""
     import torch
 
     from rayneuron import wire
     from rayneuron.devices.base import LIKELIEST, Shape
     from rayneuron.devices.idle import idle
     from rayneuron.group import arrays, messages
-    from rayneuron.models.kv import KvSpace
 
     shape = Shape("decode", 16, 1, 256, LIKELIEST)
-    batch = idle(shape, KvSpace(rows=16, limit=256, blocks=64, block=64))
+    batch = idle(shape, SPACE)
     listener = wire.listen()
     command = [sys.executable, __file__, "--echo", wire.address(listener)]
     children = [subprocess.Popen(command) for _ in range(workers - 1)]
@@ -56,40 +60,44 @@ def step_overhead(workers: int, rounds: int) -> tuple[float, float]:
     for _ in children:
         connection, _ = listener.accept()
         channels.append(wire.Channel(connection, messages.FromWorker))
-    took = []
+    out, took = [], []
     torch.set_num_threads(1)
     for number in range(rounds + 50):
-        began = time.perf_counter()
+        began = had = time.perf_counter()
         frame = wire.frame(messages.Step(number, [], [arrays.part(shape, batch)]))
         for channel in channels:
             channel.send_frame(frame)
         for channel in channels:
-            assert isinstance(channel.receive(10.0), messages.Done)
+            answer = channel.receive(10.0)
+            assert isinstance(answer, messages.Done)
+            had = max(had, answer.busy_s)
         took.append((time.perf_counter() - began) * 1e3)
+        out.append((had - began) * 1e3)
     for channel in channels:
         channel.close()
     for child in children:
         child.wait(30)
     listener.close()
-    return spread(took[50:])
+    return spread(out[50:]), spread(took[50:])
 
 
 def echo(address: str) -> None:
-    """A worker without a model: unpack the batch, answer."""
+    """A worker without a model: unpack the batch, answer when that was."""
     import torch
 
     from rayneuron import wire
     from rayneuron.group import arrays, messages
 
     torch.set_num_threads(1)
+    batches = arrays.Batches(SPACE)
     channel: wire.Channel[messages.ToWorker] = wire.Channel(wire.connect(address, 30.0), messages.ToWorker)
     try:
         while True:
             step = channel.receive()
             assert isinstance(step, messages.Step)
-            for part in step.parts:
-                arrays.batch(part)
-            channel.send(messages.Done(step.number))
+            for place, part in enumerate(step.parts):
+                batches.read(place, part)
+            channel.send(messages.Done(step.number, (), time.perf_counter()))
     except wire.Closed:
         pass
 
@@ -209,8 +217,10 @@ def main() -> None:
     print(json.dumps(machine.facts()), f"load {os.getloadavg()[0]:.1f}", sep="\n")
     if "step" in args.parts:
         for workers in (1, 2, 4, 8):
-            middle, tail = step_overhead(workers, args.repeats)
-            print(f"step overhead, {workers} workers: p50 {middle:.3f} ms, p99 {tail:.3f} ms")
+            (had, late), (middle, tail) = step_overhead(workers, args.repeats)
+            answers = f"with answers p50 {middle:.3f} ms, p99 {tail:.3f} ms"
+            print(f"step, {workers} workers: fan-out p50 {had:.3f} ms, p99 {late:.3f} ms; {answers}")
+        print(f"fan-out to 8 workers: {had:.3f} ms, asked <= {FAN_OUT_MS} ms, {'met' if had <= FAN_OUT_MS else 'MISSED'}")
     if "reduce" in args.parts:
         for way, sizes in reduce_cost(args.repeats).items():
             for size, (middle, tail) in sizes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -15,15 +16,17 @@ from server import Server, free_port
 STANDIN = CHECKOUT / "tests" / "devices" / "standin"
 
 
-def rayneuron(args: dict[str, Any], profile: str = "plain", urgent: bool = False, neuron_cache: Path | None = None) -> Server:
+def rayneuron(
+    args: dict[str, Any], profile: str = "plain", urgent: bool = False, neuron_cache: Path | None = None, checkout: Path = CHECKOUT
+) -> Server:
     """`serve run` of `args` (config.Deployment's keys) with one profile.
 
-    `neuron_cache`: with the tests' stand-in for the Neuron runtime, whose compiled graphs are kept there.
+    `neuron_cache`: with the tests' stand-in for the Neuron runtime, whose compiled graphs are kept there. `checkout`: whose code runs.
     """
     from rayneuron.serve.profile import profile_env
 
     folder = _folder()
-    env = profile_env(profile) | (_private_haproxy(folder) if profile == "fast" else {}) | {"PYTHONPATH": str(CHECKOUT)}
+    env = profile_env(profile) | (_private_haproxy(folder) if profile == "fast" else {}) | {"PYTHONPATH": str(checkout)}
     if neuron_cache is not None:
         env |= {"PYTHONPATH": os.pathsep.join([str(STANDIN), str(CHECKOUT)]), "NEURON_COMPILE_CACHE_URL": str(neuron_cache)}
         env |= {"STANDIN_CORES": str(folder / "cores"), "RAYNEURON_LEDGER": str(folder / "ledger"), "NEURON_RT_VISIBLE_CORES": "0-0"}
@@ -116,7 +119,7 @@ def _private_haproxy(folder: Path) -> dict[str, str]:
     """Files and ports HAProxy would otherwise share with every other cluster of this machine."""
     own = folder / "haproxy"
     own.mkdir()
-    first = 20_000 + os.getpid() % 9_000
+    first = random.randrange(20_000, 29_000)
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin.sock"),

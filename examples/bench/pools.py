@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 SHAPE = (30, 32, 3, 2 * 64 * 64 * 2)  # 2,048 tokens of SmolLM2 in bf16: 47 MB
 PIECE = 256 << 10
 STREAMS, OUT, STALL_S, SLOW_BYTES_S = 8, 20, 1.0, 5e6
+SWITCH_S = 0.0002  # between threads of an interpreter, as every replica has it (serve/deployed.py, which imports Ray)
 UNBOUNDED: dict[str, Any] = {"prefill_chunk_ms": 0}  # without the default's time budget of a chunk
 
 
@@ -61,6 +62,8 @@ def transports(cores: list[int], rounds: int) -> dict[str, list[float]]:
     import numpy as np
 
     from rayneuron.devices.base import KvMemory
+    from rayneuron.devices.cpu import carry, packing
+    from rayneuron.devices.cpu.library import library
     from rayneuron.transfer.base import Pull
     from rayneuron.transfer.layout import Reading, Run
     from rayneuron.transfer.shared import Shared
@@ -71,8 +74,8 @@ def transports(cores: list[int], rounds: int) -> dict[str, list[float]]:
     with ExitStack() as stack:
         _, (unix, tcp) = child({"shape": SHAPE, "token": token.hex(), "cores": cores[-1:]}, stack)
         os.sched_setaffinity(0, cores[:1])
-        ours, other = np.ones(SHAPE, np.uint8), np.ones(size, np.uint8)
-        into = KvMemory(list(ours), "rows")
+        ours, other = packing.shared(size)[0].numpy().reshape(SHAPE), np.ones(size, np.uint8)  # as the device keeps it
+        into = KvMemory(list(ours), "rows", carry=carry.by(library()))
         pull = Pull(1, bytes(16), bytes(16), 0, blocks, Reading(0, 0, 0, layers, (Run(0, 0, heads),)), tuple(range(blocks)))
         ways = {
             "shared": Shared(unix, token, 1, 5.0),
@@ -352,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.leave_cleanly_when_told()
     if args.urgent:
         return machine.rerun_preferred()
+    sys.setswitchinterval(SWITCH_S)
     watch, cores = machine.Watch([]), sorted(os.sched_getaffinity(0))
     found = measure(args, cores)
     facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}

@@ -3,9 +3,9 @@
 
 The server is `serve run` in processes of its own. At every level of concurrency, rounds of HTTP load and of the offline engine alternate;
 the one that is not measured is idle. CPU a token is what the proxy and the replica used beyond what they use when idle, without the
-replica's compute threads (the engine's and those of its products). Counting step seconds x threads instead is in the JSON: it only
-means something on a machine nobody else uses. TTFT beyond prefill: the clients' mean less the replica's own mean prefill time of the
-same requests (first scheduled to first token).
+replica's compute threads (the engine's and those of its products); with `--before CHECKOUT` that code serves too, in the same rounds.
+Counting step seconds x threads instead is in the JSON: it only means something on a machine nobody else uses. TTFT beyond prefill: the
+clients' mean less the replica's own mean prefill time of the same requests (first scheduled to first token).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import client
@@ -37,14 +38,14 @@ MODEL_NAME = "bench"
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """What issue 2 asks of a profile: share of the offline rate at 16 clients, CPU a token outside the step, TTFT beyond prefill."""
+    """What issues 2 and 13 ask of a profile: share of the offline rate at 16 clients, CPU a token outside the step, TTFT beyond prefill."""
 
     share: float
     cpu_us: float
     ttft_ms: float
 
 
-BARS = {"plain": Bars(0.80, 1000, 25), "fast": Bars(0.90, 130, 10)}
+BARS = {"plain": Bars(0.80, 1000, 25), "fast": Bars(0.90, 100, 10)}
 
 
 @dataclass(slots=True)
@@ -118,26 +119,37 @@ def offline_round(child: Child, level: Level, prompts: Sequence[tuple[str, list[
     level.offline_tok_s.append(sum(steps[-1][1]) / steps[-1][0])
 
 
-async def measure(server: Server, child: Child, words: Words, args: argparse.Namespace) -> list[Level]:
-    """`rounds` interleaved rounds of every level, after one that is not counted."""
-    idle = await idle_rate(server, args.threads)
-    shares = f"proxy {idle.proxy_s:.3f}, replica {idle.replica_s:.3f}, rest of Ray {idle.rest_s:.3f}"
-    print(f"cores used when idle: {shares}", file=sys.stderr, flush=True)
-    levels = [Level(n, idle=idle) for n in args.clients]
+async def measure(servers: Sequence[Server], child: Child, words: Words, args: argparse.Namespace) -> list[list[Level]]:
+    """`rounds` interleaved rounds of every level of every server, after one that is not counted; whoever is not measured is stopped."""
+    found: list[list[Level]] = []
+    for server in servers:
+        alone(server, servers)
+        idle = await idle_rate(server, args.threads)
+        shares = f"proxy {idle.proxy_s:.3f}, replica {idle.replica_s:.3f}, rest of Ray {idle.rest_s:.3f}"
+        print(f"cores used when idle: {shares}", file=sys.stderr, flush=True)
+        found.append([Level(n, idle=idle) for n in args.clients])
     for turn in range(-1, args.rounds):
-        for level in levels:
-            prompts = [words.prompt(args.prompt, f"{turn}-{level.clients}-{i}") for i in range(max(level.clients * args.each, 4))]
-            counted = level if turn >= 0 else Level(level.clients)
-            await http_round(server, counted, prompts, args)
-            offline_round(child, counted, prompts, args)
+        for at, clients in enumerate(args.clients):
+            prompts = [words.prompt(args.prompt, f"{turn}-{clients}-{i}") for i in range(max(clients * args.each, 4))]
+            for server, levels in zip(servers, found, strict=True):
+                counted = levels[at] if turn >= 0 else Level(clients)
+                alone(server, servers)
+                await http_round(server, counted, prompts, args)
+                offline_round(child, counted, prompts, args)
         print(f"round {turn + 1} of {args.rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
-    return levels
+    return found
 
 
-def show(summaries: dict[int, dict[str, Any]], profile: str) -> str:
-    """Two Markdown tables: figures by level, and the bars."""
+def alone(server: Server, servers: Sequence[Server]) -> None:
+    """Let one of several run."""
+    for each in servers if len(servers) > 1 else ():
+        (each.thaw if each is server else each.freeze)()
+
+
+def show(summaries: dict[int, dict[str, Any]], profile: str, before: dict[int, dict[str, Any]] | None = None) -> str:
+    """Two Markdown tables: figures by level, of the code `before` too, and the bars."""
     rows = []
-    for clients, s in summaries.items():
+    for clients, s in [*summaries.items(), *((f"{n}, before", s) for n, s in (before or {}).items())]:
         spreads = [" / ".join(f"{s[kind][p]:.1f}" for p in ("p50", "p90", "p99")) for kind in ("ttft_ms", "itl_ms", "tpot_ms")]
         rates = [statistics.median(s["output_tok_s"]), statistics.median(s["offline_tok_s"]), s["share_of_offline"]]
         cpu = [s["proxy_us_per_token"], s["replica_us_per_token"], s["rest_us_per_token"]]
@@ -145,16 +157,20 @@ def show(summaries: dict[int, dict[str, Any]], profile: str) -> str:
         rows.append([clients, *rates, *spreads, path, *cpu, s["tokens"] / max(s["events"], 1), s["failed"], s["cores_used_by_others"]])
     head = ["clients", "tok/s", "offline tok/s", "share", "TTFT ms p50/p90/p99", "ITL ms", "TPOT ms", "mean TTFT - prefill"]
     head += ["proxy µs/token", "replica µs/token", "rest of Ray µs/token", "tokens/event", "failed", "others' cores"]
-    return f"{report.table(head, rows)}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(summaries, profile))}"
+    return f"{report.table(head, rows)}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(summaries, profile, before))}"
 
 
-def bars(summaries: dict[int, dict[str, Any]], profile: str) -> list[tuple[str, float, str, str]]:
-    """The rows of issue 2's table that this run can decide."""
+def bars(
+    summaries: dict[int, dict[str, Any]], profile: str, before: dict[int, dict[str, Any]] | None = None
+) -> list[tuple[str, float, str, str]]:
+    """The rows of the issues' tables that this run can decide."""
     wanted, rows = BARS[profile], []
     if 16 in summaries:
         rows.append(report.bar("share of offline tok/s at 16 clients", summaries[16]["share_of_offline"], wanted.share))
         cpu = summaries[16]["outside_compute_us_per_token"]
         rows.append(report.bar("CPU outside the compute threads at 16 clients, µs a token", cpu, wanted.cpu_us, False))
+        if before:
+            rows.append(report.bar("the same / before", cpu / before[16]["outside_compute_us_per_token"], 1.0, False))
     if 1 in summaries:
         beyond = summaries[1]["ttft_mean_ms"] - summaries[1]["prefill_mean_ms"]
         rows.append(report.bar("mean TTFT beyond the same requests' prefill at 1 client, ms", beyond, wanted.ttft_ms, False))
@@ -167,6 +183,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", choices=list(BARS), default="plain")
     options.add_dtype(parser)
     options.add_load(parser, clients=[1, 4, 16], each=3)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, which serves too, in the same rounds")
     return parser.parse_args(argv)
 
 
@@ -182,21 +199,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, length = max(args.clients), args.prompt + args.new + 16
     deployment = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": rows, "max_model_len": length, **sizes}
     with ExitStack() as stack:
-        server = launch.rayneuron(deployment, args.profile, args.urgent)
-        stack.callback(server.close)
-        ready_s = asyncio.run(server.wait_ready())
-        print(f"ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
+        servers: list[Server] = []
+        for checkout in (launch.CHECKOUT, *filter(None, (args.before,))):
+            for other in servers:
+                other.freeze()
+            servers.append(launch.rayneuron(deployment, args.profile, args.urgent, checkout=checkout.resolve()))
+            stack.callback(servers[-1].close)
+            ready_s = asyncio.run(servers[-1].wait_ready())
+            print(f"ready after {ready_s:.1f} s", file=sys.stderr, flush=True)
         offline = engine.peers(args.threads)["rayneuron"]
         child = engine.start("offline", offline, {"model": str(path), "rows": rows, "length": length, **sizes}, args.threads, args.urgent)
         stack.callback(child.close)
         child.ask({})
         child.freeze()
-        levels = asyncio.run(measure(server, child, Words(Text(path)), args))
-    summaries = {level.clients: level.summary(args.threads) for level in levels}
+        found = asyncio.run(measure(servers, child, Words(Text(path)), args))
+    summaries, *before = ({level.clients: level.summary(args.threads) for level in levels} for levels in found)
     facts = machine.facts()
     print(f"{report.show_facts(facts)}; profile {args.profile}, {args.prompt} tokens in, {args.new} out, {args.rounds} rounds\n")
-    print(show(summaries, args.profile))
-    document = {"machine": facts, "profile": args.profile, "deployment": deployment, "ready_s": ready_s, "levels": summaries}
+    print(show(summaries, args.profile, *before))
+    document = {"machine": facts, "profile": args.profile, "deployment": deployment, "levels": summaries, "before": before}
     print(f"\n{report.save(f'serving-{args.profile}', document, args.json)}", file=sys.stderr)
     return 1 if any(s["failed"] for s in summaries.values()) else 0
 

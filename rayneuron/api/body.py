@@ -9,6 +9,7 @@ import msgspec
 
 from rayneuron.api.call import Context, Head
 from rayneuron.api.fields import Fields, clean_id, token_ids, whole, wrong
+from rayneuron.api.structured import read_structured
 from rayneuron.api.unserved import Unserved
 from rayneuron.errors import ConfigError, RequestError, UnknownModel
 from rayneuron.policies.admission import room
@@ -16,22 +17,20 @@ from rayneuron.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
-NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids")  # they shape the reply, or are derived
+NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids", "structured_outputs")  # they shape the reply, or are derived
 MAX_STOPS = 4  # OpenAI's limit of stop strings
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
-FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
 
 
 def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[Head, dict[str, Any]]:
     """The reply's side of a body, and words of SamplingParams; lengths and logprobs are the endpoint's own. `unserved`: what it refuses."""
     head = read_head(fields, context)
+    constraint = read_structured(fields)
     _refuse_unserved(fields, unserved)
-    _refuse_formats(fields)
     fields.refuse("use_beam_search")
     fields.string("user")
-    words = read_sampling(fields, context)
+    words = read_sampling(fields, context) | _optional(structured_outputs=constraint)
     if head.stream and "prompt_logprobs" in words:
         raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     return head, words
@@ -86,34 +85,6 @@ def _refuse_unserved(fields: Fields, unserved: Unserved) -> None:
 
 def _among(value: object, harmless: tuple[Any, ...]) -> bool:
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless)
-
-
-def _refuse_formats(fields: Fields) -> None:
-    """Check response_format and structured_outputs; all but plain text is refused by name until this server can constrain its output."""
-    wanted = fields.table("response_format")
-    if wanted is not None:
-        _response_format(wanted)
-    outputs = fields.table("structured_outputs")
-    if outputs is None:
-        return
-    named = [name for name in CONSTRAINTS if outputs.get(name) not in (None, False)]
-    if len(named) > 1:
-        raise RequestError(f"structured_outputs may name one constraint, got {', '.join(named)}", param="structured_outputs")
-    if named:
-        raise RequestError(f"structured_outputs.{named[0]} is not supported by this server yet; leave it out", param="structured_outputs")
-
-
-def _response_format(wanted: dict[str, object]) -> None:
-    kind = wanted.get("type")
-    if kind not in FORMATS:
-        wrong("response_format.type", "one of " + ", ".join(FORMATS), kind)
-    if kind == "json_schema":
-        body = wanted.get("json_schema")
-        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            raise RequestError("response_format.json_schema is required with type json_schema: {name, schema}", param="response_format")
-    if kind != "text":
-        said = f"response_format of type {kind} is not supported by this server yet; use {{type: text}}"
-        raise RequestError(said, param="response_format")
 
 
 def sampling_defaults(generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:

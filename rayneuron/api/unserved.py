@@ -9,14 +9,14 @@ Unserved = dict[str, tuple[str, tuple[Any, ...]]]  # by name
 
 NONE: Final[tuple[Any, ...]] = (False, "", [], {})  # they ask for nothing, whatever the field
 LEAVE = "leave it out"
-FREE = "it cannot constrain its output yet; leave it out and check the text"
+FREE = "send response_format or structured_outputs"
 BEAMS = "it does not search beams; leave it out"
 
 # Of OpenAI, vLLM, SGLang, llama.cpp, TGI, LMI, transformers, Mistral, Ollama.
 _ANYWHERE: Final[Rows] = (
-    (FREE, (), "guided_json json_schema format"),  # {} is a schema
-    (FREE, NONE, "guided_regex guided_choice guided_grammar guided_json_object guided_decoding regex ebnf grammar structural_tag"),
-    (FREE, NONE, "output_formatter repetition_detection"),
+    (FREE, (), "json_schema format"),  # {} is a schema
+    (FREE, NONE, "guided_decoding guided_decoding_backend regex ebnf grammar structural_tag"),
+    (LEAVE, NONE, "output_formatter repetition_detection"),
     ("it has no adapters yet; leave it out", NONE, "lora_path lora_request lora adapter_id adapter adapters prompt_adapter_request"),
     ("send the fields in it at the top level", NONE, "extra_body sampling_params parameters options generation_config"),
     ("send tools with tool_choice none", NONE, "functions"),

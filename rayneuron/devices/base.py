@@ -13,6 +13,7 @@ from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape, KvSpace
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -26,20 +27,23 @@ Tag = Literal["prefill", "decode", "verify"]
 @dataclass(frozen=True, slots=True)
 class Want:
     """What a step returns: `ids` by argmax (likeliest) or by the rows' parameters (sampled), `logits`, `hidden` states; of every row's last
-    true token or of all T. `hidden` is what a pipeline stage gives to the next: only devices know of it, a step asks all stages alike."""
+    true token or of all T; or hidden states `pooled` over its true tokens. `hidden` is what a pipeline stage gives to the next: only
+    devices know of it, a step asks all stages alike."""
 
     ids: Literal["likeliest", "sampled"] | None = None
     logits: bool = False
     hidden: bool = False
+    pooled: bool = False
     at: Literal["last", "all"] = "last"
 
     def __str__(self) -> str:
-        return "_".join([*([self.ids] if self.ids else ()), *(n for n in ("logits", "hidden") if getattr(self, n)), self.at])
+        return "_".join([*([self.ids] if self.ids else ()), *(n for n in ("logits", "hidden", "pooled") if getattr(self, n)), self.at])
 
 
 LIKELIEST, SAMPLED = Want("likeliest"), Want("sampled")
 LOGITS = Want("sampled", logits=True)  # for host processors and logprobs
 SCORES = Want(logits=True, at="all")
+POOLED = Want(pooled=True)
 HIDDEN = Want(hidden=True, at="all")
 
 
@@ -85,13 +89,15 @@ class Batch:
 @dataclass(slots=True)
 class StepOutput:
     """What a step returns: ids [B,U] int32; complete [B] bool (False: the nucleus left the candidate set, sample that row on the host);
-    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted. A verify step has complete [B,U]; where ops are `dynamic`,
+    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted; pooled [B,2,E] float32, the hidden state of each row's last
+    true token and the sum of all its true ones. A verify step has complete [B,U]; where ops are `dynamic`,
     of its n true tokens alone, one row after another: ids and complete [n], logits [n,V]."""
 
     ids: Tensor | None = None
     complete: Tensor | None = None
     logits: Tensor | None = None
     hidden: Tensor | None = None
+    pooled: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +154,30 @@ Program = Callable[..., StepOutput]  # engine.step.step with the architecture bo
 
 
 @dataclass(frozen=True, slots=True)
+class KvRuns:
+    """Of each layer of `units`, of each of `blocks` of it: `heads` heads from `head` on, which lie side by side."""
+
+    units: Sequence[NDArray[Any]]
+    blocks: Sequence[int]
+    head: int
+    heads: int
+
+
+Carried = Callable[[int, int], "NDArray[np.uint64]"]  # XXH3 of runs (first, end), counted layer by layer
+Carry = Callable[[KvRuns, KvRuns | None], Carried]  # they are copied into those of the other meanwhile, where there is one
+
+
+@dataclass(frozen=True, slots=True)
 class KvMemory:
     """The KV of one rank where the host can address it: `units` of each layer, uint8 [blocks, heads, bytes of keys and values of a block],
-    in the order of numbers that `format` names. `fd`: what another process may map to read, layers `stride` bytes apart; -1: nothing."""
+    in the order of numbers that `format` names. `fd`: what another process may map to read, layers `stride` bytes apart; -1: nothing.
+    `carry`: what copies and hashes at once, where the device has such a thing."""
 
     units: Sequence[NDArray[Any]]
     format: str
     fd: int = -1
     stride: int = 0
+    carry: Carry | None = None
 
 
 @runtime_checkable

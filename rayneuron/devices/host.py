@@ -5,6 +5,8 @@ B rows, V vocabulary. None: there are no kernels, or they do not read such logit
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayneuron.devices.cpu import draws, library
@@ -15,10 +17,11 @@ def prepare() -> None:
     library.present()
 
 
-def draw(logits: Tensor, *how: Tensor) -> Tensor | None:
-    """Ids [B] of logits [B,V]; `how`: temperature, top_k, top_p, min_p, uniform, each [B]. By the calling thread alone."""
+def draw(logits: Tensor, *how: Tensor, mask: NDArray[np.uint32] | None = None) -> Tensor | None:
+    """Ids [B] of logits [B,V]; `how`: temperature, top_k, top_p, min_p, uniform, each [B]. By the calling thread alone.
+    `mask`: a bit for each id that may come, of a single row."""
     found = library.present() if draws.fits(logits) else None
-    return None if found is None else draws.draw(found, None, logits, *how)
+    return None if found is None else draws.draw(found, None, logits, *how, mask=mask)
 
 
 def describe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -50,6 +50,9 @@ def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> li
         token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
         row = None if output.logits is None else output.logits[i]
         try:
+            if output.pooled is not None:
+                deltas.append(_pool(work, output.pooled[i]))
+                continue
             deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, host))
         except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
             deltas.append(failed(sequence, wrong))
@@ -126,6 +129,19 @@ def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | Non
     return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, now, host)
 
 
+def _pool(work: Work, row: Tensor) -> TokenDelta | None:
+    """The only delta of a request for hidden states, once the last of its prompt is there. row: [2,E], the last and the sum of the step."""
+    sequence = work.sequence
+    sequence.pooled = row[1] if sequence.pooled is None else sequence.pooled + row[1]
+    if not work.last:
+        return None
+    delta = _scored(sequence)
+    delta.finish_reason = sequence.finish_reason = "stop"
+    pooled = sequence.pooled / sequence.prompt_len if sequence.whole else row[0]
+    delta.pooled = pooled.numpy().tobytes()
+    return delta
+
+
 def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
     """The last delta of a choice whose token could not be told."""
     asked = isinstance(wrong, RequestError)
@@ -134,6 +150,7 @@ def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:
     sequence.finish_reason = "error"
     delta = TokenDelta(sequence.request.id, sequence.index, [], finish_reason="error", preemptions=sequence.preemptions)
     delta.error, delta.fault = str(wrong) if asked else FAILED, "request" if asked else "choice"
+    delta.param = wrong.param if isinstance(wrong, RequestError) else None
     return delta
 
 
@@ -176,7 +193,8 @@ def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | Non
 def ended(sequence: Sequence, delta: TokenDelta) -> TokenDelta:
     """A delta that holds the last of its ids, with why that ends the sequence, if it does."""
     token, generated = sequence.ids[-1], sequence.generated
-    if token in sequence.stop_ids and generated >= sequence.params.min_tokens:
+    early = generated < sequence.params.min_tokens and (sequence.grammar is None or token not in sequence.eos_ids)
+    if token in sequence.stop_ids and not early:
         delta.finish_reason = "stop"
         delta.eos = token in sequence.eos_ids
         delta.stop_token = None if delta.eos else token

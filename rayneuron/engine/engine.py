@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from rayneuron.devices.base import SCORES, Pending, StepOutput
+from rayneuron.devices.base import POOLED, SCORES, Pending, StepOutput
 from rayneuron.engine.commit import advance, ended, failed
+from rayneuron.engine.grammar import Compiles, Constraining
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
+from rayneuron.engine.pressure import snapshot
 from rayneuron.engine.profile import StepInfo, Timing
 from rayneuron.engine.remote import Arrived, First, Loan, Prefills
 from rayneuron.engine.requests import Requests
@@ -29,6 +31,7 @@ class Engine:
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
     `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
     take, by which prompts are cut; it does not change, so that what was chosen once is chosen again. `speculation`: the drafts tried.
+    `grammars` compile what outputs must match; None: no request may ask for that.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Engine:
         model: str | None = None,
         profile: Profile | None = None,
         speculation: Speculation | None = None,
+        grammars: Compiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.capacity = runner, runner.capacity
@@ -54,6 +58,7 @@ class Engine:
         self.ledger_wrong = 0  # times the books did not balance
         self._rule = rule
         self._host = HostSampling(rule)
+        self.constraining = Constraining(grammars, vocab)
         self._requests = Requests(self.capacity.length, self.eos_ids)
         self.waits = False  # the last step found nothing to do before something happens elsewhere: others compute, or hold the room
         self._deadlines = False
@@ -71,12 +76,14 @@ class Engine:
         """Raise RequestError if the request could never run here. Safe from any thread."""
         known = any(params is request.params for params in self._sound)  # the prompts of a call share them, and they may list a vocabulary
         validate(request, self.capacity.length, self.scheduler.blocks.total_tokens, self.vocab, None if known else self.eos_ids)
-        if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
-            said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
-            raise RequestError(said, param="prompt_logprobs")
+        asked = ((request.params.prompt_logprobs, SCORES, "prompt_logprobs", "scores"), (request.pooling, POOLED, "embeddings", "embeddings"))
+        for said, want, name, key in asked:
+            if said is not None and want not in self.capacity.wants:
+                raise RequestError(f"this deployment has no graphs for {name}; its file must say buckets.{key}: true", param=name)
         if not known:
             if self._rule is not None:
                 check_request(request.params, self._rule)
+            self.constraining.check(request.params)
             self._sound = (request.params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
@@ -89,7 +96,9 @@ class Engine:
         if self.knows(request.id):
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
         self._deadlines |= request.deadline_s is not None
-        self.scheduler.add(self._requests.open(request, self._clock(), loan))
+        leader = self._requests.open(request, self._clock(), loan)
+        if not self.constraining.waits(request):
+            self.scheduler.add(leader)
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort", error: str | None = None) -> None:
         """End a request, or one choice of it, now; unknown or finished ids are no error. Its last delta comes with the next step."""
@@ -106,6 +115,7 @@ class Engine:
         started = self._step_started_s = self._clock()
         if self._deadlines:
             self._expire(started)
+        self._constrain()
         deltas, self._ended = self._ended + self._hear(started), []
         next_plan = self.scheduler.plan()
         begun = [work.sequence for work in next_plan.works] if next_plan is not None else []
@@ -129,8 +139,19 @@ class Engine:
             self.timing.note(plan, self.info, self.runner.overlaps)
         return deltas
 
-    def _skip(self, sequence: Sequence, wrong: RowError) -> TokenDelta:
-        """A plan that could not be laid out: the choice at fault ends, the others are planned again in the next step."""
+    def _constrain(self) -> None:
+        """Requests whose constraints are compiled now begin, or end."""
+        for choices, wrong in self.constraining.ready(self._requests):
+            if wrong is None:
+                self.scheduler.add(choices[0])
+                continue
+            for choice in choices:
+                delta = self._skip(choice, wrong)
+                delta.fault = "call" if delta.fault == "request" else delta.fault
+                self._ended.append(delta)
+
+    def _skip(self, sequence: Sequence, wrong: Exception) -> TokenDelta:
+        """A choice that cannot be laid out in a step, or constrained, ends; the others are planned again in the next step."""
         delta = failed(sequence, wrong)
         self._forget(sequence, self._clock())
         delta.stamps = sequence.stamps
@@ -139,6 +160,8 @@ class Engine:
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Begin a plan, and end it, or the one begun before where steps overlap; what has come to its end."""
         overlaps = self.runner.overlaps
+        if plan is not None:
+            self.constraining.prepare(plan.works)
         ending = (plan, self.runner.start(plan)) if plan is not None else None  # may raise; what is under way stays so
         if plan is not None:
             self.scheduler.launch(plan, overlaps)
@@ -199,29 +222,8 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The load right now; every field is one read, so any thread may call it."""
-        scheduler, blocks = self.scheduler, self.scheduler.blocks
-        waiting = scheduler.waiting
-        return Snapshot(
-            running=len(scheduler.running),
-            waiting=len(waiting),
-            remote=len(scheduler.remote),
-            slots_free=blocks.free_rows,
-            slots_total=self.capacity.rows,
-            kv_tokens_used=blocks.used * blocks.space.block,
-            kv_tokens_total=blocks.total_tokens,
-            blocks_free=blocks.free,
-            blocks_cached=len(blocks.cached),
-            blocks_limbo=len(blocks.limbo),
-            blocks_pinned=blocks.pinned,
-            blocks_total=blocks.space.blocks,
-            prefix_evictions=blocks.evictions,
-            ledger_wrong=self.ledger_wrong,
-            waiting_tokens=scheduler.waiting_tokens,
-            steps=self.steps,
-            preemptions=scheduler.preemptions,
-            last_step_s=self._last_step_s,
-            step_started_s=self._step_started_s,
-        )
+        steps = {"steps": self.steps, "ledger_wrong": self.ledger_wrong}
+        return snapshot(self.scheduler, last_step_s=self._last_step_s, step_started_s=self._step_started_s, **steps)
 
     def check_ledger(self) -> None:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
@@ -241,6 +243,7 @@ class Engine:
         """Give the device back, once nobody else writes its KV."""
         if self.scheduler.prefills is not None:
             self.scheduler.prefills.close()
+        self.constraining.close()
         self.runner.close()
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
@@ -277,6 +280,8 @@ class Engine:
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now
         heir = self._requests.close(choice)
+        if choice.request.id in self.constraining:
+            return  # nobody of it has been planned yet
         if choice.loan is not None and choice.leader is None and choice.settled == choice.prompt_len:
             self.scheduler.lend(choice)
         elif choice.phase == "remote" and heir is not None:

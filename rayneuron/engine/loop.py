@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rayneuron.engine.commit import FAILED
 from rayneuron.engine.remote import Loan
 from rayneuron.errors import NotReady, RequestError
+from rayneuron.news import KvNews
 from rayneuron.types import Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class EngineLoop:
         self._audited = 0  # steps then
         if engine.scheduler.prefills is not None:
             engine.scheduler.prefills.wake = self._wake.set
+        engine.constraining.on_ready(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="rayneuron-engine", daemon=True)
         self._thread.start()
 
@@ -90,6 +92,13 @@ class EngineLoop:
                 raise NotReady(self.error or "the engine is closed")
             self._command(tell)
         return answer
+
+    def news(self, epoch: int, number: int) -> Future[KvNews | None] | None:
+        """What whoever knows the prefixes kept here up to `number` of `epoch` lacks; None where that is nothing."""
+        kept = self.engine.scheduler.blocks.log
+        if kept is None or (kept.epoch, kept.number) == (epoch, number) or not self.alive:
+            return None
+        return self.ask(lambda engine: engine.scheduler.blocks.news(epoch, number))
 
     def snapshot(self) -> Snapshot:
         """The engine's load, without the requests not taken in yet."""

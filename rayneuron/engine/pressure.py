@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.news import Pressure
 from rayneuron.policies.cost import Costs, expected
+from rayneuron.types import Snapshot
 
 
 def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, accepting: bool = True) -> Pressure:
@@ -34,4 +37,27 @@ def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, a
         step_ms=step_ms,
         waiting=len(waiting),
         accepting=accepting,
+    )
+
+
+def snapshot(scheduler: Scheduler, **steps: Any) -> Snapshot:
+    """The load of a scheduler; every field is one read. `steps`: what its engine says of them."""
+    blocks, waiting = scheduler.blocks, scheduler.waiting
+    return Snapshot(
+        running=len(scheduler.running),
+        waiting=len(waiting),
+        remote=len(scheduler.remote),
+        slots_free=blocks.free_rows,
+        slots_total=scheduler.capacity.rows,
+        kv_tokens_used=blocks.used * blocks.space.block,
+        kv_tokens_total=blocks.total_tokens,
+        blocks_free=blocks.free,
+        blocks_cached=len(blocks.cached),
+        blocks_limbo=len(blocks.limbo),
+        blocks_pinned=blocks.pinned,
+        blocks_total=blocks.space.blocks,
+        prefix_evictions=blocks.evictions,
+        waiting_tokens=scheduler.waiting_tokens,
+        preemptions=scheduler.preemptions,
+        **steps,
     )

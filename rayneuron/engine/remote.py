@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +12,14 @@ from rayneuron.types import Request, TokenDelta
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """A prompt that somebody else may compute. `key`: of this asking alone; `known`: leading positions, whole blocks, whose KV is here
-    already; `blocks`: all that hold the prompt, in order: those behind `known` are written by whoever answers, and by nobody else."""
+    already; `blocks`: all that hold the prompt, in order: those behind `known` are written by whoever answers, and by nobody else.
+    `hashes`: of its full blocks, where KV of equal prefixes serves."""
 
     key: str
     request: Request
     known: int
     blocks: tuple[int, ...]
+    hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,9 @@ class Prefills(Protocol):
 
     def ask(self, prefill: Prefill) -> bool:
         """False: nobody does, and nothing has happened. True: one Arrived or Absent follows, before it at most one First."""
+
+    def kept(self, why: str) -> None:
+        """A prompt is not asked for, but computed here."""
 
     def cancel(self, key: str) -> None:
         """Nobody wants it any more; its Arrived or Absent still comes, and until then its blocks are held. Harmless twice."""

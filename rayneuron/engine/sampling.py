@@ -60,11 +60,23 @@ def sample(
     return torch.where(cold, ops.likeliest(logits), drawn), cold | ~filtered | inside | everything
 
 
-def on_host(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """`sample` with the whole vocabulary as candidates -> ids [B]; by the CPU's kernels where they are built, whatever the device is."""
+def on_host(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
+    mask: NDArray[np.uint32] | None = None,
+) -> Tensor:  # fmt: skip
+    """`sample` with the whole vocabulary as candidates -> ids [B]; by the CPU's kernels where they are built, whatever the device is.
+    `mask`: a bit for each id that may come, of a single row."""
     how = (temperature, top_k, top_p, min_p, uniform)
-    ids = host.draw(logits, *how)
+    ids = host.draw(logits, *how, mask=mask)
+    if ids is None and mask is not None:
+        logits = masked(logits[0], mask)[None]
     return sample(logits, *how, candidates=logits.shape[-1])[0] if ids is None else ids
+
+
+def masked(row: Tensor, mask: NDArray[np.uint32]) -> Tensor:
+    """A copy of a row [V] without what a mask forbids."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(row))
+    return torch.where(torch.from_numpy(bits).bool(), row, float("-inf"))
 
 
 def _keep(top: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tensors of a step as bytes of a message and back, without copying what was received."""
+"""Tensors of a step as bytes of a message and back."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rayneuron.devices.base import SCHEMA, Batch, Shape, StepOutput
+from rayneuron.devices.base import SCHEMA, Batch, Shape, StepOutput, blank
 from rayneuron.group.messages import Array, Part
+from rayneuron.models.kv import KvSpace
 
 _FIELDS = tuple(name for name, f in SCHEMA.items() if f.dtype)  # hidden states go from stage to stage, not from worker 0
 _OUTPUTS = tuple(f.name for f in fields(StepOutput) if f.name != "hidden")
@@ -33,12 +35,35 @@ def tensor(a: Array) -> Tensor:
 
 def part(shape: Shape, batch: Batch) -> Part:
     """A batch to send."""
-    return Part(shape, [array(getattr(batch, name)) for name in _FIELDS])
+    flat = np.concatenate([getattr(batch, name).numpy().reshape(-1).view(np.uint8) for name in _FIELDS])
+    return Part(shape, flat.data)
 
 
-def batch(part: Part) -> Batch:
-    """A batch received."""
-    return Batch(**{name: tensor(a) for name, a in zip(_FIELDS, part.arrays, strict=True)})
+class Batches:
+    """Where the batches lie that a worker receives: one place for each shape and micro-batch, which the next step writes anew. All
+    workers of a host wait for the cores that those before them compute on, so that a step makes no object it could keep."""
+
+    def __init__(self, space: KvSpace) -> None:
+        self._space = space
+        self._held: dict[tuple[int, Shape], tuple[NDArray[np.uint8], Batch]] = {}
+
+    def read(self, place: int, part: Part) -> Batch:
+        """The batch of the `place`-th micro-batch of a step. Raises ValueError where its size is not the shape's."""
+        held = self._held.get((place, part.shape))
+        flat, batch = held if held is not None else self._make(place, part.shape)
+        if len(part.data) != len(flat):
+            raise ValueError(f"{len(part.data)} bytes where {part.shape} has {len(flat)}")
+        flat[:] = part.data
+        return batch
+
+    def _make(self, place: int, shape: Shape) -> tuple[NDArray[np.uint8], Batch]:
+        idle = blank(shape, self._space)
+        flat = np.empty(sum(idle[name].nbytes for name in _FIELDS), np.uint8)
+        ends = np.cumsum([idle[name].nbytes for name in _FIELDS])
+        pieces = zip(_FIELDS, np.split(flat, ends[:-1]), strict=True)
+        batch = Batch(**{name: torch.from_numpy(piece.view(idle[name].dtype).reshape(idle[name].shape)) for name, piece in pieces})
+        self._held[place, shape] = flat, batch
+        return flat, batch
 
 
 def output(out: StepOutput) -> list[Array | None]:

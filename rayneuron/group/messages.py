@@ -23,10 +23,10 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One micro-batch: the graph, and the arrays of a Batch in the order of its schema."""
+    """One micro-batch: the graph, and the arrays of a Batch in the order of its schema, one behind the other."""
 
     shape: Shape
-    arrays: list[Array]
+    data: memoryview
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -28,6 +28,7 @@ from rayneuron.placement.ledger import Grant, Ledger
 if TYPE_CHECKING:
     from rayneuron.devices.base import Batch, Shape
     from rayneuron.engine.runner import Runner
+    from rayneuron.group.arrays import Batches
     from rayneuron.group.links import Incoming, Outgoing
     from rayneuron.models import Progress
     from rayneuron.models.collectives import Collectives
@@ -53,6 +54,7 @@ class Rank:
         self._comm: Any = None
         self._before: Incoming | None = None
         self._after: Outgoing | None = None
+        self.batches: Batches
         self._place: Place
         self._begin: Begin
         self._config: Deployment
@@ -99,10 +101,12 @@ class Rank:
     def load(self, progress: Progress) -> None:
         """Read this rank's share of the weights. Raises CheckpointError."""
         from rayneuron import models
+        from rayneuron.group.arrays import Batches
         from rayneuron.group.opening import Runnable, open_rank
         from rayneuron.models.config_json import read_config
 
         begin, config, source = self._begin, self._config, self._begin.model
+        self.batches = Batches(begin.capacity.space)
         try:
             path = sources.resolve(source, progress, allow_pickle=config.model.allow_pickle).path
         except ConfigError as absent:

@@ -111,7 +111,7 @@ def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
 def _step(channel: wire.Channel[messages.ToWorker], rank: Rank, step: Step) -> None:
     from rayneuron.group import arrays  # torch: only once the environment is as Begin said
 
-    outputs = rank.run(step.copies, [(part.shape, arrays.batch(part)) for part in step.parts])
+    outputs = rank.run(step.copies, [(part.shape, rank.batches.read(place, part)) for place, part in enumerate(step.parts)])
     sent = () if not rank.reports else [arrays.output(out) for out in outputs]
     channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rayneuron.policies.step_times import prefill_grid
 from rayneuron.types import Profile
 
+SURE = 0.85  # of the limit: what is known of a step is the lesser of two runs, over KV that nobody had used
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -30,6 +32,6 @@ def fit(profile: Profile) -> Chunks | None:
     """What the profile's times say of `chunk_ms`; None where steps may take any time."""
     if not profile.chunk_ms:
         return None
-    grid, context = prefill_grid(profile), tuple(tokens for tokens in profile.context if tokens <= profile.chunk)
-    fitting = [max((t for t in context if grid.at(t, length) <= profile.chunk_ms), default=context[0]) for length in profile.lengths]
+    grid, context, most_ms = prefill_grid(profile), tuple(t for t in profile.context if t <= profile.chunk), SURE * profile.chunk_ms
+    fitting = [max((t for t in context if grid.at(t, length) <= most_ms), default=context[0]) for length in profile.lengths]
     return Chunks(context, profile.lengths, tuple(fitting))

@@ -72,7 +72,7 @@ class ServedEngine(Answering, Deployed, Replica):
         served = self._served
         if served is None:
             return await Deployed._farewell(self)
-        self.hand_over(0.0)
+        self.hand_over(0.0, failed=True)
         self.leave()
         await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
 
@@ -101,6 +101,7 @@ class ServedEngine(Answering, Deployed, Replica):
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache of every replica. Raises where one does not answer: what it knows is still known."""
         answers = [await self.replica_forget_prefixes(), *await self._everybody("replica_forget_prefixes")]
+        answers += [] if self._prefill is None else await everybody(self._prefill, "replica_forget_prefixes")
         silent = [answer for answer in answers if isinstance(answer, BaseException)]
         if silent:
             raise RayNeuronError(f"{len(silent)} replicas did not answer and may still know prefixes: {silent[0]!r}")

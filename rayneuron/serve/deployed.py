@@ -153,7 +153,13 @@ async def _export(export: RayExport) -> None:
 
 def log_through_serve() -> None:
     """Send our lines where Serve sends its own: the replica's log file, and the terminal of `serve run`."""
-    ours = logging.getLogger("rayneuron")
+    ours, serves = logging.getLogger("rayneuron"), logging.getLogger("ray.serve")
     ours.setLevel(logging.INFO)
-    ours.handlers = list(logging.getLogger("ray.serve").handlers)
+    ours.handlers = list(serves.handlers)
     ours.propagate = False
+    serves.addFilter(_worth_a_line)
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what gateways and collectors ask of every replica, twice a second, and get."""
+    return not record.getMessage().startswith(("CALL card OK", "CALL replica_metrics OK"))

@@ -10,9 +10,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
+from rayneuron.serve.cadence import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Cadence
 from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.telemetry import Telemetry
 from rayneuron.serve.trace import OnEnd
@@ -20,8 +21,6 @@ from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, jo
 
 log = logging.getLogger(__name__)
 
-SHORTEST_PAUSE_S = 0.005
-LONGEST_PAUSE_S = 0.06  # what a reader does not notice
 STOPPED = "the engine has stopped; this replica is being replaced"
 TIMED_OUT = "the request did not finish within its time limit"
 TORN = "the text could not be put together; the server log has the details under this request's id"
@@ -33,11 +32,8 @@ class ActiveRequest:
     __slots__ = ("answered", "assembler", "begun", "done", "ended", "last_s", "request", "tokens")
 
     def __init__(self, request: Request, assembler: Takes, ended: OnEnd | None = None) -> None:
-        self.request = request
-        self.assembler = assembler
-        self.ended = ended
-        self.begun = False
-        self.answered = False  # a choice of it came to a good end
+        self.request, self.assembler, self.ended = request, assembler, ended
+        self.begun = self.answered = False  # the latter: a choice of it came to a good end
         self.done: set[int] = set()
         self.last_s: dict[int, float] = {}
         self.tokens: dict[int, int] = {}
@@ -80,19 +76,18 @@ class Flight:
     """One call in flight, with an active request for each of its prompts.
 
     `started()` returns once the first step has come back, `take()` whatever there is, `finish()` everything at the end. Each raises the
-    error that ended the flight. One task waits at a time. `pace_s` says how long to rest between two writes.
+    error that ended the flight. One task waits at a time. `cadence`: when those who rest between two writes go on.
     """
 
-    def __init__(self, actives: Sequence[ActiveRequest], pace_s: Callable[[], float]) -> None:
+    def __init__(self, actives: Sequence[ActiveRequest], cadence: Cadence) -> None:
         self.actives = {active.request.id: active for active in actives}
         self.unfinished = sum(active.request.params.n for active in actives)  # choices
         self.headers: dict[str, str] = {}  # of the reply, once it begins
         self.error: RayNeuronError | None = None
         self.deadline: asyncio.TimerHandle | None = None
-        self._pace_s = pace_s
+        self._cadence = cadence
         self._pending: dict[tuple[str, int], list[Delta]] = {}
-        self._begun = False
-        self._every_step = True
+        self._begun, self._every_step = False, True
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -121,17 +116,22 @@ class Flight:
         return self.ready()
 
     async def rest(self) -> None:
-        """Let deltas gather for a while; over at once when the flight has ended, or where the pause is too short to be worth a timer."""
-        pause_s = self._pace_s()
-        if pause_s < SHORTEST_PAUSE_S or self.ended:
+        """Let deltas gather until the next beat; over at once when the flight has ended, or where streams are few."""
+        if self.ended or not self._cadence.pause_s:
             return
         self._every_step = False
-        timer = asyncio.get_running_loop().call_later(pause_s, self._wake)
+        self._cadence.join(self)
         try:
             await self._wait()
         finally:
-            timer.cancel()
+            self._cadence.resting.discard(self)
             self._every_step = True
+
+    def let_go(self) -> bool:
+        """End the rest, if anything has gathered."""
+        if self._pending:
+            self._wake()
+        return bool(self._pending)
 
     async def finish(self) -> list[Delta]:
         """Wait until every choice has finished; one delta a choice."""
@@ -183,8 +183,8 @@ class Flight:
             # What broke may hold paths or other people's prompts: it goes to the log, not to the client.
             log.error("request %s failed: %s", piece.request_id, piece.error)
             self.fail(NotReady(STOPPED))
-        elif self.unfinished == 1 and not any(active.answered for active in self.actives.values()):
-            self.fail((RequestError if piece.fault == "request" else RayNeuronError)(piece.error or "the choice failed"))
+        elif piece.fault == "call" or (self.unfinished == 1 and not any(active.answered for active in self.actives.values())):
+            self.fail((RayNeuronError if piece.fault == "choice" else RequestError)(piece.error or "it failed", param=piece.param))
         return self.error is not None
 
     async def _wait(self) -> None:
@@ -209,22 +209,15 @@ class Flights:
     engine: Computes
 
     def __init__(self, telemetry: Telemetry, event_loop: asyncio.AbstractEventLoop, events_per_s: float = math.inf) -> None:
-        self.events_per_s = events_per_s
-        self.sequences = 0
-        self.waiting_tokens = 0
+        self.sequences = self.waiting_tokens = 0
         self.closed: RayNeuronError | None = None
-        self.telemetry = telemetry
-        self._event_loop = event_loop
+        self.telemetry, self._event_loop = telemetry, event_loop
         self.by_request: dict[str, Flight] = {}
         self._open: set[Flight] = set()
+        self.cadence, self._events_per_s = Cadence(event_loop), events_per_s
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def pace_s(self) -> float:
-        """How long a stream lets deltas gather between two writes, so that all together stay below `events_per_s`: Serve's own proxy
-        spends most of a millisecond of CPU on every event. Few streams never wait."""
-        return min(len(self._open) / self.events_per_s, LONGEST_PAUSE_S)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """What a step produced. Called on the engine thread, which it costs one wake-up of the event loop."""
@@ -246,12 +239,13 @@ class Flights:
                 log.exception("request %s: its text could not be put together", piece.request_id)
                 flight.fail(RayNeuronError(TORN))
             self.sequences -= unfinished - flight.unfinished
-            if waited and active.begun:
-                prompt_tokens += len(active.request.prompt_ids)
+            prompt_tokens += len(active.request.prompt_ids) if waited and active.begun else 0
             if stopped:
                 self.engine.abort(piece.request_id, piece.index)
         self.waiting_tokens -= prompt_tokens
         self.telemetry.step(tokens, prompt_tokens)
+        if self.cadence.resting:
+            self.cadence.step(now_s)
 
     def open(self, actives: Sequence[ActiveRequest]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
@@ -259,8 +253,9 @@ class Flights:
             raise self.closed
         if not self.engine.alive:
             raise NotReady(STOPPED)  # what it died of is in the log
-        flight = Flight(actives, self.pace_s)
+        flight = Flight(actives, self.cadence)
         self._open.add(flight)
+        self._pace()
         self.sequences += flight.unfinished
         self.waiting_tokens += sum([len(active.request.prompt_ids) for active in actives])
         try:
@@ -281,17 +276,22 @@ class Flights:
         if flight not in self._open:
             return
         self._open.discard(flight)
+        self._pace()
         self.sequences -= flight.unfinished
         if flight.deadline is not None:
             flight.deadline.cancel()
         for active in flight.actives.values():
-            mine = self.by_request.get(active.request.id) is flight
-            if mine:
+            if mine := self.by_request.get(active.request.id) is flight:
                 del self.by_request[active.request.id]
             if not active.begun:
                 self.waiting_tokens -= len(active.request.prompt_ids)
             if active.drop(flight.error is not None, self.telemetry) and mine:
                 self.engine.abort(active.request.id)
+
+    def _pace(self) -> None:
+        """Few streams never rest, many so long that all write `events_per_s`: each event costs Serve's own proxy most of a millisecond."""
+        pause_s = min(len(self._open) / self._events_per_s, LONGEST_PAUSE_S)
+        self.cadence.pause_s = pause_s if pause_s >= SHORTEST_PAUSE_S else 0.0
 
     def fail_all(self, error: RayNeuronError) -> None:
         """The engine is gone: end every flight with `error`, and refuse new ones with it."""

@@ -86,7 +86,8 @@ def _pools() -> Iterator[str]:
                 yield f"prefill replica of {name}: no answer ({said})"
                 continue
             tickets = ", ".join(f"{how} {n:g}" for how, n in said["tickets"].items())
-            yield f"prefill replica of {name}: tickets {tickets}; {said['pinned_blocks']} of {said['blocks']} KV blocks are kept for others"
+            kept = f"{said['pinned_blocks']} of {said['blocks']} KV blocks are kept for others"
+            yield f"prefill replica of {name}: tickets {tickets}; {kept}; {said['strangers']} connections were refused"
 
 
 def _nodes() -> Iterator[str]:

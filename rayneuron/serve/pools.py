@@ -7,6 +7,7 @@ import logging
 import platform
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,10 @@ from rayneuron.config import Deployment
 from rayneuron.devices.base import KvMemory
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.engine.remote import Loan
-from rayneuron.errors import ConfigError, NotReady
+from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.group_config import Pools
 from rayneuron.loading import Opened
+from rayneuron.news import KvNews
 from rayneuron.policies.pools import Rates
 from rayneuron.serve.health import Heart
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
@@ -72,8 +74,10 @@ def borrowed(pulls: Pulls) -> Values:
     return {
         metrics.PREFILLS: {why: float(n) for why, n in pulls.prefills.copy().items()},
         metrics.KV_TRANSFER_BYTES: {(): float(counts["bytes"])},
-        metrics.KV_TRANSFER_RETRIES: {(why,): float(counts[why]) for why in ("broken", "stale", "retries")},
-        metrics.FALLBACKS: {(): float(counts["fallbacks"])},
+        metrics.KV_TRANSFER_RETRIES: {(why,): float(counts[why]) for why in ("damaged", "lost", "stale", "other")},
+        metrics.EXTERNAL_QUERIES: {(): float(counts["queries"])},
+        metrics.EXTERNAL_HITS: {(): float(counts["hits"])},
+        metrics.FALLBACKS: {(stage,): float(n) for stage, n in pulls.fallbacks.copy().items()},
     }
 
 
@@ -121,9 +125,13 @@ class Prefiller:
     def submit(self, request: Request, loan: Loan | None = None) -> None:
         """As the engine's; with a span of its own under the caller's."""
         engine, _ = self._ready()
-        engine.submit(request, loan)
-        if self._tracer is not None:
+        if self._tracer is not None:  # before: its first token may be there at once
             self._traced[request.id] = self._tracer.begin(request, {b"traceparent": request.trace.encode()}, "prefill")
+        try:
+            engine.submit(request, loan)
+        except RayNeuronError:
+            self._traced.pop(request.id, None)
+            raise
 
     def abort(self, request_id: str) -> None:
         """As the engine's."""
@@ -133,24 +141,37 @@ class Prefiller:
         """As the engine's."""
         self._ready()[0].unpin(ticket)
 
+    def news(self, epoch: int, number: int) -> Future[KvNews | None] | None:
+        """As the engine's."""
+        return self._ready()[0].news(epoch, number)
+
+    async def replica_forget_prefixes(self) -> int:
+        """Empty the prefix cache; how many blocks were known."""
+        return await asyncio.wrap_future(self._ready()[0].ask(lambda engine: engine.scheduler.blocks.reset()))
+
     def load(self) -> Load:
         """The engine's snapshot and the tickets."""
         engine, offers = self._ready()
         ended: dict[tuple[str, ...], float] = {(how,): float(n) for how, n in offers.counts.copy().items()}
-        told: Values = {metrics.TICKETS: {("live",): float(offers.live)}, metrics.TICKETS_ENDED: ended}
+        live = offers.phases()
+        tickets: dict[tuple[str, ...], float] = {(phase,): float(live[phase]) for phase in ("queued", "running", "offered")}
+        told: Values = {metrics.TICKETS: tickets, metrics.TICKETS_ENDED: ended}
         return Load(engine.snapshot(), offers.live, offers.live, None, self._chosen, told=told)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What a scaling policy decides on: the prompts that wait, by tokens, and the KV that is kept for others."""
-        snapshot = self.load().snapshot
+        """What a scaling policy decides on: the prompts that are to be computed, by tokens, and the share of KV kept for others."""
+        engine, offers = self._ready()
+        snapshot = engine.snapshot()
         pinned = snapshot.blocks_pinned / snapshot.blocks_total if snapshot.blocks_total else 0.0
-        return {"waiting": float(snapshot.waiting), "waiting_tokens": float(snapshot.waiting_tokens), "kv_used": pinned}
+        return {"waiting": float(snapshot.waiting), "prompt_tokens": float(offers.unfinished), "kv_used": pinned}
 
     def stats(self) -> dict[str, Any]:
         """The load, for people."""
         load = self.load()
         tickets = {",".join(labels): n for of in load.told.values() for labels, n in of.items()}
-        return {"tickets": tickets, "pinned_blocks": load.snapshot.blocks_pinned, "blocks": load.snapshot.blocks_total}
+        _, offers = self._ready()
+        pinned, total = load.snapshot.blocks_pinned, load.snapshot.blocks_total
+        return {"tickets": tickets, "pinned_blocks": pinned, "blocks": total, "strangers": offers.door.refused}
 
     def check_health(self) -> None:
         """For Serve: raise where the engine is dead or stalled."""

@@ -120,6 +120,11 @@ class Replica(Handles):
         """The calls under way. Raises NotReady."""
         return self.served.flights
 
+    @property
+    def failed(self) -> bool:
+        """Whether a step has failed, so that nothing goes on."""
+        return self._served is not None and self._served.engine.error is not None
+
     def pressure(self, seen: int) -> Pressure:
         """How busy the engine is, as gateways hear it: `seen` is the last of the asking one's orders."""
         served = self._served
@@ -142,10 +147,8 @@ class Replica(Handles):
         served = self._served
         if served is None or not isinstance(served.opened, loading.Opened) or not isinstance(served.engine, EngineLoop):
             return None
-        kept = served.opened.engine.scheduler.blocks.log
-        if kept is None or (kept.epoch, kept.number) == (epoch, number) or not served.engine.alive:
-            return None
-        return asyncio.wrap_future(served.engine.ask(lambda engine: engine.scheduler.blocks.news(epoch, number)))
+        told = served.engine.news(epoch, number) if self.config.kv_events else None
+        return None if told is None else asyncio.wrap_future(told)
 
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache; how many blocks were known."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from rayneuron.devices.base import KvMemory
 from rayneuron.engine.remote import Loan
+from rayneuron.news import KvNews
 from rayneuron.transfer.layout import Reading
 from rayneuron.types import Request
 
-PIECE_BYTES = 512 << 10  # what is copied, then hashed while it is still in the processor's cache
+PIECE_BYTES = 512 << 10  # what is received, then hashed while it is still in the processor's cache
+SUMMED_BYTES = 16 << 20  # what is copied and hashed in one call where the memory itself can be read
 
 
 class Stale(Exception):
@@ -74,6 +77,9 @@ class Lends(Protocol):
 
     def unpin(self, ticket: bytes) -> None:
         """Nobody reads what was kept for a ticket, if anything was."""
+
+    def news(self, epoch: int, number: int) -> Future[KvNews | None] | None:
+        """What whoever knows its prefixes up to `number` of `epoch` lacks; None where that is nothing."""
 
 
 class LendsKv(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 from rayneuron import wire
 from rayneuron.transfer.base import Halted, Lost, Pull
 from rayneuron.transfer.messages import Get, Knock
-from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, pieces, said
+from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, pieces, said, summed
 
 CONNECT_S = 2.0
 
@@ -32,8 +32,7 @@ class Dialogue:
         """Bid for `want`, of all its layers or of (first, count) of theirs; within, all that is answered must be read."""
         try:
             layer, count = layers or (want.read.there, want.read.count)
-            runs = tuple((run.there, run.count) for run in want.read.runs)
-            get = Get(want.epoch, want.session, want.ticket, want.first, want.end, layer, count, runs, sums_only)
+            get = Get(want.epoch, want.session, want.ticket, want.first, want.end, layer, count, _runs(want), sums_only)
             self._open().sendall(wire.frame(get, sealed=True))
             yield
         except OSError as problem:
@@ -43,13 +42,13 @@ class Dialogue:
             self.close()
             raise
 
-    def pieces(self, want: Pull, unit: int, layers: tuple[int, int] | None = None) -> Iterator[tuple[KvPiece, int]]:
-        """What comes, and the first head of ours it is for."""
-        layer, count = layers or (want.read.there, want.read.count)
-        here = {run.there: run.here for run in want.read.runs}
-        runs = [(run.there, run.count) for run in want.read.runs]
-        for piece in pieces(layer, count, runs, want.first, want.end, unit):
-            yield piece, here[piece.head]
+    def pieces(self, want: Pull, unit: int, layers: tuple[int, int]) -> Iterator[KvPiece]:
+        """What comes of layers (first, count) of theirs."""
+        return pieces(*layers, _runs(want), want.first, want.end, unit)
+
+    def summed(self, want: Pull, unit: int) -> Iterator[KvPiece]:
+        """Of what sums come."""
+        return summed(want.read.there, want.read.count, _runs(want), want.first, want.end, unit)
 
     def head(self, want: Pull, piece: KvPiece, size: int, stop: threading.Event, kind: int = PIECE) -> int:
         """The sum of the next piece, which must be this one. Raises Damaged, Stale."""
@@ -70,7 +69,7 @@ class Dialogue:
             if stop.is_set():
                 raise Halted("nobody wants it any more")
             try:
-                got = connection.recvmsg_into(left[:512])[0]
+                got = connection.recvmsg_into(left[:512], 0, socket.MSG_WAITALL)[0]  # or what has come within a tick
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise Lost(f"{self._addresses[0]} has sent nothing for {self._stall_s:g} s") from None
@@ -104,3 +103,7 @@ class Dialogue:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _runs(want: Pull) -> tuple[tuple[int, int], ...]:
+    return tuple((run.there, run.count) for run in want.read.runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayneuron import wire
-from rayneuron.devices.base import KvMemory
+from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
-from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, digest, header, pieces, places_of, segments, stale, sums_of
+from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, header, pieces, places_of, segments, stale, summed
 
 
 @dataclass(slots=True)
@@ -36,20 +37,11 @@ class Lender:
         """`ip`: of this node, where other hosts may come; `shared`: give the memory itself to processes of this host."""
         self._memory = memory
         self._epoch = epoch
-        self._shared = shared and memory.fd >= 0
+        self._fd = os.dup(memory.fd) if shared and memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
         self._lent: dict[bytes, _Lent] = {}
         self._lock = threading.Lock()
-        self._door = Door(token, ip, OfData, self._serve)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where it is read, the nearest first."""
-        return self._door.addresses
-
-    @property
-    def refused(self) -> int:
-        """Connections that said what is no message, or not the token."""
-        return self._door.refused
+        self.door = Door(token, ip, OfData, self._serve)
+        self.addresses = self.door.addresses  # where it is read, the nearest first
 
     def lend(self, ticket: bytes, session: bytes, blocks: Sequence[int]) -> None:
         """These blocks, in the ticket's order, may be read from now on."""
@@ -69,7 +61,11 @@ class Lender:
 
     def close(self) -> None:
         """End every connection."""
-        self._door.close()
+        self.door.close()
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _serve(self, channel: wire.Channel[Any], knock: Knock) -> None:
         if knock.memory:
@@ -82,12 +78,12 @@ class Lender:
             self._answer(channel.socket, get)
 
     def _give_memory(self, connection: socket.socket) -> None:
-        if not self._shared:
-            return
         memory = self._memory
         blocks, heads, unit = memory.units[0].shape
         said = MemoryHere(self._epoch, memory.stride, (len(memory.units), blocks, heads, unit))
-        socket.send_fds(connection, [bytes(wire.frame(said))], [memory.fd])
+        with self._lock:
+            if self._fd >= 0:
+                socket.send_fds(connection, [bytes(wire.frame(said))], [self._fd])
 
     def _answer(self, connection: socket.socket, get: Get) -> None:
         units = self._memory.units
@@ -97,22 +93,19 @@ class Lender:
                 connection.sendall(stale(get.epoch, get.ticket))
                 return
             _check(get, len(blocks), len(units), heads)
+            asked, how = blocks[get.first : get.end], self._memory.carry or carry
+            sums = {head: how(KvRuns(units, asked, head, n), None) for head, n in get.runs}
             if get.sums_only:
-                places = np.array(blocks[get.first : get.end], "<i4")
+                places = np.array(asked, "<i4")
                 _send_list(connection, get, places_of(get.first, len(places)), places, PLACES)
-            sums: list[int] = []
-            every = list(pieces(get.layer, get.count, get.runs, get.first, get.end, unit))
-            for piece in every:
-                parts = segments(units, piece.layer, piece.head, piece.heads, blocks[piece.first : piece.first + piece.blocks])
-                if not get.sums_only:
-                    said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, digest(parts))
-                    _send(connection, [said, *parts])
-                    continue
-                sums.append(digest(parts))
-                if len(sums) == SUMS_AT_ONCE or piece is every[-1]:
-                    of = sums_of(piece.number + 1 - len(sums), len(sums))
-                    _send_list(connection, get, of, np.array(sums, "<u8"), SUMS)
-                    sums.clear()
+                for piece in summed(get.layer, get.count, get.runs, get.first, get.end, unit):
+                    _send_list(connection, get, piece, sums[piece.head](*piece.within(get.first, get.end)), SUMS)
+                return
+            for piece in pieces(get.layer, get.count, get.runs, get.first, get.end, unit):
+                check = digest(sums[piece.head](*piece.within(get.first, get.end)))
+                said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, check)
+                where = blocks[piece.first : piece.first + piece.blocks]
+                _send(connection, [said, *segments(units, piece.layer, piece.head, piece.heads, where)])
 
     @contextmanager
     def _reading(self, connection: socket.socket, get: Get) -> Iterator[Sequence[int] | None]:
@@ -143,7 +136,7 @@ def _check(get: Get, blocks: int, layers: int, heads: int) -> None:
 
 def _send_list(connection: socket.socket, get: Get, of: KvPiece, numbers: NDArray[Any], kind: int) -> None:
     data = numbers.tobytes()
-    _send(connection, [header(get.epoch, get.ticket, of, len(data), digest([data]), kind), data])
+    _send(connection, [header(get.epoch, get.ticket, of, len(data), digest(data), kind), data])
 
 
 def _send(connection: socket.socket, parts: Sequence[Any]) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from rayneuron.news import KvNews
 from rayneuron.transfer.layout import KvLayout
 from rayneuron.types import Request, TokenDelta
 
 PROMPT_BYTES = 5  # of a token id, packed
 MORE_BYTES = 2**20  # whatever else a request holds: biases, stops, logprobs of its first tokens
+PREFIX_BYTES = 2**24  # what a prefill replica says of a million blocks it keeps
 
 
 def limit_bytes(layout: KvLayout) -> int:
@@ -109,6 +111,12 @@ class Pulse(msgspec.Struct, tag=True, frozen=True):
     tickets: Sequence[bytes]
 
 
+class Prefixes(msgspec.Struct, tag=True, frozen=True):
+    """P: what its cache has come to know and to forget."""
+
+    news: KvNews
+
+
 class Get(msgspec.Struct, tag=True, frozen=True):
     """A data connection: blocks `first` to `end` of a ticket, by their place in it, of `count` layers from `layer` on, and of runs of
     heads, (first, count). Answered by pieces (`pieces`): with their bytes, or with only their sums where D reads the memory itself."""
@@ -133,5 +141,5 @@ class MemoryHere(msgspec.Struct, tag=True, frozen=True):
 
 
 ToP = Knock | Bid | Commit | Abandon | Pulse
-FromP = Welcome | Accepted | Declined | Watermark | FirstTokens | Committed | Expired | Pulse
+FromP = Welcome | Accepted | Declined | Watermark | FirstTokens | Committed | Expired | Pulse | Prefixes
 OfData = Knock | Get

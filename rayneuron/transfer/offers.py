@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,14 @@ from rayneuron.transfer.messages import (
     Expired,
     FirstTokens,
     Knock,
+    Prefixes,
     Pulse,
     ToP,
     Watermark,
     Welcome,
     limit_bytes,
 )
+from rayneuron.transfer.records import ControlLink, Ticket
 from rayneuron.transfer.tickets import OVER, Offer, OfferEvent, offer_step
 from rayneuron.types import Request, TokenDelta
 
@@ -53,28 +55,6 @@ class LendingLimits:
     lease_s: float = 30.0
     pinned: int = 2**31
     waiting_tokens: int = 2**31
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A control channel. `session`: what its tickets are read with."""
-
-    channel: wire.Channel[Any]
-    session: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    gone: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """A ticket: who has it, for what, and how it stands."""
-
-    ticket: bytes
-    key: str
-    link: _Link
-    request: Request
-    offer: Offer
-    first: dict[int, TokenDelta] = field(default_factory=dict)  # by choice
-    reading: int = 0  # workers whose part somebody may still read
 
 
 class Offers:
@@ -94,27 +74,30 @@ class Offers:
         self.counts: Counter[str] = Counter()  # how tickets have ended
         self._engine, self._layout, self._lenders, self._token = engine, layout, lenders, token
         self._limits = limits or LendingLimits()
-        self._tickets: OrderedDict[bytes, _Ticket] = OrderedDict()  # the live ones, and the last of those that have ended
+        self._tickets: OrderedDict[bytes, Ticket] = OrderedDict()  # the live ones, and the last of those that have ended
         self._keys: dict[tuple[bytes, str], bytes] = {}  # session and key of the live ones: ticket
-        self._links: set[_Link] = set()
+        self._links: set[ControlLink] = set()
         self._draining = False
         self._desk = Clerk("rayneuron-offers", self._sweep, lambda: bool(self._keys))
-        self._door = Door(token, ip, ToP, self._serve)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where decode replicas knock, the nearest first."""
-        return self._door.addresses
-
-    @property
-    def refused(self) -> int:
-        """Connections that said what is no message, or not the token."""
-        return self._door.refused
+        self.door = Door(token, ip, ToP, self._serve)
+        self.addresses = self.door.addresses  # where decode replicas knock, the nearest first
 
     @property
     def live(self) -> int:
         """Tickets somebody waits for or reads."""
         return len(self._keys)
+
+    def phases(self) -> Counter[str]:
+        """How many of them are queued, running and offered."""
+        return Counter(held.offer.phase for held in self._live())
+
+    def _live(self) -> list[Ticket]:
+        return [held for ticket in [*self._keys.values()] if (held := self._tickets.get(ticket)) is not None]
+
+    @property
+    def unfinished(self) -> int:
+        """Tokens of the prompts that are not computed yet."""
+        return sum(len(held.request.prompt_ids) for held in self._live() if held.offer.phase in ("queued", "running"))
 
     def told(self, lent: Lent) -> None:
         """The engine: more of a ticket's prompt has KV."""
@@ -134,7 +117,7 @@ class Offers:
 
     def close(self) -> None:
         """End every ticket and connection."""
-        self._door.close()
+        self.door.close()
         self._desk.put(self._end)
         self._desk.close(lambda: not self._links)
         for lender in self._lenders:
@@ -147,7 +130,7 @@ class Offers:
     def _serve(self, channel: wire.Channel[Any], _: Knock) -> None:
         """A decode replica, for as long as it stays."""
         channel.frames.limit_bytes = limit_bytes(self._layout)
-        link = _Link(channel)
+        link = ControlLink(channel)
         self._desk.put(self._links.add, link)
         data = tuple(lender.addresses for lender in self._lenders)
         try:
@@ -159,7 +142,7 @@ class Offers:
         finally:
             self._desk.put(self._lost, link)
 
-    def _say(self, link: _Link, message: Any) -> None:
+    def _say(self, link: ControlLink, message: Any) -> None:
         if link.gone:
             return
         try:
@@ -167,7 +150,7 @@ class Offers:
         except (wire.WireError, TimeoutError):
             self._lost(link)
 
-    def _heard(self, link: _Link, message: Any) -> None:
+    def _heard(self, link: ControlLink, message: Any) -> None:
         match message:
             case Bid():
                 self._asked(link, message)
@@ -182,7 +165,7 @@ class Offers:
             case _:
                 self._lost(link)  # a second knock
 
-    def _asked(self, link: _Link, ask: Bid) -> None:
+    def _asked(self, link: ControlLink, ask: Bid) -> None:
         known = self._keys.get((link.session, ask.key))
         if known is None:
             why = self._no_room(ask.request)
@@ -198,14 +181,14 @@ class Offers:
                 self.counts["declined"] += 1
                 self._say(link, Declined(ask.key, why, RETRY_S))
                 return
-            self._tickets[ticket] = _Ticket(ticket, ask.key, link, request, Offer(now + self._limits.lease_s))
+            self._tickets[ticket] = Ticket(ticket, ask.key, link, request, Offer(now + self._limits.lease_s))
             self._keys[link.session, ask.key] = known = ticket
         self._say(link, Accepted(ask.key, known))
 
     def _no_room(self, request: Request) -> str | None:
         if self._draining:
             return "this replica is leaving"
-        live = [self._tickets[ticket] for ticket in self._keys.values()]
+        live = self._live()
         if sum(self._blocks(held.request) for held in live) + self._blocks(request) > self._limits.pinned:
             return f"{self._limits.pinned} blocks may be kept for others at once"
         waiting = sum(len(held.request.prompt_ids) for held in live if held.offer.phase == "queued")
@@ -239,7 +222,7 @@ class Offers:
                 if held.offer.phase == "offered":
                     self._say(held.link, FirstTokens(held.ticket, [held.first[i] for i in sorted(held.first)]))
 
-    def _commit(self, link: _Link, ticket: bytes) -> None:
+    def _commit(self, link: ControlLink, ticket: bytes) -> None:
         held = self._tickets.get(ticket)
         if held is None or held.link is not link:
             self._say(link, Expired(ticket, "no such ticket"))
@@ -247,7 +230,7 @@ class Offers:
         committed = "committed" in self._step(held, "commit")
         self._say(link, Committed(ticket) if committed else Expired(ticket, held.offer.phase))
 
-    def _pulse(self, link: _Link, tickets: Sequence[bytes]) -> None:
+    def _pulse(self, link: ControlLink, tickets: Sequence[bytes]) -> None:
         for ticket in tickets:
             held = self._tickets.get(ticket)
             if held is not None and held.link is link:
@@ -255,7 +238,7 @@ class Offers:
         # All of this channel's: one that was accepted since they asked, which they have heard by now, is not to be taken for dead.
         self._say(link, Pulse([ticket for (session, _), ticket in self._keys.items() if session == link.session]))
 
-    def _lost(self, link: _Link) -> None:
+    def _lost(self, link: ControlLink) -> None:
         if link.gone:
             return
         link.gone = True
@@ -267,10 +250,24 @@ class Offers:
     def _sweep(self, _: float) -> None:
         for ticket in list(self._keys.values()):
             self._step(self._tickets[ticket], "tick")
+        for link in tuple(self._links):
+            self._follow(link)
         while len(self._tickets) > TOMBSTONES and next(iter(self._tickets.values())).offer.phase in OVER:
             self._tickets.popitem(last=False)
 
-    def _step(self, held: _Ticket, event: OfferEvent, value: float = 0) -> tuple[str, ...]:
+    def _follow(self, link: ControlLink) -> None:
+        """Have a decode replica told which prefixes are kept here: it asks where its prompts begin alike."""
+        try:
+            link.asked = link.asked or self._engine.news(*link.known)
+        except RayNeuronError:
+            return  # the engine has ended
+        if link.asked is not None and link.asked.done():
+            news, link.asked = link.asked.result(), None
+            if news is not None:
+                link.known = news.epoch, news.number
+                self._say(link, Prefixes(news))
+
+    def _step(self, held: Ticket, event: OfferEvent, value: float = 0) -> tuple[str, ...]:
         """The ticket's next state; what it held goes back once nobody reads it."""
         before = held.offer.phase
         held.offer, actions = offer_step(held.offer, event, time.monotonic(), value)
@@ -281,12 +278,16 @@ class Offers:
             self._give_back(held)
         return actions
 
-    def _give_back(self, held: _Ticket) -> None:
+    def _give_back(self, held: Ticket) -> None:
+        if held.reading:
+            return  # it is on its way, and what the engine has made since goes the same way once nobody reads
+        held.first.clear()
+        held.request = replace(held.request, prompt_ids=[])  # a tombstone is kept long, and there are many
         held.reading = len(self._lenders)
         for lender in self._lenders:
             lender.withdraw(held.ticket, partial(self._desk.put, self._unread, held))
 
-    def _unread(self, held: _Ticket) -> None:
+    def _unread(self, held: Ticket) -> None:
         """One worker's part is read by nobody any more."""
         held.reading -= 1
         if not held.reading:

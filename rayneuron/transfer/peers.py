@@ -10,7 +10,7 @@ from typing import Any
 from rayneuron import wire
 from rayneuron.errors import RayNeuronError
 from rayneuron.transfer.layout import KvLayout, differences
-from rayneuron.transfer.messages import FromP, Knock, Welcome, limit_bytes
+from rayneuron.transfer.messages import PREFIX_BYTES, FromP, Knock, Welcome, limit_bytes
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ SEND_S = 0.5  # a channel whose other side does not read is lost
 
 
 class PrefillPeer:
-    """One prefill replica, by `name`. `heard` is called with each message, Welcome first, and with None when the channel has ended;
-    `refused`: what it differs in. `booked`: tokens of the prompts it was asked for, by key."""
+    """One prefill replica, by `name`, and by a `number` that no other had. `heard` is called with each message, Welcome first, and with
+    None when the channel has ended; `refused`: what it differs in. `booked`: tokens it was asked to compute and has not, by key."""
 
     def __init__(
-        self, name: str, addresses: Sequence[str], token: bytes, layout: KvLayout, heard: Callable[[PrefillPeer, Any], None]
+        self, name: str, addresses: Sequence[str], number: int, token: bytes, layout: KvLayout, heard: Callable[[PrefillPeer, Any], None]
     ) -> None:  # fmt: skip
-        self.name, self.addresses = name, tuple(addresses)
+        self.name, self.addresses, self.number = name, tuple(addresses), number
         self.welcome: Welcome | None = None
         self.refused: list[str] = []
         self.booked: dict[str, int] = {}
@@ -42,12 +42,12 @@ class PrefillPeer:
         return sum(self.booked.copy().values())
 
     def say(self, message: Any) -> bool:
-        """Send; False where the channel is lost."""
-        channel = self._channel
-        if channel is None or self._closing:
+        """Send; False where the channel is lost, or would be: whoever says more than can be meant is hung up on."""
+        channel, data = self._channel, wire.frame(message, sealed=True)
+        if channel is None or self._closing or len(data) > limit_bytes(self._layout):
             return False
         try:
-            channel.send(message, SEND_S)
+            channel.send_frame(data, SEND_S)
         except (wire.WireError, TimeoutError):
             channel.shutdown()
             return False
@@ -95,10 +95,10 @@ class PrefillPeer:
             self._heard(self, channel.receive())
 
     def _connect(self) -> wire.Channel[Any]:
-        problems = []
+        problems, limit = [], PREFIX_BYTES + limit_bytes(self._layout)
         for address in self.addresses:
             try:
-                return wire.Channel(wire.connect(address, CONNECT_S), FromP, limit_bytes(self._layout), sealed=True)
+                return wire.Channel(wire.connect(address, CONNECT_S), FromP, limit, sealed=True)
             except TimeoutError as problem:
                 problems.append(str(problem))
         raise wire.Closed("; ".join(problems))

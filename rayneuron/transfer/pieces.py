@@ -1,7 +1,7 @@
 """KV on the way, in pieces: which there are, where their bytes lie, the header and the sum of each; both sides count them alike.
 
-A piece is a run of heads of some consecutive blocks of a ticket, of one layer. Its bytes are those of its blocks in order, wherever they
-lie; so is its sum.
+A piece is a run of heads of some consecutive blocks of a ticket, of one layer, or of some, where only sums are said. Its bytes are those
+of its blocks in order, wherever they lie; its sum is of the sums of these runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rayneuron.transfer.base import PIECE_BYTES, Damaged, Stale
+from rayneuron.devices.base import Carried, KvRuns
+from rayneuron.transfer.base import PIECE_BYTES, SUMMED_BYTES, Damaged, Stale
 
 Stretch = NDArray[np.uint8]  # a stretch of memory
 
@@ -24,12 +25,12 @@ _HEAD = struct.Struct("<4sHHQ16sIHHIIQQ")
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"rnKV"
 PIECE, PLACES, STALE, SUMS = 1, 2, 3, 4
-SUMS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class KvPiece:
-    """`blocks` blocks of a ticket from `first` on, heads `head` to `head` + `heads` of layer `layer`; `number` of its Get."""
+    """`blocks` blocks of a ticket from `first` on, heads `head` to `head` + `heads` of `layers` layers from `layer` on; the `number` of its
+    Get."""
 
     number: int
     layer: int
@@ -37,6 +38,12 @@ class KvPiece:
     heads: int
     first: int
     blocks: int
+    layers: int = 1
+
+    def within(self, first: int, end: int, layers: int = 0) -> tuple[int, int]:
+        """Which runs these are, (first, end), of those of blocks `first` to `end` of every layer from `layers` on."""
+        at = (self.layer - layers) * (end - first) + self.first - first
+        return at, at + self.layers * self.blocks
 
 
 def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, end: int, unit: int) -> Iterator[KvPiece]:
@@ -50,46 +57,61 @@ def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, 
                 number += 1
 
 
+def summed(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, end: int, unit: int) -> Iterator[KvPiece]:
+    """The same where only sums are said: whole layers, as many at once as make SUMMED_BYTES."""
+    number = 0
+    for head, heads in runs:
+        each = max(1, SUMMED_BYTES // ((end - first) * heads * unit))
+        for at in range(layer, layer + count, each):
+            yield KvPiece(number, at, head, heads, first, end - first, min(each, layer + count - at))
+            number += 1
+
+
 def places_of(first: int, blocks: int) -> KvPiece:
     """What goes before the list of where a ticket's blocks lie."""
     return KvPiece(0, 0, 0, 0, first, blocks)
 
 
-def sums_of(number: int, count: int) -> KvPiece:
-    """What goes before the sums of `count` pieces from `number` on."""
-    return KvPiece(number, 0, 0, 0, 0, count)
+def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, count) of those that lie side by side."""
+    made: list[tuple[int, int]] = []
+    for block in blocks:
+        if made and block == sum(made[-1]):
+            made[-1] = made[-1][0], made[-1][1] + 1
+        else:
+            made.append((block, 1))
+    return made
 
 
 def segments(units: Sequence[NDArray[Any]], layer: int, head: int, heads: int, blocks: Sequence[int]) -> list[Stretch]:
-    """Where the bytes lie: one view for all of it where that is one stretch of memory, else one a block."""
-    whole, first, n = units[layer], blocks[0], len(blocks)
-    if heads == whole.shape[1] and [*blocks] == [*range(first, first + n)]:
-        return [whole[first : first + n].reshape(-1)]
+    """Where the bytes lie: a view of each stretch of memory."""
+    whole = units[layer]
+    if heads == whole.shape[1]:
+        return [whole[first : first + count].reshape(-1) for first, count in stretches(blocks)]
     return [whole[block, head : head + heads].reshape(-1) for block in blocks]
 
 
-def digest(parts: Sequence[Any]) -> int:
-    """XXH3 of some stretches of memory, one after another."""
-    if len(parts) == 1:
-        return xxhash.xxh3_64_intdigest(parts[0])
-    running = xxhash.xxh3_64()
-    for part in parts:
-        running.update(part)
-    return running.intdigest()
+def digest(data: Any) -> int:
+    """XXH3 of a list; of a piece by that of its runs' sums."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
-def copy(to: Sequence[Stretch], of: Sequence[Stretch]) -> None:
-    """The bytes of `of` into `to`, whose stretches may be cut in another way. Other threads run meanwhile."""
-    if len(to) == len(of):
-        for there, here in zip(of, to, strict=True):
-            np.copyto(here, there)
-        return
-    one, many = (to[0], of) if len(to) == 1 else (of[0], to)
-    at = 0
-    for part in many:
-        there, here = (part, one[at : at + len(part)]) if len(to) == 1 else (one[at : at + len(part)], part)
-        np.copyto(here, there)
-        at += len(part)
+def carry(of: KvRuns, to: KvRuns | None = None) -> Carried:
+    """As `devices.base.Carry`, for memory whose device has none."""
+    n = len(of.blocks)
+
+    def carried(first: int, end: int) -> NDArray[np.uint64]:
+        sums = []
+        for layer, i in (divmod(at, n) for at in range(first, end)):
+            run: Any = of.units[layer][of.blocks[i], of.head : of.head + of.heads].reshape(-1)
+            if to is not None:
+                copied: Any = to.units[layer][to.blocks[i], to.head : to.head + to.heads].reshape(-1)
+                np.copyto(copied, run)
+                run = copied  # what lies here is hashed: the other may have changed
+            sums.append(xxhash.xxh3_64_intdigest(run))
+        return np.array(sums, np.uint64)
+
+    return carried
 
 
 def header(epoch: int, ticket: bytes, piece: KvPiece, size: int, check: int, kind: int = PIECE) -> bytes:

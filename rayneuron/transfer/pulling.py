@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 THREADS = 8  # pulls at once
 NICE = 5  # behind the steps: the time between tokens is why there are two pools
-PullEnd = Literal["pulled", "broken", "stale"]
+PullEnd = Literal["pulled", "damaged", "lost", "halted", "stale"]
 Tidings = Callable[[PullEnd, str, int], None]
+ENDS: Mapping[type[Exception], PullEnd] = {Stale: "stale", Damaged: "damaged", Lost: "lost", Halted: "halted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +101,21 @@ class Puller:
             self.forget(epoch)
 
     def _run(self, errand: Errand, stop: threading.Event, told: Tidings) -> None:
-        outcome: PullEnd = "broken"
+        outcome: PullEnd = "lost"
         why, size = "", 0
         try:
             size = self._pull(errand, stop)
             outcome = "pulled"
-        except Stale as problem:
-            outcome, why = "stale", str(problem)
-        except (Damaged, Lost, Halted) as problem:
-            why = f"{type(problem).__name__}: {problem}"
+        except (Stale, Damaged, Lost, Halted) as problem:
+            outcome, why = ENDS[type(problem)], str(problem)
         except Exception as problem:
             log.exception("a pull has failed")
             why = str(problem)
         told(outcome, why, size)
 
     def _pull(self, errand: Errand, stop: threading.Event) -> int:
+        if stop.is_set():  # while it waited for a thread
+            raise Halted("nobody wants it any more")
         peer, size = errand.peer, 0
         blocks = list(errand.blocks)
         for read in reads(self._mine, self._stage, self._rank, peer.layout):
@@ -133,7 +134,7 @@ class Puller:
     def _transport(self, peer: Welcome, worker: int) -> Iterator[Transport]:
         key = peer.epoch, worker
         with self._lock:
-            idle = self._idle.get(key)
+            idle = self._idle.setdefault(key, [])
             transport = idle.pop() if idle else None
         if transport is None:
             transport = self._open(peer.data[worker], peer.epoch)
@@ -141,7 +142,11 @@ class Puller:
             yield transport
         finally:
             with self._lock:
-                self._idle.setdefault(key, []).append(transport)
+                kept = self._idle.get(key)
+                if kept is not None:
+                    kept.append(transport)
+            if kept is None:  # forgotten meanwhile, and what is kept of the dead is their whole memory
+                transport.close()
 
     def _open(self, addresses: Sequence[str], epoch: int) -> Transport:
         near = [address for address in addresses if address.startswith("unix:")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,29 +16,28 @@ from rayneuron.engine.remote import Absent, Arrived, First, Prefill
 from rayneuron.policies.pools import Queue, Rates, choose
 from rayneuron.transfer.desk import Clerk
 from rayneuron.transfer.layout import KvLayout
-from rayneuron.transfer.messages import Abandon, Accepted, Bid, Commit, Committed, Declined, Expired, FirstTokens, Pulse, Watermark, Welcome
+from rayneuron.transfer.messages import (
+    Abandon,
+    Accepted,
+    Bid,
+    Commit,
+    Committed,
+    Declined,
+    Expired,
+    FirstTokens,
+    Prefixes,
+    Pulse,
+    Watermark,
+    Welcome,
+)
 from rayneuron.transfer.peers import PrefillPeer
 from rayneuron.transfer.pulling import Errand, Halting, PullEnd, PullsKv
-from rayneuron.transfer.tickets import Claim, ClaimEvent, asking, claim_step
-from rayneuron.types import Snapshot, TokenDelta
+from rayneuron.transfer.records import Fetching
+from rayneuron.transfer.roster import Roster
+from rayneuron.transfer.tickets import ClaimEvent, asking, claim_step
+from rayneuron.types import Snapshot
 
 OFTEN_S = 0.03  # how late a silence may be seen while something is fetched
-
-
-@dataclass(slots=True, eq=False)
-class _Fetching:
-    """One prompt that somebody else computes."""
-
-    prefill: Prefill
-    peer: PrefillPeer
-    fetch: Claim
-    ticket: bytes = b""
-    why: str = ""
-    first: list[TokenDelta] = field(default_factory=list)
-    stop: Halting = field(default_factory=Halting)
-    cancelled: bool = False
-    awaited: int = 0  # workers that have not said how their pull went
-    outcome: PullEnd = "pulled"
 
 
 class Pulls:
@@ -59,39 +57,46 @@ class Pulls:
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.prefills: Counter[tuple[str, str]] = Counter()  # where, and why
+        self.fallbacks: Counter[str] = Counter()  # by the stage that failed
         self.counts: Counter[str] = Counter()
         self.rates = rates
-        self._pullers, self._layout, self._token = pullers, layout, token
+        self._pullers, self._layout = pullers, layout
         self._stall_s, self._local_tokens, self._load = stall_s, local_tokens, load
         self._out: deque[First | Arrived | Absent] = deque()
-        self._peers: dict[str, PrefillPeer] = {}
-        self._fetching: dict[str, _Fetching] = {}
+        self._fetching: dict[str, Fetching] = {}
         self._closing = False
+        self._roster = Roster(token, layout, lambda peer, message: self._desk.put(self._heard, peer, message))
         self._desk = Clerk("rayneuron-pulls", self._tick, lambda: bool(self._fetching), OFTEN_S)
 
     @property
     def ready(self) -> list[str]:
         """Prefill replicas that can be asked, by name."""
-        return [peer.name for peer in self._welcomed()]
+        return [peer.name for peer in self._roster.welcomed()]
 
     def meet(self, found: Mapping[str, Sequence[str]]) -> None:
         """These prefill replicas are there, by name, at these addresses; those not connected are called. Who has gone is told by its
         channel."""
-        self._desk.put(self._meet, {name: tuple(addresses) for name, addresses in found.items()})
+        self._desk.put(self._roster.meet, {name: tuple(addresses) for name, addresses in found.items()})
 
     def ask(self, prefill: Prefill) -> bool:
         """As `Prefills`."""
         prompt, load = len(prefill.request.prompt_ids), self._load()
-        queues = [Queue(peer.name, peer.queued, prompt) for peer in self._welcomed()]
         here = Queue("", load.waiting_tokens, prompt - prefill.known, load.running)
+        queues = self._roster.queues(prompt, prefill.hashes)
         chosen = choose(here, queues, self.rates, self._local_tokens)
-        self.prefills["remote" if chosen.peer else "local", chosen.why] += 1
-        peer = self._peers.get(chosen.peer)
-        if peer is None or self._closing:
+        peer = None if self._closing else self._roster.get(chosen.peer)
+        if peer is None:
+            self.kept(chosen.why if not chosen.peer else "nobody")
             return False
-        peer.booked[prefill.key] = prompt
+        self.prefills["remote", chosen.why] += 1
+        self.counts["queries"] += prompt - prefill.known
+        peer.booked[prefill.key] = next(queue.uncached for queue in queues if queue.name == chosen.peer)
         self._desk.put(self._ask, prefill, peer)
         return True
+
+    def kept(self, why: str) -> None:
+        """As `Prefills`."""
+        self.prefills["local", why] += 1
 
     def cancel(self, key: str) -> None:
         """As `Prefills`."""
@@ -117,24 +122,12 @@ class Pulls:
         self._closing = True
         for fetching in list(self._fetching.values()):
             self._event(fetching, "cancel")
-        for peer in self._peers.values():
-            peer.close()
+        self._roster.close()
 
     def _cancel(self, key: str) -> None:
         if (fetching := self._fetching.get(key)) is not None:
             fetching.cancelled = True
             self._tell(fetching, "cancel", "cancelled")
-
-    def _meet(self, found: Mapping[str, tuple[str, ...]]) -> None:
-        for name, addresses in found.items():
-            known = self._peers.get(name)
-            if known is None or known.addresses != addresses:
-                if known is not None:
-                    known.close()
-                self._peers[name] = PrefillPeer(name, addresses, self._token, self._layout, self._post)
-
-    def _post(self, peer: PrefillPeer, message: Any) -> None:
-        self._desk.put(self._heard, peer, message)
 
     def _heard(self, peer: PrefillPeer, message: Any) -> None:
         match message:
@@ -164,16 +157,18 @@ class Pulls:
                 for fetching in self._with(peer):
                     if fetching.ticket:
                         self._tell(fetching, "beat" if fetching.ticket in message.tickets else "expired", "its ticket is not alive")
+            case Prefixes(news):
+                self._roster.learn(peer, news)
             case Welcome():
                 pass
 
     def _ask(self, prefill: Prefill, peer: PrefillPeer) -> None:
         now = time.monotonic()
-        fetching = _Fetching(prefill, peer, asking(len(prefill.request.prompt_ids), prefill.known, now))
+        fetching = Fetching(prefill, peer, asking(len(prefill.request.prompt_ids), prefill.known, now))
         self._fetching[prefill.key] = fetching
         self._say_ask(fetching)
 
-    def _say_ask(self, fetching: _Fetching) -> None:
+    def _say_ask(self, fetching: Fetching) -> None:
         request = fetching.prefill.request
         remaining_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
         asked = Bid(fetching.prefill.key, replace(request, arrival_s=0.0, deadline_s=None), remaining_s)
@@ -181,8 +176,7 @@ class Pulls:
             self._tell(fetching, "lost", f"{fetching.peer.name} is gone")
 
     def _lost(self, peer: PrefillPeer) -> None:
-        if self._peers.get(peer.name) is peer and not peer.refused:
-            del self._peers[peer.name]
+        self._roster.lose(peer)
         for fetching in self._with(peer):
             self._tell(fetching, "lost", f"{peer.name} is gone")
         if peer.welcome is not None:
@@ -192,27 +186,25 @@ class Pulls:
     def _tick(self, now: float) -> None:
         for fetching in [fetching for fetching in self._fetching.values() if now >= fetching.fetch.until]:
             self._tell(fetching, "tick", f"{fetching.peer.name} has said nothing for too long")
-        for peer in self._welcomed():
+        self._roster.sweep()
+        for peer in self._roster.welcomed():
             if peer.welcome is not None and now >= peer.pulsed + min(peer.welcome.lease_s / 6, self._stall_s / 4):
                 peer.pulsed = now
                 tickets = [fetching.ticket for fetching in self._with(peer) if fetching.ticket]
                 if tickets:
                     peer.say(Pulse(tickets))
 
-    def _welcomed(self) -> list[PrefillPeer]:
-        return [peer for peer in list(self._peers.values()) if peer.welcome is not None]
-
-    def _with(self, peer: PrefillPeer) -> list[_Fetching]:
+    def _with(self, peer: PrefillPeer) -> list[Fetching]:
         return [fetching for fetching in self._fetching.values() if fetching.peer is peer]
 
-    def _of(self, peer: PrefillPeer, ticket: bytes = b"", key: str = "") -> _Fetching | None:
+    def _of(self, peer: PrefillPeer, ticket: bytes = b"", key: str = "") -> Fetching | None:
         """Whom a message of `peer` is about."""
         if key:
             fetching = self._fetching.get(key)
             return fetching if fetching is not None and fetching.peer is peer else None
         return next((fetching for fetching in self._with(peer) if ticket and fetching.ticket == ticket), None)
 
-    def _sound(self, fetching: _Fetching, settled: int) -> bool:
+    def _sound(self, fetching: Fetching, settled: int) -> bool:
         """Whether a watermark can be meant; whoever says others is not to be trusted."""
         total = fetching.fetch.total
         if settled == total or (0 <= settled < total and settled % self._layout.block == 0):
@@ -220,13 +212,15 @@ class Pulls:
         fetching.peer.close()
         return False
 
-    def _tell(self, fetching: _Fetching | None, event: ClaimEvent, why: str = "") -> None:
+    def _tell(self, fetching: Fetching | None, event: ClaimEvent, why: str = "") -> None:
         if fetching is not None:
             fetching.why = why or fetching.why
             self._event(fetching, event)
 
-    def _event(self, fetching: _Fetching, event: ClaimEvent, value: int = 0) -> None:
-        other = self._other(fetching)
+    def _event(self, fetching: Fetching, event: ClaimEvent, value: int = 0) -> None:
+        other = self._roster.other(fetching.peer)
+        if fetching.fetch.phase != "ending":
+            fetching.stage = "streamed" if fetching.fetch.phase == "pulling" and fetching.fetch.streamed else fetching.fetch.phase
         fetching.fetch, actions = claim_step(fetching.fetch, event, time.monotonic(), self._stall_s, value, other=other is not None)
         key = fetching.prefill.key
         for action in actions:
@@ -247,15 +241,11 @@ class Pulls:
                 case "adopt" | "fail":
                     self._over(fetching, action)
 
-    def _other(self, fetching: _Fetching) -> PrefillPeer | None:
-        """Who else can be asked, the one with least to do."""
-        return min((peer for peer in self._welcomed() if peer is not fetching.peer), key=lambda peer: peer.queued, default=None)
-
-    def _turn(self, fetching: _Fetching, other: PrefillPeer | None) -> None:
+    def _turn(self, fetching: Fetching, other: PrefillPeer | None) -> None:
         key = fetching.prefill.key
         prompt = fetching.peer.booked.pop(key, 0)
-        self.counts["retries"] += 1
-        fetching.ticket = b""
+        self.counts["other"] += 1
+        fetching.ticket, fetching.first = b"", []
         if other is None:
             self._tell(fetching, "lost", "nobody else is there any more")
             return
@@ -263,7 +253,7 @@ class Pulls:
         other.booked[key] = prompt
         self._say_ask(fetching)
 
-    def _pull(self, fetching: _Fetching) -> None:
+    def _pull(self, fetching: Fetching) -> None:
         fetch, size, welcome = fetching.fetch, self._layout.block, fetching.peer.welcome
         assert welcome is not None
         first, end = fetch.pulled // size, -(-fetch.settled // size)
@@ -276,22 +266,29 @@ class Pulls:
         for puller in self._pullers:
             puller.begin(errand, fetching.stop, told)
 
-    def _pulled(self, fetching: _Fetching, settled: int, outcome: PullEnd, why: str, size: int) -> None:
+    def _pulled(self, fetching: Fetching, settled: int, outcome: PullEnd, why: str, size: int) -> None:
         """One worker has said how its pull went; when all have, the pull is over."""
         self.counts["bytes"] += size
         if outcome != "pulled":
             self.counts[outcome] += 1
-            fetching.outcome, fetching.why = outcome, why
+            if fetching.outcome in ("pulled", "halted"):  # what began it, not those it has stopped
+                fetching.outcome, fetching.why = outcome, why
             fetching.stop.set()  # the other workers' parts are of no use alone
         fetching.awaited -= 1
         if not fetching.awaited:
-            self._event(fetching, fetching.outcome, settled)
+            ended = fetching.outcome
+            self._event(fetching, ended if ended in ("pulled", "stale") else "broken", settled)
 
-    def _over(self, fetching: _Fetching, action: str) -> None:
+    def _over(self, fetching: Fetching, action: str) -> None:
         key = fetching.prefill.key
         fetching.peer.booked.pop(key, None)
         del self._fetching[key]
-        self.counts["adopted" if action == "adopt" else "cancelled" if fetching.cancelled else "fallbacks"] += 1
+        how = "adopted" if action == "adopt" else "cancelled" if fetching.cancelled else "fallbacks"
+        self.counts[how] += 1
+        if how == "adopted":
+            self.counts["hits"] += fetching.fetch.total - fetching.fetch.known
+        elif how == "fallbacks":
+            self.fallbacks[fetching.stage] += 1
         self._say(Arrived(key) if action == "adopt" else Absent(key, fetching.why))
 
     def _say(self, news: First | Arrived | Absent) -> None:

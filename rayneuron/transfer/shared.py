@@ -1,4 +1,4 @@
-"""KV of another process of this host: its memory is mapped to be read, and copied by pieces, each hashed while it is still warm.
+"""KV of another process of this host: its memory is mapped to be read, and copied and hashed in one pass.
 
 Nothing here notices when what is read belongs to somebody else by now: the sums say that the bytes are those the other side meant, and
 COMMIT, that they still were when everything had been read.
@@ -11,16 +11,18 @@ import os
 import socket
 import threading
 from math import prod
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rayneuron import wire
-from rayneuron.devices.base import KvMemory
+from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.transfer.base import Damaged, Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
-from rayneuron.transfer.pieces import PLACES, SUMS, SUMS_AT_ONCE, KvPiece, copy, digest, places_of, segments, sums_of
+from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, places_of
 
 
 class Shared:
@@ -34,34 +36,28 @@ class Shared:
         """As `Transport`."""
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
-            n, sums = want.end - want.first, list[int]()
-            places: list[int] = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
-            if not 0 <= min(places) <= max(places) < len(self._units[0]):
-                raise Damaged("a block outside the memory")
-            every = list(talk.pieces(want, unit))
-            for i, (piece, here) in enumerate(every):
-                if i % SUMS_AT_ONCE == 0:
-                    count = min(SUMS_AT_ONCE, len(every) - i)
-                    sums = self._list(want, sums_of(i, count), count, "<u8", SUMS, stop)
-                count, at = piece.blocks * piece.heads * unit, piece.first - want.first
-                theirs = segments(self._units, piece.layer, piece.head, piece.heads, places[at : at + piece.blocks])
-                layer, blocks = piece.layer - read.there + read.here, want.blocks[at : at + piece.blocks]
-                ours = segments(into.units, layer, here, piece.heads, blocks)
-                copy(ours, theirs)
-                if digest(ours) != sums[i % SUMS_AT_ONCE]:
+            n = want.end - want.first
+            places = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
+            if not 0 <= places.min() <= places.max() < len(self._units[0]) or self._units[0].shape[-1] != unit:
+                raise Damaged("a block outside the memory, or of another size")
+            theirs, ours = self._units[read.there : read.there + read.count], into.units[read.here : read.here + read.count]
+            at, how = places.tolist(), into.carry or carry
+            carried = {r.there: how(KvRuns(theirs, at, r.there, r.count), KvRuns(ours, want.blocks, r.here, r.count)) for r in read.runs}
+            for piece in talk.summed(want, unit):
+                found = carried[piece.head](*piece.within(want.first, want.end, read.there))  # they hash the same meanwhile
+                if not np.array_equal(found, self._list(want, piece, len(found), "<u8", SUMS, stop)):
                     raise Damaged(f"piece {piece.number} is not what was meant")
-                size += count
+                size += len(found) * piece.heads * unit
         return Receipt(size, "shared")
 
-    def _list(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> list[int]:
+    def _list(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> NDArray[Any]:
         """So many numbers, whole or not at all."""
         size = count * np.dtype(kind).itemsize
         check = self._talk.head(want, of, size, stop, what)
         data = self._talk.receive(size, stop)
-        if digest([data]) != check:
+        if digest(data) != check:
             raise Damaged("a list is not what was sent")
-        numbers: list[int] = np.frombuffer(data, kind).tolist()
-        return numbers
+        return np.frombuffer(data, kind)
 
     def close(self) -> None:
         """As `Transport`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from rayneuron.devices.base import KvMemory
+from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.transfer.base import Damaged, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
-from rayneuron.transfer.pieces import digest, segments
+from rayneuron.transfer.pieces import carry, digest, segments
 
 STREAM_BYTES = 8 << 20  # from which more than one stream pays
 
@@ -72,11 +72,14 @@ def _receive(talk: Dialogue, want: Pull, part: tuple[int, int], into: KvMemory, 
     """Layers `part` (first, end) of theirs."""
     unit, read = into.units[0].shape[-1], want.read
     layers = (part[0], part[1] - part[0])
+    ours = into.units[read.here : read.here + read.count]
+    heads = {run.there: run.here for run in read.runs}
+    sums = {run.there: (into.carry or carry)(KvRuns(ours, want.blocks, run.here, run.count), None) for run in read.runs}
     with talk.begun(want, layers):
-        for piece, here in talk.pieces(want, unit, layers):
+        for piece in talk.pieces(want, unit, layers):
             check = talk.head(want, piece, piece.blocks * piece.heads * unit, stop)
-            layer, at = piece.layer - read.there + read.here, piece.first - want.first
-            ours = segments(into.units, layer, here, piece.heads, want.blocks[at : at + piece.blocks])
-            talk.receive_into(ours, stop)
-            if digest(ours) != check:
+            at = piece.first - want.first
+            blocks = want.blocks[at : at + piece.blocks]
+            talk.receive_into(segments(ours, piece.layer - read.there, heads[piece.head], piece.heads, blocks), stop)
+            if digest(sums[piece.head](*piece.within(want.first, want.end, read.there))) != check:
                 raise Damaged(f"piece {piece.number} is not what was sent")

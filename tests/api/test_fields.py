@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rayneuron.api import neuron_server, openai
 from rayneuron.api.call import Call
+from rayneuron.constraints import StructuredOutputs as Said
 from rayneuron.errors import ConfigError, RayNeuronError, RequestError, UnknownModel
 from rayneuron.text.text import Text
 from tests.api import playing
@@ -68,8 +69,14 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("session_id", [5]),
     ("cache_salt", [5, "x" * 257]),
     ("user", [5, {}]),
-    ("response_format", ["json", {"type": "json_object"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}}]),
-    ("structured_outputs", ["x", {"regex": "a+"}, {"json": {}, "regex": "a"}, {"choice": ["a", "b"]}]),
+    ("response_format", ["json", {"type": "json"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "a"}}]),
+    ("structured_outputs", ["x", {"regex": 5}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "a"}, {"json": ""}, {"jsn": {}}]),
+    ("structured_outputs", [{"regex": ""}, {"json": {}, "whitespace_pattern": 5}, {"json": {}, "disable_additional_properties": True}]),
+    ("guided_json", [5, [1]]),
+    ("guided_regex", [5]),
+    ("guided_choice", ["a", [1]]),
+    ("guided_json_object", ["x"]),
+    ("guided_decoding", [{"json": {}}]),
     ("kv_transfer_params", [{"do_remote_decode": True}]),
     ("logits_processors", [["x"]]),
     ("use_beam_search", [True]),
@@ -179,7 +186,6 @@ def test_unknown_fields_are_reported_and_change_nothing(byte_level: Text, kind: 
 # Real calls of other servers' clients; every one was answered with free text once.
 FOREIGN: list[tuple[str, Any]] = [
     *[("best_of", 4), ("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
-    *[("guided_json", {"type": "object"}), ("guided_json", {}), ("guided_regex", "a+"), ("guided_choice", ["a"]), ("guided_grammar", "x")],
     *[("regex", "a"), ("json_schema", {}), ("json_schema", "{}"), ("ebnf", "root ::= x"), ("grammar", "root ::= x"), ("lora_path", "p")],
     *[("adapter_id", "a"), ("lora_request", {"lora_name": "a"}), ("length_penalty", 2.0), ("early_stopping", True), ("num_beams", 4)],
     *[("repeat_penalty", 1.3), ("n_predict", 64), ("typical_p", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)],
@@ -235,6 +241,10 @@ SETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_logprobs": 3}, {"prompt_logprobs": 3}),
     ({"max_tokens": 5.0}, {"max_tokens": 5}),
     ({"response_format": {"type": "text"}, "structured_outputs": {}, "use_beam_search": False}, {}),
+    ({"response_format": {"type": "json_object"}}, {"structured_outputs": Said(json_object=True, field="response_format")}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"structured_outputs": Said(choice=("a", "b"))}),
+    ({"guided_json": {}}, {"structured_outputs": Said(json={}, field="guided_json")}),
+    ({"guided_regex": "a+", "guided_json": None}, {"structured_outputs": Said(regex="a+", field="guided_regex")}),
 ]
 
 

@@ -167,6 +167,13 @@ def test_serving_summary_by_hand() -> None:
     assert bars["mean TTFT beyond the same requests' prefill at 1 client, ms"] == (pytest.approx(10.0), "met")
 
 
+def test_cpu_a_token_is_held_against_the_code_before() -> None:
+    now, before = ({16: {"share_of_offline": 0.95, "outside_compute_us_per_token": us}} for us in (80.0, 160.0))
+    met = [(0.95, ">= 0.9", "met"), (80.0, "<= 100", "met"), (0.5, "<= 1", "met")]
+    assert [row[1:] for row in serving.bars(now, "fast", before)] == met
+    assert [row[3] for row in serving.bars(before, "fast", now)] == ["met", "MISSED", "MISSED"] and len(serving.bars(now, "fast")) == 2
+
+
 def test_servers_are_compared_round_by_round() -> None:
     """The machine was half as fast in the second round: both sides of a ratio saw it."""
     rates = {"rayneuron fast": [600.0, 300.0, 600.0], "ray.serve.llm": [300.0, 150.0, 400.0], "vllm": [500.0, 250.0, 500.0]}

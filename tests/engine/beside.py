@@ -57,6 +57,9 @@ class Beside:
         assert len(lent.blocks) == self.there.capacity.space.width(lent.settled)
         under.lent = lent
 
+    def kept(self, why: str) -> None:
+        """As the protocol's."""
+
     def cancel(self, key: str) -> None:
         if key in self.under:  # else its end has been taken and not been looked at yet
             self.under[key].cancelled = True

@@ -31,14 +31,17 @@ def build(
     prefix: tuple[int, ...] = (),
     cached: bool = False,
     length: int = LENGTH,
+    quantization: str | None = None,
+    shared: bool = False,
 ) -> Engine:
     raw = hub.read_config(path)
     arch = models.architecture(raw)
-    made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype)
+    made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype, quantization=quantization)
     c = capacity(
         rows=rows, length=length, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8, prefix=prefix, block=block
     )  # fmt: skip
-    runner = Runner(arch, devices.open("cpu", ahead=devices.Ahead(async_mode=ahead), dtype=dtype, threads=1), c)
+    device = devices.open("cpu", ahead=devices.Ahead(async_mode=ahead), dtype=dtype, threads=1, shared_kv=shared)
+    runner = Runner(arch, device, c)
     assert runner.overlaps is ahead
     runner.load(made)
     runner.warm(lambda *_: None)

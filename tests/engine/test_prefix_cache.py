@@ -200,7 +200,7 @@ def test_bits_are_those_without_a_cache(tiny: Path, how: dict[str, Any]) -> None
         if llm.engine.runner.device.kernels is None:
             pytest.skip("torch's own products depend on the batch")
         wanted = said(llm, rounds=1)
-    for block in (16, 64, 128):
+    for block in (16, 32, 64, 128):
         with LLM(tiny, block_size=block, **how, **OPTIONS) as llm:
             assert llm.engine.scheduler.caching
             assert said(llm) == wanted

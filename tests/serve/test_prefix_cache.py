@@ -79,3 +79,15 @@ async def test_books_that_do_not_balance_are_counted(tiny: Path) -> None:
             served.engine.ask(lambda engine: None).result(60)
         assert metric(server, "rayneuron:kv_ledger_wrong_total") == 1
         blocks._free.append(lost)
+
+
+async def test_gateways_hear_of_what_is_kept_where_the_file_does_not_forbid_it(tiny: Path) -> None:
+    for told in (True, False):
+        async with serving(tiny, max_model_len=512, kv_events=told) as server:
+            await ask(server)
+            await server.settle()
+            news = server.server.news(0, 0)
+            assert (news is not None) is told
+            if news is not None and (heard := await news) is not None:
+                assert heard.held == server.server.served.opened.engine.scheduler.blocks.hashes() and len(heard.held) == 2
+                assert server.server.news(heard.epoch, heard.number) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from rayneuron.errors import RayNeuronError
+from rayneuron.serve.cadence import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
+from rayneuron.serve.flight import ActiveRequest, Flight, Flights
 from rayneuron.text.text import Text
+from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 from tests.serve.scripted import PATIENCE_S, Site, site, sse
 
 TEXTS = ("hello the world", "naïve café — 你好 🙂🙃 end", "a\n\nb\tc", "the stone is on the note", "🙂")
@@ -168,49 +173,74 @@ def test_a_writer_that_is_behind_gets_joined_pieces() -> None:
     assert one.token_ids == [1]  # what the engine handed over is not written to
 
 
-async def test_a_resting_stream_gathers_and_wakes_at_its_end() -> None:
-    """`rest` lets steps pass without waking the writer, ends with the pause, and at once when the last choice has finished."""
-    from rayneuron.serve.flight import SHORTEST_PAUSE_S, ActiveRequest, Flight
-    from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
+class Joins:
+    def push(self, piece: TokenDelta) -> Delta:
+        return Delta(piece.request_id, 0, "x", piece.token_ids, finish_reason=piece.finish_reason)
 
-    class Joins:
-        def push(self, piece: TokenDelta) -> Delta:
-            return Delta(piece.request_id, 0, "x", piece.token_ids, finish_reason=piece.finish_reason)
 
-    class Silent:
-        def __getattr__(self, name: str) -> Any:
-            return self
+class Silent:
+    def __getattr__(self, name: str) -> Any:
+        return self
 
-        def __call__(self, *args: Any) -> None:
-            return None
+    def __call__(self, *args: Any) -> None:
+        return None
 
-    def flight(pause_s: float) -> tuple[Flight, ActiveRequest]:
-        active = ActiveRequest(Request(id="r", prompt_ids=[1], params=SamplingParams()), Joins())  # type: ignore[arg-type]
-        return Flight([active], lambda: pause_s), active
 
-    loop, (one, active) = asyncio.get_running_loop(), flight(30.0)
-    resting = asyncio.ensure_future(one.rest())
+def flights_of(count: int, events_per_s: float) -> tuple[Flights, list[Flight]]:
+    """As many calls that have begun."""
+    flights = Flights(Silent(), asyncio.get_running_loop(), events_per_s)  # type: ignore[arg-type]
+    flights.engine = Silent()  # type: ignore[assignment]
+    requests = [Request(id=str(i), prompt_ids=[1], params=SamplingParams()) for i in range(count)]
+    return flights, [flights.open([ActiveRequest(request, Joins())]) for request in requests]
+
+
+async def test_resting_streams_gather_and_wake_together_and_at_their_end() -> None:
+    """`rest` lets steps pass without waking the writers; the first step after the pause wakes all that have something, and the last delta
+    its own."""
+    flights, all_of_them = flights_of(8, events_per_s=8 / LONGEST_PAUSE_S)
+    now_s = time.monotonic()
+    flights.cadence._within = lambda most_s: None  # type: ignore[method-assign] # no clock but the steps'
+    flights.cadence._last_s = now_s
+
+    def step(at_s: float, *tokens: TokenDelta) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "monotonic", lambda: now_s + at_s)
+            flights.dispatch(list(tokens))
+
+    resting = [asyncio.ensure_future(flight.rest()) for flight in all_of_them]
     await asyncio.sleep(0)
-    for token in (1, 2):
-        one.receive(active, TokenDelta("r", 0, [token]), loop.time(), Silent())
+    step(0.01, *(TokenDelta(str(i), 0, [1]) for i in range(7)))
+    step(0.05, TokenDelta("0", 0, [2]), TokenDelta("1", 0, [2], finish_reason="length"))
     await asyncio.sleep(0)
-    assert not resting.done()
-    one.receive(active, TokenDelta("r", 0, [3], finish_reason="length"), loop.time(), Silent())
-    await asyncio.wait_for(resting, 25)  # the pause alone is 30
-    assert [d.token_ids for d in await one.take()] == [[1, 2, 3]]
+    await asyncio.sleep(0)
+    assert [done.done() for done in resting] == [False, True, *[False] * 6]
+    step(LONGEST_PAUSE_S + 0.001, TokenDelta("0", 0, [3]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [done.done() for done in resting] == [True] * 7 + [False], "whoever has nothing goes on resting"
+    assert [delta.token_ids for flight in all_of_them[:3] for delta in flight.ready()] == [[1, 2, 3], [1, 2], [1]]
+    assert flights.cadence.resting == {all_of_them[7]}
+    all_of_them[7].fail(RayNeuronError("over"))
+    await asyncio.wait_for(resting[7], PATIENCE_S)
+    assert not flights.cadence.resting
 
-    await asyncio.wait_for(flight(2 * SHORTEST_PAUSE_S)[0].rest(), PATIENCE_S)  # nothing comes: over with the pause
+
+async def test_what_has_gathered_waits_for_no_step() -> None:
+    flights, all_of_them = flights_of(4, events_per_s=1.0)
+    resting = [asyncio.ensure_future(flight.rest()) for flight in all_of_them]
+    await asyncio.sleep(0)
+    flights.cadence._last_s = time.monotonic()
+    flights.dispatch([TokenDelta("2", 0, [1])])
+    await asyncio.wait_for(resting[2], PATIENCE_S)
+    assert [done.done() for done in resting] == [False, False, True, False]
+    for done in resting:
+        done.cancel()
+
+
+async def test_few_streams_are_never_paced() -> None:
+    flights, (one,) = flights_of(1, events_per_s=250.0)
+    assert 1 / 250 < SHORTEST_PAUSE_S and flights.cadence.pause_s == 0
     with pytest.raises(StopIteration):
-        flight(SHORTEST_PAUSE_S / 2)[0].rest().send(None)  # too short for a timer: over without giving way once
-
-
-def test_few_streams_are_never_paced() -> None:
-    from rayneuron.serve.flight import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Flights
-
-    flights = Flights(None, None, events_per_s=250.0)  # type: ignore[arg-type]
-    flights._open = {object()}  # type: ignore[assignment]
-    assert flights.pace_s() < SHORTEST_PAUSE_S
-    flights._open = {object() for _ in range(8)}  # type: ignore[assignment]
-    assert flights.pace_s() == 8 / 250
-    flights._open = {object() for _ in range(500)}  # type: ignore[assignment]
-    assert flights.pace_s() == LONGEST_PAUSE_S
+        one.rest().send(None)  # over without giving way once
+    for count, pause_s in ((8, 8 / 250), (500, LONGEST_PAUSE_S)):
+        assert flights_of(count, 250.0)[0].cadence.pause_s == pause_s

@@ -12,48 +12,25 @@ from typing import Any
 
 import torch
 
-from rayneuron import devices, models
 from rayneuron.devices.cpu.device import Cpu
 from rayneuron.devices.queued import Queued
-from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
-from rayneuron.engine.runner import Runner
-from rayneuron.models import hub, weights
 from rayneuron.transfer.layout import KvLayout, layout_of
 from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.offers import LendingLimits, Offers
 from rayneuron.transfer.pulling import Puller
 from rayneuron.transfer.pulls import Pulls
 from rayneuron.types import Request, Snapshot, TokenDelta
+from tests.engine.test_fuzz import build
 from tests.serve.scripted import eventually
 
-TOKEN, LENGTH = b"secret of these tests", 96
+TOKEN = b"secret of these tests"
 
 
-def open_engine(
-    path: Path,
-    *,
-    rows: int = 4,
-    kv_tokens: int | None = None,
-    block: int = 16,
-    chunk: int = 16,
-    dtype: torch.dtype = torch.float32,
-    quantization: str | None = None,
-    ahead: bool = False,
-    cached: bool = False,
-    shared: bool = False,
-) -> Engine:
-    """As tests/engine/test_fuzz.py builds one, with memory others may read."""
-    raw = hub.read_config(path)
-    arch = models.architecture(raw)
-    made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype, quantization=quantization)
-    sizes = capacity(rows=rows, length=LENGTH, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8, block=block)
-    how: Any = {"ahead": devices.Ahead(async_mode=ahead), "dtype": dtype, "threads": 1, "shared_kv": shared}
-    runner = Runner(arch, devices.open("cpu", **how), sizes)
-    runner.load(made)
-    runner.warm(lambda *_: None)
-    return Engine(runner, vocab=arch.vocab, eos_ids=(7, 11), model="tiny" if cached else None)
+def open_engine(path: Path, *, rows: int = 4, block: int = 16, **how: Any) -> Engine:
+    """As tests/engine/test_fuzz.py builds one; `shared`: with memory others may read."""
+    return build(path, rows, block=block, **how)
 
 
 def cpu(engine: Engine) -> Cpu:

@@ -7,10 +7,11 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from msgspec.structs import replace
 
 from rayneuron.transfer.offers import LendingLimits
-from rayneuron.types import Request
-from tests.engine.test_fuzz import drain, draw
+from tests.engine.test_fuzz import draw
+from tests.engine.test_fuzz import solo as solo
 from tests.serve.scripted import eventually
 from tests.transfer.pair import Decoding, Prefilling, at_baseline, open_engine
 from tests.transfer.proxy import FROM_D, FROM_P, Fault, Proxy
@@ -38,7 +39,7 @@ class Behind:
 class Bench:
     """Two pairs of listeners behind proxies, engines that live through all faults."""
 
-    def __init__(self, stack: ExitStack, tiny, way: str) -> None:
+    def __init__(self, stack: ExitStack, tiny, solo, way: str) -> None:
         self.proxies: list[Proxy] = []
 
         def between(lender):
@@ -55,22 +56,13 @@ class Bench:
         stack.callback(self.d.close)
         for proxy in self.proxies:
             stack.callback(proxy.close)
-        solo = open_engine(tiny, rows=1, block=96, chunk=96)
         rng = random.Random(99)
         self.requests = []
         while len(self.requests) < POOL:
             request = draw(rng, len(self.requests))
             if len(request.prompt_ids) > 1:
                 self.requests.append(request)
-        self.wanted = {}
-        for request in self.requests:
-            for index in range(request.params.n):
-                from msgspec.structs import replace
-
-                seed = request.params.seed
-                alone = replace(request.params, n=1, seed=None if seed is None else seed + index)
-                ran = drain(solo, [Request(id="solo", prompt_ids=list(request.prompt_ids), params=alone)])
-                self.wanted[request.id, index] = ran["solo", 0]
+        self.wanted = {(request.id, i): solo(request, i) for request in self.requests for i in range(request.params.n)}
         self.count = 0
 
     def connected(self) -> None:
@@ -82,8 +74,6 @@ class Bench:
 
     def run(self, fault: Fault, rng: random.Random) -> str:
         """One fault; how it came out."""
-        from msgspec.structs import replace
-
         self.connected()
         before = self.d.counts.copy()
         (self.control if fault.kind else self.proxies[0]).begin(fault)
@@ -121,11 +111,11 @@ def drawn(rng: random.Random) -> Fault:
     return Fault(what, kind, nth=rng.choice([0, 0, 0, 1]), late_s=late_s)
 
 
-def many(tiny, count: int, seed: int) -> dict[str, int]:
+def many(tiny, solo, count: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     seen: dict[str, int] = {}
     with ExitStack() as stack:
-        benches = [Bench(stack, tiny, way) for way in ("sockets", "shared")]
+        benches = [Bench(stack, tiny, solo, way) for way in ("sockets", "shared")]
         for i in range(count):
             fault = drawn(rng)
             came = benches[i % 2].run(fault, rng)
@@ -133,14 +123,14 @@ def many(tiny, count: int, seed: int) -> dict[str, int]:
     return seen
 
 
-def test_a_sample_of_faults(tiny):
-    seen = many(tiny, 40, 1)
+def test_a_sample_of_faults(tiny, solo):  # noqa: F811
+    seen = many(tiny, solo, 40, 1)
     assert seen.get("local", 0) >= 3 and seen.get("adopted", 0) >= 3, seen
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_thousand_faults(tiny):
-    seen = many(tiny, 1000, 2)
+def test_a_thousand_faults(tiny, solo):  # noqa: F811
+    seen = many(tiny, solo, 1000, 2)
     print(seen)
     assert seen.get("local", 0) > 150 and seen.get("adopted", 0) > 150, seen

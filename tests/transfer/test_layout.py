@@ -130,7 +130,7 @@ def test_heads_side_by_side_are_one_run() -> None:
 
 
 OTHER = {
-    "version": 2, "model": "other", "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "quantization": "int8", "block": 8, "unit": 1,
+    "version": 99, "model": "other", "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "quantization": "int8", "block": 8, "unit": 1,
     "head_dim": 4, "kv_heads": 4, "layers": 4, "rope": "other", "limit": 63, "shards": 2, "format": "panels",
     "stages": ((0, 2), (3, 5)), "heads": ((0, 1), (2, 3, 4)),
 }  # fmt: skip

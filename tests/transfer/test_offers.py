@@ -239,7 +239,7 @@ def test_whoever_says_what_is_no_message_is_counted_and_harms_nobody(opened, bad
         except ConnectionResetError:
             pass
     if bad != "two knocks":
-        eventually(lambda: p.offers.refused == 1, 5)
+        eventually(lambda: p.offers.door.refused == 1, 5)
     Speaking(p).offered("a")
 
 
@@ -254,3 +254,48 @@ def test_sixty_cancelled_while_they_come(opened):
         d.hear(Accepted)
     gone(p, 10)
     assert p.offers.counts["aborted"] == 60
+
+
+def test_a_prompt_that_ends_after_its_ticket_waits_for_who_reads(engine):
+    """The reader of a ticket that was abandoned has not gone yet when the engine is done: its blocks stay what they are."""
+    gone: list[Any] = []
+
+    class Read:
+        """A lender one of whose readers is slow to leave."""
+
+        def __init__(self, lender: Any) -> None:
+            self.lender = lender
+
+        def withdraw(self, ticket: bytes, then: Any) -> None:
+            gone.append(then)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.lender, name)
+
+    p = Prefilling(engine(chunk=16), between=Read)
+    try:
+        d = Speaking(p)
+        d.say(Bid("a", ask("a", prompt(90, 1), 5)))
+        d.hear(Watermark)
+        d.say(Abandon("a", "enough"))
+        eventually(lambda: p.loop.ask(lambda engine: engine.snapshot().blocks_pinned).result() > 0, 10)
+        eventually(lambda: p.offers._desk._inbox.empty(), 5)
+        assert len(gone) == 1 and p.loop.ask(lambda engine: engine.snapshot().blocks_pinned).result() == 6
+        gone[0]()
+        eventually(lambda: at_baseline(p.engine, p.loop), 5)
+    finally:
+        p.close()
+
+
+def test_what_is_over_keeps_no_prompt(opened):
+    """Ten thousand tickets are remembered, so that who asks again is answered alike."""
+    p = opened()
+    d = Speaking(p)
+    ticket = d.offered("a", logprobs=3)
+    d.say(Commit(ticket))
+    d.hear(Committed)
+    gone(p, 5)
+    (kept,) = p.offers._tickets.values()
+    assert (kept.request.prompt_ids, kept.first) == ([], {})
+    d.say(Commit(ticket))
+    assert isinstance(d.hear(Committed | Expired), Committed)

@@ -7,31 +7,15 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rayneuron.types import Request, SamplingParams
-from tests.engine.test_fuzz import drain, draw
-from tests.transfer.pair import Pair, cpu, held, open_engine
+from tests.engine.test_fuzz import draw
+from tests.engine.test_fuzz import solo as solo
+from tests.serve.scripted import eventually
+from tests.transfer.pair import Decoding, Pair, Prefilling, cpu, held, open_engine
 
 SIZE = 16
-
-
-@pytest.fixture(scope="module")
-def solo(tiny):
-    """Each request's own run alone, as in tests/engine/test_fuzz.py."""
-    engine = open_engine(tiny, rows=1, block=96, chunk=96)
-    known: dict[tuple, tuple] = {}
-
-    def run(request: Request, index: int) -> tuple:
-        from msgspec.structs import replace
-
-        params = request.params
-        key = (tuple(request.prompt_ids), repr(params), index)
-        if key not in known:
-            alone = replace(params, n=1, seed=None if params.seed is None else params.seed + index)
-            known[key] = drain(engine, [Request(id="solo", prompt_ids=list(request.prompt_ids), params=alone)])["solo", 0]
-        return known[key]
-
-    return run
 
 
 WAYS = [
@@ -44,7 +28,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("seed", "way", "cached", "ahead"), WAYS)
-def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, way, cached, ahead):
+def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, way, cached, ahead):  # noqa: F811
     """Whatever the generator of the engine's fuzz draws: seeds, choices, logprobs, penalties, stops; with and without a prefix cache on
     both sides; not one prompt token is computed where it is decoded."""
     rng = random.Random(seed)
@@ -122,6 +106,9 @@ def test_what_is_known_here_is_not_asked_for(tiny):
         assert before == 3 * each
         assert pair.d.pulls.counts["bytes"] - before == each * (-(-len(second) // SIZE) - (len(first) + 7) // SIZE)
         assert pair.d.heard.out["b", 0][0].cached_tokens >= 32
+        pair.run(ask("c", prompt(33, 5), 2))
+        pair.run(ask("d", prompt(33, 5), 2))  # all but the last token, whose logits are wanted
+        assert pair.d.pulls.prefills == {("remote", "long"): 3, ("local", "cached"): 1}
         pair.at_baseline()
 
 
@@ -149,18 +136,69 @@ def test_a_request_that_is_aborted_leaves_nothing_on_either_side(tiny):
 
 
 def test_pools_that_differ_are_refused_and_prompts_stay_local(tiny, caplog):
-    from tests.transfer.pair import Decoding, Prefilling
-
     with ExitStack() as stack:
         p = Prefilling(open_engine(tiny, block=32, shared=True))
         stack.callback(p.close)
         d = Decoding(open_engine(tiny, block=16))
         stack.callback(d.close)
         d.pulls.meet({"p": p.offers.addresses})
-        from tests.serve.scripted import eventually
-
         eventually(lambda: "block: 16 here, 32 there" in caplog.text, 10)
         assert d.pulls.ready == []
         d.loop.submit(ask("a", prompt(40, 1), 3))
         d.heard.wait([ask("a", [1], 1)])
         assert d.counts["prefill"] > 0
+
+
+def test_who_has_a_prefix_already_is_asked(tiny):
+    """Of two that have nothing to do, and that is known by what each says of its cache: what it learns, and what it forgets."""
+    first = prompt(64, 1)
+    with ExitStack() as stack:
+        ps = [Prefilling(open_engine(tiny, cached=True, shared=True)) for _ in range(2)]
+        for p in ps:
+            stack.callback(p.close)
+        before, d = (Decoding(open_engine(tiny, cached=True)) for _ in range(2))
+        stack.callback(before.close)
+        stack.callback(d.close)
+        before.meet(ps[1])
+        before.loop.submit(ask("a", first, 2))
+        before.heard.wait([ask("a", [1], 1)])
+        d.meet(*ps)
+
+        def uncached(name: str) -> int:
+            hashes = before.engine.scheduler._hashes(probe)
+            return next(queue.uncached for queue in d.pulls._roster.queues(len(second), hashes) if queue.name == name)
+
+        second = [*first, *prompt(20, 2)]
+        probe = sequence_of(before, second)
+        eventually(lambda: (uncached("0"), uncached("1")) == (84, 20), 10, lambda: (uncached("0"), uncached("1")))
+        for i, asked in ((0, 1), (1, 1)):
+            d.loop.submit(ask(f"b{i}", [*first, *prompt(20, 3 + i)], 2))
+            d.heard.wait([ask(f"b{i}", [1], 1)])
+            assert d.counts["adopted"] == i + 1 and sum(ps[0].offers.counts.values()) == 0, asked
+        assert d.heard.out["b0", 0][0].cached_tokens == 64, "what was cached there counts as cached"
+        ps[1].loop.ask(lambda engine: engine.scheduler.blocks.reset()).result(10)
+        eventually(lambda: uncached("1") == 84, 10, lambda: uncached("1"))
+        d.loop.submit(ask("c", prompt(70, 9), 2))
+        d.heard.wait([ask("c", [1], 1)])
+        assert ps[0].offers.counts["committed"] == 1, "nobody has it, so the first is asked"
+
+
+def test_what_is_too_long_to_be_said_is_computed_here_and_costs_nobody_else_anything(tiny):
+    with ExitStack() as stack:
+        pair = Pair(stack, open_engine(tiny, shared=True), open_engine(tiny, rows=16))
+        long = replace(ask("long", prompt(60, 0), 3), prediction=[500] * 500_000)
+        got = pair.run(*(ask(f"r{i}", prompt(60, i), 3) for i in range(3)), long, *(ask(f"r{i}", prompt(60, i), 3) for i in range(3, 6)))
+        assert got["long", 0] == got["r0", 0]
+        assert (pair.d.counts["adopted"], pair.d.counts["failed"], pair.d.pulls.ready) == (6, 1, ["0"])
+        assert pair.d.pulls.fallbacks == {"asked": 1} and pair.p.offers.counts == {"committed": 6}
+        asked = sum(map(len, (prompt(60, i) for i in range(7))))
+        assert (pair.d.pulls.counts["queries"], pair.d.pulls.counts["hits"]) == (asked, asked - 60)
+        assert pair.d.pulls.prefills == {("remote", "long"): 7}
+        pair.at_baseline()
+
+
+def sequence_of(one: Decoding, ids: list[int]):
+    """As its scheduler would hash it."""
+    from rayneuron.engine.requests import Requests
+
+    return Requests(96, frozenset()).open(ask("probe", ids, 1), 0.0)

@@ -20,12 +20,14 @@ import pytest
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory
-from rayneuron.devices.cpu import packing
+from rayneuron.devices.cpu import carry, packing
+from rayneuron.devices.cpu.library import library
 from rayneuron.transfer import dialogue, lending, pieces
-from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Stale
-from rayneuron.transfer.layout import Reading, Run
+from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Receipt, Stale
+from rayneuron.transfer.layout import KvLayout, Reading, Run
 from rayneuron.transfer.lending import Lender
-from rayneuron.transfer.messages import Get, Knock
+from rayneuron.transfer.messages import Get, Knock, Welcome
+from rayneuron.transfer.pulling import Errand, Halting, Puller
 from rayneuron.transfer.shared import Shared
 from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
 from tests.serve.scripted import eventually
@@ -36,15 +38,15 @@ NEVER = threading.Event()
 sealed = partial(wire.frame, sealed=True)
 
 
-def memory(layers: int, blocks: int, heads: int, unit: int, seed: int | None = None) -> KvMemory:
-    """In pages that can be shared, full of random bytes, or of 0xEE."""
+def memory(layers: int, blocks: int, heads: int, unit: int, seed: int | None = None, native: bool = False) -> KvMemory:
+    """In pages that can be shared, full of random bytes, or of 0xEE. `native`: copied and hashed by the kernels, where they can."""
     size = blocks * heads * unit
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     whole, fd = packing.shared(layers * stride)
     made = [whole[i * stride : i * stride + size].view(blocks, heads, unit).numpy() for i in range(layers)]
     for layer, units in enumerate(made):
         units[:] = 0xEE if seed is None else np.random.default_rng(seed + layer).integers(0, 256, units.shape, np.uint8)
-    return KvMemory(made, "rows", fd, stride)
+    return KvMemory(made, "rows", fd, stride, carry.by(library()) if native and unit >= carry.LEAST_BYTES else None)
 
 
 @pytest.fixture
@@ -84,10 +86,12 @@ SHAPES = [
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name, shape):
+@pytest.mark.parametrize("native", [(False, False), (True, False), (False, True), (True, True)], ids=["neither", "there", "here", "both"])
+def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name, shape, native):
+    """Whoever of the two has kernels."""
     layers, mine, heads, here, unit, read = shape
     rng = random.Random(len(WAYS))
-    theirs, ours = memory(layers, 9, heads, unit, seed=1), memory(mine, 12, here, unit)
+    theirs, ours = memory(layers, 9, heads, unit, seed=1, native=native[0]), memory(mine, 12, here, unit, native=native[1])
     lender = lend(theirs)
     transport = way(name, lender)
     for places, blocks in (
@@ -200,7 +204,7 @@ def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypa
             send(connection, parts)
 
         monkeypatch.setattr(lending, "_send", damaged)
-    with pytest.raises(Damaged, match="piece 1"):
+    with pytest.raises(Damaged, match="piece 0 is not what was meant" if name == "shared" else "piece 1 is not what was sent"):
         transport.pull(want(ONE, 0, (0, 1, 2)), ours, NEVER)
     transport.close()
 
@@ -252,6 +256,53 @@ def test_memory_is_not_given_over_the_network_nor_where_it_shall_not_be(lend):
         Shared(lender.addresses[1], TOKEN, EPOCH, STALL_S)
     with pytest.raises(Lost, match="not what was promised"):
         Shared(lend(memory(1, 2, 1, 4096, seed=6)).addresses[0], TOKEN, EPOCH + 1, STALL_S)
+
+
+def test_memory_whose_number_is_another_files_by_now_is_still_that_memory(lend, tmp_path):
+    """The device is closed before who lends its memory; the next file that is opened gets the number."""
+    theirs, ours = memory(2, 4, 2, 256, seed=12), memory(2, 4, 2, 256)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, (0, 1))
+    (tmp_path / "secret").write_bytes(bytes(1 << 20))
+    os.close(theirs.fd)
+    other = os.open(tmp_path / "secret", os.O_RDONLY)
+    assert other == theirs.fd
+    transport = way("shared", lender)
+    transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)
+    assert all((a[:2] == b[:2]).all() for a, b in zip(theirs.units, ours.units, strict=True))
+    transport.close()
+    os.close(other)
+
+
+def test_a_transport_of_one_who_is_gone_is_closed_though_it_was_in_use(monkeypatch):
+    """What it has mapped is the dead one's whole memory."""
+
+    class Held:
+        def __init__(self) -> None:
+            self.closed = 0
+
+        def pull(self, pull, into, stop):
+            if into is ours and pull.ticket == b"gone":
+                puller.forget(EPOCH)  # its channel has ended meanwhile
+            return Receipt(1, "none")
+
+        def close(self) -> None:
+            self.closed += 1
+
+    ours, made, ended = memory(1, 4, 1, 256), [], []
+    layout = KvLayout(
+        model="m", dtype="", kv_dtype="", quantization="", block=16, unit=256, head_dim=1, kv_heads=1, layers=1, rope="", limit=64,
+        shards=1, format="rows", numerics="", stages=((0, 1),), heads=((0,),),
+    )  # fmt: skip
+    puller = Puller(ours, layout, TOKEN)
+    monkeypatch.setattr(puller, "_open", lambda *_: (made.append(Held()), made[-1])[1])
+    welcome = Welcome(epoch=EPOCH, session=SESSION, layout=layout, data=((),), lease_s=1.0)
+    for ticket in (b"kept", b"gone", b"again"):
+        puller.begin(Errand(welcome, ticket, 0, 1, (0,)), Halting(), lambda how, why, size: ended.append(how))
+        eventually(lambda ticket=ticket: len(ended) == 1 + [b"kept", b"gone", b"again"].index(ticket), 10)
+    assert ended == ["pulled"] * 3 and [one.closed for one in made] == [1, 0]
+    puller.close()
+    assert [one.closed for one in made] == [1, 1]
 
 
 class Slow:
@@ -364,7 +415,7 @@ def test_whoever_says_what_is_no_message_is_counted_and_harms_nobody(lend, bad, 
             assert connection.recv(1) == b"", "it was answered"
         except ConnectionResetError:
             pass
-    assert lender.refused == 1
+    assert lender.door.refused == 1
     way("unix", lender).pull(want(ONE, 0, (0, 1)), ours, NEVER)
     assert (ours.units[0][0] == theirs.units[0][0]).all()
 

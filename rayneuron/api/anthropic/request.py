@@ -13,9 +13,10 @@ from rayneuron.api.call import Call, Context, Json
 from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai import chat
 from rayneuron.api.retold import said_as
+from rayneuron.api.structured import renamed
 from rayneuron.errors import RequestError
 
-NAMES = {"stop": "stop_sequences"}
+NAMES = {"stop": "stop_sequences", "response_format": "output_format"}
 PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "chat_template_kwargs", "seed", "ignore_eos")
 
 
@@ -26,10 +27,22 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         raise RequestError("max_tokens is required", param="max_tokens")
     told = {name: fields.take(name) for name in PASSED if name in fields}
     told |= {"messages": _messages(fields), "stop": list(fields.strings("stop_sequences")) or None}
+    told |= {"response_format": _format(fields)}
     told |= {name: fields.take(name) for name in fields.unknown}
     with said_as(NAMES):
-        call = chat.parse(told, context, request_id=request_id, created=created)
+        call = renamed(chat.parse(told, context, request_id=request_id, created=created), lambda name: NAMES.get(name, name))
     return dataclasses.replace(call, id=f"msg_{client_id or request_id}", answer=ANSWER)
+
+
+def _format(fields: Fields) -> Json | None:
+    """`output_config.format`, or the older `output_format`, as response_format."""
+    config = fields.table("output_config", {})
+    said = config.get("format", fields.take("output_format"))
+    if said is None:
+        return None
+    if not isinstance(said, dict) or said.get("type") != "json_schema" or not isinstance(said.get("schema"), dict):
+        wrong("output_format", "{type: json_schema, schema: an object}", said)
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": said["schema"]}}
 
 
 def count_tokens(body: Mapping[str, Any], context: Context) -> Json:

@@ -11,6 +11,7 @@ from rayneuron.api.fields import Fields
 from rayneuron.api.lmi.reply import answer
 from rayneuron.api.openai import completions
 from rayneuron.api.retold import said_as
+from rayneuron.api.structured import grammar_of_tgi, renamed
 from rayneuron.errors import RequestError
 
 MAX_NEW_TOKENS = 30  # LMI's default
@@ -39,6 +40,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     with said_as(NAMES, "parameters."):
         rest = {"model": fields.take("model"), "prompt": inputs, "stream": streams}
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
+    call = renamed(call, lambda name: f"parameters.{name}")
     shape = answer(context.lmi, inputs, full, details)
     return dataclasses.replace(call, answer=shape, unknown=(*call.unknown, *fields.unknown))
 
@@ -64,5 +66,6 @@ def _parameters(given: Fields) -> dict[str, Any]:
         told |= dict.fromkeys(SAMPLING[1:]) | {"temperature": 0}
         for name in SAMPLING:
             given.take(name)
+    told |= grammar_of_tgi(given)
     given.take("cached_prompt")
     return {**{name: given.take(name) for name in given.unknown}, **told}

@@ -11,6 +11,7 @@ from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai import chat
 from rayneuron.api.responses.reply import answer
 from rayneuron.api.retold import said_as
+from rayneuron.api.structured import renamed
 from rayneuron.errors import NotFound, RequestError
 
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -37,6 +38,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     told |= {name: fields.take(name) for name in fields.unknown}
     with said_as(NAMES):
         call = chat.parse(told, context, request_id=request_id, created=created)
+    call = renamed(call, lambda name: NAMES.get(name, name))
     shell = {"instructions": instructions, "metadata": metadata, "max_output_tokens": most}
     return dataclasses.replace(call, id=f"resp_{client_id or request_id}", answer=answer(shell))
 

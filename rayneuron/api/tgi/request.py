@@ -14,11 +14,13 @@ from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai import completions
 from rayneuron.api.openai.chat import render
 from rayneuron.api.retold import said_as
+from rayneuron.api.structured import grammar_of_tgi, renamed
 from rayneuron.api.tgi.reply import answer
 from rayneuron.errors import RequestError
 
 MAX_NEW_TOKENS = 100  # TGI's default
 NAMES = {"prompt": "inputs", "logprobs": "parameters.top_n_tokens", "prompt_logprobs": "parameters.decoder_input_details"} | {
+    "structured_outputs": "parameters.grammar"} | {
     ours: f"parameters.{theirs}" for ours, theirs in (("max_tokens", "max_new_tokens"), ("truncate_prompt_tokens", "truncate"))
 }
 
@@ -46,6 +48,7 @@ def parse(
     with said_as(NAMES, "parameters."):
         rest = {"model": fields.take("model"), "prompt": inputs, "stream": streams}
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
+    call = renamed(call, lambda name: NAMES.get(name, f"parameters.{name}"))
     shape = answer(details, inputs if full else "", listed)
     return dataclasses.replace(call, answer=shape, unknown=(*call.unknown, *fields.unknown))
 
@@ -79,6 +82,7 @@ def _parameters(given: Fields, streams: bool) -> dict[str, Any]:
         "logprobs": given.integer("top_n_tokens", 0, low=0),
         "prompt_logprobs": 0 if prompt else None,
     }
+    told |= grammar_of_tgi(given)
     return {**{name: given.take(name) for name in given.unknown}, **told}
 
 

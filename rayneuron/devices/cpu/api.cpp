@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "carry.h"
 #include "sample.h"
 #include "stack.h"
 
@@ -113,9 +114,9 @@ Stack* rn_stack_open(Pool* pool, const Model* model) { return open_stack(*pool, 
 void rn_stack_close(Stack* stack) { close_stack(stack); }
 int rn_stack_run(Stack* stack, const Call* call, int first, int last, int parts) { return run_stack(stack, *call, first, last, parts); }
 
-// One id a row of logits [rows][stride], of the first n; without a pool by the calling thread.
-void rn_draw(Pool* pool, const float* logits, int rows, int n, int64_t stride, const Draw* how, int32_t* ids) {
-    auto one = [&](int i) { ids[i] = draw(logits + i * stride, n, how[i]); };
+// One id a row of logits [rows][stride], of the first n whose bit is set in a mask, if there is one; without a pool by the calling thread.
+void rn_draw(Pool* pool, const float* logits, int rows, int n, int64_t stride, const Draw* how, const uint32_t* mask, int32_t* ids) {
+    auto one = [&](int i) { ids[i] = mask ? draw_allowed(logits + i * stride, n, how[i], mask) : draw(logits + i * stride, n, how[i]); };
     if (pool) return pool->run(rows, one);
     for (int i = 0; i < rows; i++) one(i);
 }
@@ -124,6 +125,12 @@ void rn_draw(Pool* pool, const float* logits, int rows, int n, int64_t stride, c
 void rn_describe(const float* logits, int rows, int n, int64_t stride, const int32_t* tokens, int count, double* logprob, int32_t* rank, int32_t* ids,
                  double* logprobs) {
     for (int i = 0; i < rows; i++) describe(logits + i * stride, n, tokens[i], count, logprob + i, rank + i, ids + (size_t)i * count, logprobs + (size_t)i * count);
+}
+
+// sums[i]: of the `size` bytes, at least CARRY_LEAST, at from[i], which are copied to to[i] where there is a `to`.
+void rn_carry(const char* const* from, char* const* to, int64_t size, int count, uint64_t* sums) {
+    for (int i = 0; i < count; i++) sums[i] = carry(from[i], to ? to[i] : nullptr, size);
+    if (to) carried();
 }
 
 }  // extern "C"

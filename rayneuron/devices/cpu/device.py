@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, KvMemory, Program, Shape, Weights
-from rayneuron.devices.cpu import int8, packing, panels
+from rayneuron.devices.cpu import carry, int8, packing, panels
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
 from rayneuron.devices.idle import idle
@@ -85,7 +85,9 @@ class Cpu:
     def kv_memory(self) -> KvMemory:
         """Its units, which another process may map if the device was opened so."""
         held = [bytes_of(units).flatten(2).view(torch.uint8).numpy() for units in self._units]
-        return KvMemory(held, "panels" if self._panels else "rows", self._fd, self._stride)
+        long = held[0].shape[-1] >= carry.LEAST_BYTES
+        how = carry.by(self.kernels.found) if self.kernels is not None and long else None
+        return KvMemory(held, "panels" if self._panels else "rows", self._fd, self._stride, how)
 
     def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -27,16 +29,19 @@ def fits(logits: Tensor) -> bool:
 
 
 def draw(
-    found: ctypes.CDLL, team: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
-) -> Tensor:
-    """[B,V] float32 and [B] parameters -> ids [B] int32. `team`: the threads of a rank, None: this one."""
+    found: ctypes.CDLL, team: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
+    *, mask: NDArray[np.uint32] | None = None,
+) -> Tensor:  # fmt: skip
+    """[B,V] float32 and [B] parameters -> ids [B] int32. `team`: the threads of a rank, None: this one.
+    `mask`: a bit for each id that may come, the same for all rows."""
     rows, count = logits.shape
     how = torch.empty(rows, _WORDS)
     for i, values in enumerate((temperature, top_p, min_p, uniform)):
         how[:, i] = values
     how.view(torch.int32)[:, 4] = top_k
     ids = torch.empty(rows, dtype=torch.int32)
-    found.rn_draw(team, logits.data_ptr(), rows, count, logits.stride(0), how.data_ptr(), ids.data_ptr())
+    bits = None if mask is None else mask.ctypes.data
+    found.rn_draw(team, logits.data_ptr(), rows, count, logits.stride(0), how.data_ptr(), bits, ids.data_ptr())
     return ids
 
 

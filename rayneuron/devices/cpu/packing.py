@@ -11,6 +11,7 @@ import fcntl
 import math
 import mmap
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: S8}
 LOOKED_UP = ("embed.w", "position.w")  # read by row, never multiplied
 _BLOCK_BYTES = 64 << 20
 _HUGE_BYTES = 2 << 20
-_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python does not name
+_FUTURE_WRITE, _POPULATE_WRITE = 0x10, 23  # F_SEAL_FUTURE_WRITE, MADV_POPULATE_WRITE, which Python does not name
 
 
 class MatrixFields(ctypes.Structure):
@@ -76,15 +77,24 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def shared(count_bytes: int) -> tuple[Tensor, int]:
-    """Zeroed uint8 [count_bytes] that other processes may map by the descriptor, from then on only to read; not in huge pages, unless the
-    kernel gives them to shared memory too."""
+    """Zeroed uint8 [count_bytes] that other processes may map by the descriptor, from then on only to read; soon all of it is there, not
+    in huge pages, unless the kernel gives them to shared memory too."""
     fd = os.memfd_create("rayneuron-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, count_bytes)
     memory = mmap.mmap(fd, count_bytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
     # A descriptor opened to read alone could be opened anew to write; what is sealed cannot, save by who has mapped it already.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    return torch.frombuffer(memory, dtype=torch.uint8), fd
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    threading.Thread(target=_populate, args=(whole,), name="rayneuron-pages", daemon=True).start()
+    return whole, fd
+
+
+def _populate(memory: Tensor) -> None:
+    """Take every page: those of shared memory are dear to come by, and whoever hands KV over would wait for them."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    call = ctypes.CDLL(None).madvise  # mmap's own would hold the interpreter; Linux before 5.14 refuses, and pages come as they are touched
+    call(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), _POPULATE_WRITE)
 
 
 def _mapped(count_bytes: int) -> Tensor:

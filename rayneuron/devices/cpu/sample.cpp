@@ -210,6 +210,20 @@ int32_t draw(const float* x, int n, const Draw& how) {
     return filtered ? draw_from_likeliest(x, n, how, most) : draw_from_all(x, n, how, most);
 }
 
+int32_t draw_allowed(const float* x, int n, const Draw& how, const uint32_t* mask) {
+    thread_local std::vector<float> allowed;
+    allowed.assign(x, x + n);
+    for (int i = 0; i < n; i += 32) {  // most words are all of one kind
+        const uint32_t bits = mask[i / 32];
+        const int count = std::min(32, n - i);
+        if (!bits) std::fill_n(&allowed[i], count, -INFINITY);
+        else if (~bits)
+            for (int j = 0; j < count; j++)
+                if (!(bits >> j & 1)) allowed[i + j] = -INFINITY;
+    }
+    return draw(allowed.data(), n, how);
+}
+
 void describe(const float* x, int n, int token, int count, double* logprob, int32_t* rank, int32_t* ids, double* logprobs) {
     thread_local std::vector<Candidate> top;
     const float most = largest(x, n);

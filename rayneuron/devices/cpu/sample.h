@@ -13,6 +13,9 @@ struct Draw {
 // The id drawn from x [n], as engine/sampling.py defines it with the whole vocabulary as candidates.
 int32_t draw(const float* x, int n, const Draw& how);
 
+// The same among the ids whose bits are set, the lowest of a word first; any id where none is.
+int32_t draw_allowed(const float* x, int n, const Draw& how, const uint32_t* mask);
+
 // The log-probability of `token` under x [n], its rank (1: the likeliest), and the `count` likeliest ids with theirs, the lowest id among equals.
 void describe(const float* x, int n, int token, int count, double* logprob, int32_t* rank, int32_t* ids, double* logprobs);
 

@@ -8,9 +8,10 @@ from functools import partial
 
 from rayneuron.config_features import SpeculativeConfig
 from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.grammar import Grammar
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.lookup import Echo, Prediction
-from rayneuron.engine.speculation.pace import Candidate, Pace, Record
+from rayneuron.engine.speculation.pace import FORCED, Candidate, Pace, Record
 from rayneuron.types import Profile, TokenDelta
 
 PREDICTED = 0  # the kind of a client's prediction; a match of n ids is kind n
@@ -49,9 +50,13 @@ class Speculation:
                 sequence.drafter = Drafter()
             record = sequence.drafter.record
             most = min(self.tokens, sequence.max_tokens - sequence.generated - 1)
-            drafts: tuple[int, ...] = ()
-            if most > 0 and not (pace is not None and pace.hopeless(record, rows, length)):
+            grammar: Grammar | None = sequence.grammar
+            drafts = _forced(grammar, most)
+            if drafts:
+                record.kind = FORCED
+            elif most > 0 and not (pace is not None and pace.hopeless(record, rows, length)):
                 drafts, record.kind = self._propose(sequence, most)
+                drafts = drafts if grammar is None else grammar.allowed(drafts)
             found.append(drafts)
             candidates.append(Candidate(record, len(drafts), sequence.needs == "logits"))
         if pace is None:
@@ -80,6 +85,11 @@ class Speculation:
                 delta.predicted = drafter.accepted, drafter.refused
             if self._pace is not None:
                 self._pace.learn(record, len(work.drafts), work.accepted)
+
+
+def _forced(grammar: Grammar | None, most: int) -> tuple[int, ...]:
+    """What a constraint leaves no choice of."""
+    return grammar.forced(most) if grammar is not None and most > 0 else ()
 
 
 def speculation(said: SpeculativeConfig, profile: Profile, rows: int) -> Speculation:

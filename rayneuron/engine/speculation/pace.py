@@ -9,7 +9,9 @@ from heapq import heapify, heapreplace
 from rayneuron.policies.step_times import decode_grid
 from rayneuron.types import Profile
 
-GUESSED = {0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4}  # by kind, before there is experience: how often the first draft comes true; others LIKELY
+FORCED = -1  # the kind of what a constraint leaves no choice of
+# By kind, before there is experience: how often the first draft comes true; others LIKELY.
+GUESSED = {FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4}
 LIKELY = 0.6
 CLASS_RATE, OWN_RATE = 0.05, 0.2  # of the moving averages of a kind, and of a sequence
 VERIFY_MS = 0.15  # of the host, that a step takes longer with drafts than without
@@ -60,7 +62,7 @@ class Pace:
         """Whether no kind of draft of this row could pay, so that none need be looked for; never where it is time to try one."""
         if self._without >= PROBE or record.own is None:
             return False
-        best = max((rates.first for rates in self._rates.values()), default=1.0)
+        best = max((rates.first for kind, rates in self._rates.items() if kind != FORCED), default=1.0)
         return (best + record.own) / 2 * self._decode.at(rows, length) < rows * (self._ms[rows + 1] - self._ms[rows])
 
     def choose(self, candidates: Sequence[Candidate], length: int) -> list[int]:

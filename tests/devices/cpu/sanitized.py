@@ -14,7 +14,8 @@ import pytest
 from rayneuron.devices.cpu import library
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
-TESTS = (*(f"tests/devices/cpu/test_{part}.py" for part in ("kernels", "panels", "tiles", "families")), "tests/engine/test_sampling.py")
+PARTS = ("kernels", "panels", "tiles", "families", "carry")
+TESTS = (*(f"tests/devices/cpu/test_{part}.py" for part in PARTS), "tests/engine/test_sampling.py")
 
 
 def preloaded() -> str:

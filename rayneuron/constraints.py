@@ -1,0 +1,48 @@
+"""What a choice's whole output must match, as a client said it: pure data, part of SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rayneuron.errors import RequestError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One constraint, named as vLLM names it (its StructuredOutputsParams). Exactly one of the first six is said.
+
+    `json`: a schema, as a table or as JSON text. `regex` and `choice` hold for the whole output. `grammar`: Lark, where `%json {...}`
+    stands for a schema, or GBNF. `structural_tag`: vLLM's table of tags, or its JSON. `whitespace_pattern`: a regex of what may stand
+    between the parts of JSON. `after`: ids of a marker, behind whose first occurrence in the output the constraint begins; before it
+    anything may come. `free_tokens`: after so many tokens without the marker it is forced. `field`: who an error is about.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    after: tuple[int, ...] = ()
+    free_tokens: int | None = None
+    field: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        said = [kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind == "json" and self.json is False)]
+        if len(said) != 1:
+            got = ", ".join(said) or "none"
+            raise RequestError(f"{self.field} must name exactly one constraint of {', '.join(KINDS)}; got {got}", param=self.field)
+        if self.choice is not None and not self.choice:
+            raise RequestError(f"{self.field}.choice must not be empty", param=self.field)
+        if self.free_tokens is not None and not self.after:
+            raise RequestError("free_tokens needs the marker that `after` names", param=self.field)
+
+    @property
+    def kind(self) -> str:
+        """Which of the constraints it is."""
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind == "json" and self.json is False))
