@@ -246,8 +246,8 @@ class RemoteEngine:
         elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
             self.repair.again(way, self.repair.cause(way, "step"))
         else:
-            fault: Fault = "request" if isinstance(error, RequestError) else "choice"
-            self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error")
+            fault: Fault = "call" if isinstance(error, RequestError) else "choice"
+            self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error", error.param)
 
     async def _tick(self) -> None:
         while True:
