@@ -33,7 +33,8 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (True,), "disable_log_requests": (True,), "enable_prompt_tokens_details": (True,), "max_logprobs": (20,),
     "enable_tokenizer_info_endpoint": (True,), "enable_request_id_headers": (True,), "disable_fastapi_docs": (True,),
     "swap_space": (0,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",), "config_format": ("auto", "hf"),
-    "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate"), "task": ("auto", "generate"),
+    "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate", "pooling"),
+    "task": ("auto", "generate", "embed"),
     "generation_config": ("auto",),
     "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
     "chat_template_content_format": ("auto",), "trust_remote_code": (), "api_key": (),
@@ -73,7 +74,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "allowed_local_media_path",
         "media_io_kwargs", "language_model_only", "mm_encoder_tp_mode", "enable_mm_embeds", "interleave_mm_strings",
     ),
-    "models here generate text; leave it out": ("runner", "task", "convert", "pooler_config", "override_pooler_config"),
+    "models here generate text, and vectors of it; leave it out": ("runner", "task", "convert", "pooler_config", "override_pooler_config"),
     "a model directory is read as config.json, safetensors and tokenizer.json; convert it to that": (
         "load_format", "config_format", "tokenizer_mode", "model_impl", "model_loader_extra_config", "ignore_patterns",
     ),

@@ -100,6 +100,7 @@ class Buckets(Section):
         None, ge=1, description="First of the generated length buckets; default: 128, and by twos; on Neuron 2048, and by fours."
     )
     scores: bool | None = Field(None, description="Graphs for prompt_logprobs; default: not on Neuron, where each is minutes of compiling.")
+    embeddings: bool | None = Field(None, description="Graphs for embeddings and scores of texts; default: not on Neuron.")
 
     @field_validator("context_encoding", "token_generation", "batch", "prefix")
     @classmethod
@@ -215,9 +216,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | None = Field(
-        None, description="Tokens tried before they are known, on the CPU; {} for n-grams. Default, and false: none."
-    )
+    speculative_config: SpeculativeConfig | None = Field(None, description="On the CPU, tokens tried before they are known. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()

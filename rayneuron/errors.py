@@ -78,6 +78,12 @@ class UnknownModel(RequestError):
     status = 404
 
 
+class Conflict(RequestError):
+    """What is asked for is there already."""
+
+    status = 409
+
+
 class BodyTooLarge(RequestError):
     """The request body exceeds the limit."""
 

@@ -11,7 +11,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
-VERSION = 1  # raised with every change of a message
+VERSION = 2  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
 
 
@@ -53,12 +53,13 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 class Settled(msgspec.Struct, array_like=True, frozen=True):
     """How an order ended. `misdirected`: it came to another replica, or to one that takes none from this gateway; nothing was done.
 
-    `tokens`: how many each choice has got of this replica: whoever has heard of fewer waits for the rest.
+    `tokens`: how many each choice has got of this replica: whoever has heard of fewer waits for the rest. `failed`: a step of it has.
     """
 
     misdirected: bool = False
     refused: Refusal | None = None
     tokens: dict[int, int] = {}
+    failed: bool = False
 
 
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -107,9 +108,10 @@ class Tokens(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Leaving(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The replica takes no more orders; those it has go on for so long."""
+    """The replica takes no more orders; those it has go on for so long. `failed`: not at all, since a step has failed or does not end."""
 
     within_s: float
+    failed: bool = False
 
 
 class KvEvents(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -10,11 +10,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rayneuron.api.vectors import Form
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import RayNeuronError, RequestError
 from rayneuron.loading import StageProgress, open_engine
-from rayneuron.outputs import RequestOutput, collect
+from rayneuron.models.config_json import pooling
+from rayneuron.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, collect
 from rayneuron.seeds import Seeds
 from rayneuron.text.text import Assembler
 from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
@@ -71,6 +73,17 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         ids = [{"prompt_token_ids": self.text.chat(c, **template)} for c in conversations]
         return self.generate(ids, params, use_tqdm=use_tqdm)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
+        """A vector of every prompt, as /v1/embeddings gives it. Raises RequestError for a prompt that does not fit."""
+        kind, normalize = pooling(self.path)
+        params = SamplingParams(max_tokens=0, temperature=0.0)
+        requests = [request for request, _ in (self._request(p, params) for p in _listed(prompts))]
+        for request in requests:
+            request.pooling = kind  # type: ignore[assignment]  # which the engine refuses where it is another way
+        found = {delta.request_id: delta.pooled for delta in self.tokens(requests)}
+        form = Form(dimensions, normalize)
+        return [EmbeddingRequestOutput(r.id, EmbeddingOutput(form.of(found[r.id]).tolist()), r.prompt_ids) for r in requests]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
         """Deltas of one prompt as they are made. Closing the iterator ends the work."""

@@ -20,6 +20,7 @@ STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000)
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 ENDS = (("stop",), ("length",), ("abort",), ("error",))
 
 
@@ -179,6 +180,10 @@ class Gateway:
     replicas: Metric = Metric("rayneuron:gateway_replicas", "gauge", "Replicas it is connected with.")
     refusals: Metric = Metric("rayneuron:gateway_refusals", "counter", "Calls turned away.", ("reason",), known=(("capacity",),))
     ttft: Metric = Metric("rayneuron:gateway_ttft_seconds", "histogram", "Arrival to first token.", buckets=TTFT_S)
+    prediction_error: Metric = Metric(
+        "rayneuron:gateway_prediction_error", "histogram", "|predicted - actual| time from order to first token, as a share of the actual.",
+        buckets=SHARES,
+    )  # fmt: skip
     replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
     replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
     misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")

@@ -35,6 +35,23 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """All choices of one prompt."""

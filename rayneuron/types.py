@@ -137,6 +137,7 @@ class Request(msgspec.Struct, kw_only=True):
     `output_ids`: what another engine has generated of its one choice already; this one goes on behind them.
     `trace`: a W3C traceparent, under which others may say what they did for it.
     `prediction`: what its output may be; where drafts are tried, that makes it come sooner, and changes no token.
+    `pooling`: its prompt's hidden states are wanted instead of tokens (max_tokens 0), of the last position or the mean of all.
     """
 
     id: str
@@ -151,6 +152,7 @@ class Request(msgspec.Struct, kw_only=True):
     output_ids: list[int] = []
     trace: str = ""
     prediction: list[int] | None = None
+    pooling: Literal["last", "mean"] | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -180,7 +182,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
     `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
-    `error` says why in words a client may read, unless `fault` is "engine": then it is for the log; `param` names the field.
+    `pooled`: float32 [E], where that is asked for. `error` says why in words a client may read; where `fault` is "engine", for the log;
+    `param` names the field.
     """
 
     request_id: str
@@ -199,6 +202,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     param: str | None = None
     stamps: Stamps | None = None
     predicted: tuple[int, int] = (0, 0)
+    pooled: bytes = b""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -232,6 +236,7 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     usage: Usage | None = None
     error: str | None = None
+    pooled: bytes = b""
 
 
 def join(deltas: Sequence[Delta]) -> Delta:

@@ -5,6 +5,7 @@
 `link`: CPU a step and a token of both ends of a connection between a replica and a gateway, 16 paced streams, beside the timer alone.
 `prefix`: TTFT and computed tokens of sessions that share a beginning, over two replicas of a thread each, against the own route, where
 Serve chooses.
+`predict`: how far the times to first token that were predicted are from those that came, by the gateway's own histogram.
 `kill`: a replica of two is killed with streams on both; every text must be that of the run before, and the longest pause counts.
 """
 
@@ -104,7 +105,7 @@ async def link() -> list[tuple[str, float, str, str]]:
         def heard(self, link: Any, tokens: Any) -> None:
             self.tokens += sum(len(piece.delta.token_ids) for piece in tokens.pieces)
 
-        def lost(self, link: Any, why: str) -> None:
+        def lost(self, link: Any, why: str, died: bool) -> None:
             print(f"lost: {why}", file=sys.stderr)
 
     hub = Hub(Owner(), "bench")  # type: ignore[arg-type]
@@ -177,6 +178,26 @@ async def prefix(server: Server, words: Words, args: argparse.Namespace) -> list
     ]
 
 
+async def predict(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
+    """Bar 11."""
+    rows, judged = [], "rayneuron:gateway_prediction_error_bucket"
+    before = await server.metric_by(judged, "le")
+    for turn in range(args.rounds):
+        for clients in (1, 2, 4, 8, 16):
+            bodies = [body(MODEL_NAME, words.prompt(args.prompt, f"p{turn}-{clients}-{i}")[0], args.new) for i in range(3 * clients)]
+            load = await client.closed_loop(server.url, "/v1/completions", bodies, clients)
+            assert not any(reply.error for reply in load.replies), [reply.error for reply in load.replies]
+            after = await server.metric_by(judged, "le")
+            if turn:  # the first is for what is measured of real steps
+                shares = {le: after[le] - before[le] for le in after}
+                near, nearer, total = shares["0.5"], shares["0.2"], shares["+Inf"]
+                print(f"{clients} clients: of {total:.0f} predictions {nearer:.0f} within 20 %, {near:.0f} within 50 %")
+                rows.append(shares)
+            before = after
+    within, all_ = sum(row["0.2"] for row in rows), sum(row["+Inf"] for row in rows)
+    return [report.bar("predictions of TTFT within 20 %, share (the median is, from 0.5)", within / all_, 0.5)]
+
+
 async def kill(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
     """Bar 8."""
     bodies = [{**body(MODEL_NAME, words.prompt(64, f"kill-{i}")[0], 120), "seed": i, "temperature": i % 2} for i in range(STREAMS)]
@@ -221,7 +242,8 @@ async def _stream(url: str, asked: dict[str, Any], begun: asyncio.Event | None =
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "gateway-PROFILE", 3)
-    parser.add_argument("parts", nargs="*", default=["cost", "link", "prefix", "kill"], help="cost, link, prefix, kill (default: all)")
+    parts = ["cost", "link", "predict", "prefix", "kill"]
+    parser.add_argument("parts", nargs="*", default=parts, help=f"{', '.join(parts)} (default: all)")
     parser.add_argument("--profile", choices=["plain", "fast"], default="plain")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=128)
@@ -241,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, rows = Words(Text(path)), []
     if "link" in args.parts:
         rows += asyncio.run(link())
-    for part, measure, replicas in (("cost", cost, 1), ("prefix", prefix, 2), ("kill", kill, 2)):
+    for part, measure, replicas in (("cost", cost, 1), ("predict", predict, 1), ("prefix", prefix, 2), ("kill", kill, 2)):
         if part not in args.parts:
             continue
         deployment: dict[str, Any] = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": 16, "max_model_len": 2048}

@@ -26,7 +26,7 @@ import launch
 import machine
 import options
 import report
-from server import Server
+from server import Server, ServerFailed
 
 START_BAR_S = 10.0  # issue 6, from a warm cache
 COMMAND_BAR_S, FRESH_BAR_S = 6.0, 15.0  # issue 13: `rayneuron serve MODEL` from a warm cache, and with nothing but the installed package
@@ -90,8 +90,8 @@ def log_parts(log: str, started: float) -> dict[str, float]:
 
 
 async def see_parts(server: Server, into: Start) -> None:
-    """Note when each line of COMMAND_PARTS appears in the log, until the last one has."""
-    while len(into.parts_s) < len(COMMAND_PARTS):
+    """Note when each line of COMMAND_PARTS appears in the log, until the last one has; behind HAProxy what replicas say is not there."""
+    while COMMAND_PARTS[-1][0] not in into.parts_s:
         said = server.log_path.read_text(errors="replace")
         for name, text in COMMAND_PARTS:
             if text in said:
@@ -151,7 +151,11 @@ def observe(deployment: dict[str, Any], args: argparse.Namespace, cache: Path | 
         server = launch.rayneuron(deployment, args.profile, args.urgent, cache)
     try:
         watch = machine.Watch({server.session})
-        start = asyncio.run(asyncio.wait_for(measure(server, args.command), args.timeout))
+        try:
+            start = asyncio.run(asyncio.wait_for(measure(server, args.command), args.timeout))
+        except asyncio.TimeoutError:
+            said = f"{server.name} was not ready, or had not said so, within {args.timeout:g} s; its log ends with:\n{server.log_tail()}"
+            raise ServerFailed(said) from None
         # Ray's own processes leave the session they were started from, so they are counted here and not by the watch.
         ours = sum(p.cpu_s for p in server.processes() if p.session != server.session)
         start.cores_used_by_others = max(0.0, watch.others() - ours / (time.time() - epoch))

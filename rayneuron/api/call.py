@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rayneuron.api.errors import Triple, same
+from rayneuron.api.vectors import Pooling
 from rayneuron.types import Delta, Request
 
 Json = dict[str, Any]
@@ -78,6 +79,7 @@ class Context:
     any_name: bool = False
     client_priority: bool = False
     lmi: LmiOptions = LmiOptions()
+    pooling: Pooling = Pooling()
 
     @property
     def most_ids(self) -> int:

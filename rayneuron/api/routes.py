@@ -20,8 +20,12 @@ def _generate(body: Json) -> Dialect:
 SPOKEN: Final[dict[str, Dialect]] = {
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETIONS,
+    "/v1/embeddings": openai.EMBEDDINGS,
     "/v1/responses": responses.CREATE,
     "/v1/messages": anthropic.MESSAGES,
+    "/pooling": openai.POOLING,
+    **dict.fromkeys(("/score", "/v1/score"), openai.SCORE),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), openai.RERANK),
     "/generate": neuron_server.GENERATE._replace(choose=_generate),
     "/": tgi.ROOT,
     "/generate_stream": tgi.STREAM,

@@ -27,20 +27,23 @@ Tag = Literal["prefill", "decode", "verify"]
 @dataclass(frozen=True, slots=True)
 class Want:
     """What a step returns: `ids` by argmax (likeliest) or by the rows' parameters (sampled), `logits`, `hidden` states; of every row's last
-    true token or of all T. `hidden` is what a pipeline stage gives to the next: only devices know of it, a step asks all stages alike."""
+    true token or of all T; or hidden states `pooled` over its true tokens. `hidden` is what a pipeline stage gives to the next: only
+    devices know of it, a step asks all stages alike."""
 
     ids: Literal["likeliest", "sampled"] | None = None
     logits: bool = False
     hidden: bool = False
+    pooled: bool = False
     at: Literal["last", "all"] = "last"
 
     def __str__(self) -> str:
-        return "_".join([*([self.ids] if self.ids else ()), *(n for n in ("logits", "hidden") if getattr(self, n)), self.at])
+        return "_".join([*([self.ids] if self.ids else ()), *(n for n in ("logits", "hidden", "pooled") if getattr(self, n)), self.at])
 
 
 LIKELIEST, SAMPLED = Want("likeliest"), Want("sampled")
 LOGITS = Want("sampled", logits=True)  # for host processors and logprobs
 SCORES = Want(logits=True, at="all")
+POOLED = Want(pooled=True)
 HIDDEN = Want(hidden=True, at="all")
 
 
@@ -86,13 +89,15 @@ class Batch:
 @dataclass(slots=True)
 class StepOutput:
     """What a step returns: ids [B,U] int32; complete [B] bool (False: the nucleus left the candidate set, sample that row on the host);
-    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted. A verify step has complete [B,U]; where ops are `dynamic`,
+    logits [B,V] or [B,T,V] float32 and hidden [B,T,E] where they are wanted; pooled [B,2,E] float32, the hidden state of each row's last
+    true token and the sum of all its true ones. A verify step has complete [B,U]; where ops are `dynamic`,
     of its n true tokens alone, one row after another: ids and complete [n], logits [n,V]."""
 
     ids: Tensor | None = None
     complete: Tensor | None = None
     logits: Tensor | None = None
     hidden: Tensor | None = None
+    pooled: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

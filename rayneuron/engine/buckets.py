@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
-from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES, Shape, Want
+from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES, Shape, Want
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvSpace
 from rayneuron.policies.prefix_buckets import select_prefix
@@ -43,7 +43,7 @@ class Capacity:
     lengths: tuple[int, ...]
     prefill_rows: tuple[int, ...]
     prefix: tuple[int, ...] = ()
-    wants: tuple[Want, ...] = (LIKELIEST, SAMPLED, LOGITS, SCORES)
+    wants: tuple[Want, ...] = (LIKELIEST, SAMPLED, LOGITS, SCORES, POOLED)
     verify: int = 0
 
     @property
@@ -126,7 +126,7 @@ def capacity(
         lengths=tuple(sorted({*(lengths or powers(smallest or SMALLEST_LENGTH, length)), length})),
         prefill_rows=(1,) if prefix else tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
         prefix=tuple(sorted({0, *prefix, length})) if prefix else (),
-        wants=tuple(wants or ((LOGITS,) if few else (LIKELIEST, SAMPLED, LOGITS, SCORES))),
+        wants=tuple(wants or ((LOGITS,) if few else (LIKELIEST, SAMPLED, LOGITS, SCORES, POOLED))),
         verify=verify,
     )
 
@@ -151,9 +151,9 @@ def inventory(c: Capacity) -> list[Shape]:
             if want == SCORES and (rows > 1 or tokens > c.scores):
                 continue
             made += [Shape("prefill", rows, tokens, n, want) for n in _reach(c, tokens)]
-        if want != SCORES:
+        if want.ids is not None:
             made += [Shape("decode", b, 1, n, want) for b in c.batch for n in c.lengths]
-        if want != SCORES and c.verify:
+        if want.ids is not None and c.verify:
             made += [Shape("verify", b, c.verify, n, EVERY[want]) for b in c.batch for n in c.lengths]
     return made
 

@@ -50,6 +50,9 @@ def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> li
         token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
         row = None if output.logits is None else output.logits[i]
         try:
+            if output.pooled is not None:
+                deltas.append(_pool(work, output.pooled[i]))
+                continue
             deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, host))
         except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
             deltas.append(failed(sequence, wrong))
@@ -124,6 +127,19 @@ def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | Non
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
             sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
     return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, now, host)
+
+
+def _pool(work: Work, row: Tensor) -> TokenDelta | None:
+    """The only delta of a request for hidden states, once the last of its prompt is there. row: [2,E], the last and the sum of the step."""
+    sequence = work.sequence
+    sequence.pooled = row[1] if sequence.pooled is None else sequence.pooled + row[1]
+    if not work.last:
+        return None
+    delta = _scored(sequence)
+    delta.finish_reason = sequence.finish_reason = "stop"
+    pooled = sequence.pooled / sequence.prompt_len if sequence.whole else row[0]
+    delta.pooled = pooled.numpy().tobytes()
+    return delta
 
 
 def failed(sequence: Sequence, wrong: Exception) -> TokenDelta:

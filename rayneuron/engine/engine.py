@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from rayneuron.devices.base import SCORES, Pending, StepOutput
+from rayneuron.devices.base import POOLED, SCORES, Pending, StepOutput
 from rayneuron.engine.commit import advance, ended, failed
 from rayneuron.engine.grammar import Compiles, Constraining
 from rayneuron.engine.host_sampling import HostSampling
@@ -79,6 +79,8 @@ class Engine:
         if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
             said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
             raise RequestError(said, param="prompt_logprobs")
+        if request.pooling is not None and POOLED not in self.capacity.wants:
+            raise RequestError("this deployment has no graphs for embeddings; its file must say buckets.embeddings: true", param="model")
         if not known:
             if self._rule is not None:
                 check_request(request.params, self._rule)
@@ -221,8 +223,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The load right now; every field is one read, so any thread may call it."""
-        steps = {"steps": self.steps, "ledger_wrong": self.ledger_wrong}
-        return snapshot(self.scheduler, last_step_s=self._last_step_s, step_started_s=self._step_started_s, **steps)
+        return snapshot(self.scheduler, self.steps, self.ledger_wrong, self._last_step_s, self._step_started_s)
 
     def check_ledger(self) -> None:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""

@@ -17,6 +17,7 @@ from rayneuron.devices.base import (
     FOLLOWS,
     LIKELIEST,
     LOGITS,
+    POOLED,
     SAMPLED,
     SCORES,
     Batch,
@@ -120,6 +121,8 @@ def choose(capacity: Capacity, plan: Plan) -> Shape:
 def _want(plan: Plan) -> Want:
     """The least a step must return. Rows that end inside their prompt sample nothing."""
     works = plan.works
+    if works[0].sequence.request.pooling is not None:
+        return POOLED
     if plan.tag == "prefill" and len(works) == 1 and wants_scores(works[0].sequence):
         return SCORES
     needs = {w.sequence.needs for w in works if w.last}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from operator import attrgetter
 
 from rayneuron import hashing
 from rayneuron.engine.blocks import Blocks, Hold
@@ -12,6 +13,8 @@ from rayneuron.engine.remote import Lent, Prefill, Prefills
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
+
+_RANK = attrgetter("rank")
 
 
 class Scheduler:
@@ -42,7 +45,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence at its place by priority and arrival."""
         sequence.phase = "waiting"
-        insort(self.waiting, sequence, key=_rank)
+        insort(self.waiting, sequence, key=_RANK)
         self.waiting_tokens += sequence.remaining
 
     def remove(self, sequence: Sequence) -> None:
@@ -73,8 +76,7 @@ class Scheduler:
         if works:
             drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
             return Plan("verify" if drafted else "decode", works, self.blocks.copies())
-        # Where growing has preempted every decoding sequence, whoever is left or waits can now be served; else nobody is there, or
-        # everybody waits for a token, or blocks, of the step under way.
+        # where growing has preempted all who decode, others can be served now; else nobody is there, or waits for the step under way
         return self.plan() if self.preemptions > before else None
 
     def launch(self, plan: Plan, overlaps: bool) -> None:
@@ -139,7 +141,7 @@ class Scheduler:
             sequence.settled = sequence.prompt_len
             self._settle(sequence, hold)
         sequence.run(min(sequence.prompt_len, len(sequence.ids) - 1) if whole else sequence.computed)
-        insort(self.running, sequence, key=_rank)
+        insort(self.running, sequence, key=_RANK)
         return sequence
 
     def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
@@ -164,7 +166,7 @@ class Scheduler:
         while self.waiting:
             head = self.waiting[0]
             like, known = self._shareable(head)
-            hashes = () if wants_scores(head) else self._hashes(head)
+            hashes = () if head.whole or wants_scores(head) else self._hashes(head)
             hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
             if hold is None:
                 victim = self._victim()
@@ -177,7 +179,7 @@ class Scheduler:
             head.hold = hold
             self._skip_to(head, hold.known)
             if not self._asks(head, hold, hashes):
-                insort(self.running, head, key=_rank)
+                insort(self.running, head, key=_RANK)
 
     @staticmethod
     def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
@@ -213,13 +215,15 @@ class Scheduler:
         filling = {h: w.sequence for w in works if (h := self._next(w.sequence, w.start)) is not None}
         alike: list[Sequence] = []
         for sequence in prefills:
+            if alike and (sequence.request.pooling is None) != (alike[0].request.pooling is None):
+                continue
             if wants_scores(sequence):
                 if not alike:
                     most = min(self.capacity.scores, self._most([sequence]))
                     return [Work(sequence, sequence.computed, min(sequence.remaining, most))]
                 continue
             hold = sequence.hold
-            if hold is not None and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
+            if hold is not None and not sequence.whole and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
                 self._skip_to(sequence, found)
             digest = self._next(sequence, sequence.computed)
             if sequence.phase == "prefill" and (digest is None or filling.setdefault(digest, sequence) is sequence):
@@ -294,7 +298,3 @@ class Scheduler:
 def wants_scores(sequence: Sequence) -> bool:
     """Whether the logits of every prompt position are still to be reported."""
     return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank

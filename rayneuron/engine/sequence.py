@@ -10,7 +10,8 @@ from rayneuron.engine.remote import Loan
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 
 # follows: another choice computes the prompt it will share; waiting: it holds nothing; remote: another pool computes its prompt, into what
-# it holds; prefill: more than one id has no KV; decode: one; due: none, its next id is on the way. Who has ended is nowhere any more.
+# it holds; prefill: more than one id has no KV, or one whose hidden state is wanted; decode: one; due: none, its next id is on the way.
+# Who has ended is nowhere any more.
 Phase = Literal["follows", "waiting", "remote", "prefill", "decode", "due"]
 
 
@@ -43,6 +44,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
     stamps: Stamps = field(default_factory=Stamps)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: Any = None  # the sum of its hidden states so far, a tensor [E]
     loan: Loan | None = None
     asked: str = ""
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
@@ -51,12 +53,14 @@ class Sequence:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[int, int] = field(init=False)  # order of service: priority first (lower earlier), then arrival
+    whole: bool = field(init=False)  # every hidden state of its prompt is wanted: KV that is there already does not help
     edited: bool = field(init=False)  # the host edits its logits, or chooses among them
     needs: Literal["likeliest", "sampled", "logits"] = field(init=False)  # the least a step must return where it samples
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.rank = (self.request.priority, self.order)
+        self.whole = self.request.pooling == "mean"
         self.edited = params.edits_logits or params.structured_outputs is not None
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
@@ -84,7 +88,7 @@ class Sequence:
         """It holds blocks, and its first `computed` ids have KV or will when the steps under way have ended."""
         self.computed = computed
         left = len(self.ids) + self.unseen - computed
-        self.phase = "decode" if left == 1 else "prefill" if left else "due"
+        self.phase = "decode" if left == 1 and self.request.pooling is None else "prefill" if left else "due"
 
     def append(self, token: int) -> None:
         """The next id is known."""
@@ -93,7 +97,7 @@ class Sequence:
 
     def rewind(self, computed: int) -> None:
         """Steps under way no longer count; only the first `computed` ids have KV."""
-        self.unseen = 0
+        self.unseen, self.pooled = 0, None
         self.epoch += 1
         self.settled = min(self.settled, computed)
         self.run(computed)

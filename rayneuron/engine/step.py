@@ -42,6 +42,8 @@ def finish(
 ) -> StepOutput:  # fmt: skip
     """The end of a step: hidden [B,T,E] to logits and next ids."""
     want = shape.want
+    if want.pooled:
+        return StepOutput(pooled=_pooled(hidden, batch.last))
     if want.ids is None:
         return StepOutput(logits=ops.whole(decoder.logits(arch, ops, comm, weights, hidden)))
     if want.at == "all":
@@ -55,6 +57,14 @@ def finish(
     logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
     ids, complete = _sample(ops, logits, [getattr(batch, name) for name in _HOW], batch.uniform[:, 0], rule)
     return StepOutput(ids=ids[:, None], complete=complete, logits=ops.whole(logits))
+
+
+def _pooled(hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """hidden [B,T,E], last [B] -> [B,2,E] float32: the last true token's, and the sum of all true ones."""
+    rows, tokens, _ = hidden.shape
+    at = torch.arange(tokens, dtype=torch.int32, device=last.device)
+    whole = (hidden.float() * (at <= last[:, None])[..., None]).sum(1)
+    return torch.stack([hidden[torch.arange(rows, dtype=torch.int32, device=last.device), last].float(), whole], 1)
 
 
 def _every(

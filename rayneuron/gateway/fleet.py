@@ -39,7 +39,9 @@ class Watcher(Protocol):
 
     def draining(self, worker: Linked, within_s: float | None) -> None: ...
 
-    def lost(self, worker: Linked) -> None: ...
+    def failed(self, worker: Linked) -> None: ...
+
+    def lost(self, worker: Linked, died: bool) -> None: ...
 
 
 class Fleet:
@@ -115,16 +117,19 @@ class Fleet:
         """What prefixes a replica has KV of."""
         self._watcher.events(self._of[link], news)
 
-    def leaving(self, link: Link, within_s: float) -> None:
-        """A replica takes no more orders."""
+    def leaving(self, link: Link, within_s: float, failed: bool) -> None:
+        """A replica takes no more orders; where it has `failed`, those it has come to nothing."""
         worker = self._of[link]
         worker.accepting = False
-        self._watcher.draining(worker, within_s)
+        if failed:
+            self._watcher.failed(worker)
+        else:
+            self._watcher.draining(worker, within_s)
 
-    def lost(self, link: Link, why: str) -> None:
+    def lost(self, link: Link, why: str, died: bool) -> None:
         """A connection has ended."""
         worker = self._of.pop(link)
         self._frames += link.frames
         del self.workers[worker.number]
         log.warning("replica %s is lost: %s", link.card.replica, why)
-        self._watcher.lost(worker)
+        self._watcher.lost(worker, died)

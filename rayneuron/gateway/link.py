@@ -19,11 +19,12 @@ log = logging.getLogger(__name__)
 
 ALIVE_S = 0.5  # how often a gateway says that it is there
 SILENT_S = 5.0  # a replica says how busy it is ten times as often
+AWAY_S = 1.5  # between two ticks: this process has not run, or hardly
 UNACKNOWLEDGED_S = 1.2  # a host whose kernel acknowledges nothing for so long is gone
 
 
 class Listener(Protocol):
-    """Whom a link tells what it hears. `lost` comes once, and nothing after it."""
+    """Whom a link tells what it hears. `lost` comes once, and nothing after it; `died`: its process has, as far as one can tell."""
 
     def opened(self, link: Link, pressure: Pressure) -> None: ...
 
@@ -31,9 +32,9 @@ class Listener(Protocol):
 
     def events(self, link: Link, news: KvNews) -> None: ...
 
-    def leaving(self, link: Link, within_s: float) -> None: ...
+    def leaving(self, link: Link, within_s: float, failed: bool) -> None: ...
 
-    def lost(self, link: Link, why: str) -> None: ...
+    def lost(self, link: Link, why: str, died: bool) -> None: ...
 
 
 class Link(asyncio.Protocol):
@@ -48,7 +49,7 @@ class Link(asyncio.Protocol):
         self._frames: wire.Frames[FromReplica] = wire.Frames(FromReplica, frames.MOST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._number = 0
-        self._heard_s = self._said_s = time.monotonic()
+        self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self._why = ""
         self._gone = False
 
@@ -60,6 +61,8 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        if self._gone:  # given up while it was on its way
+            return self._transport.abort()
         found = transport.get_extra_info("socket")
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.keep_alive(found, UNACKNOWLEDGED_S)
@@ -86,7 +89,7 @@ class Link(asyncio.Protocol):
         elif not self.open:
             self.end("its first word was no reception")
         elif isinstance(message, Leaving):
-            self._listener.leaving(self, message.within_s)
+            self._listener.leaving(self, message.within_s, message.failed)
         elif isinstance(message, KvEvents):
             self._listener.events(self, message.news)
         else:
@@ -100,7 +103,10 @@ class Link(asyncio.Protocol):
         self._send(Cancel(order, index, reason))
 
     def tick(self, now_s: float) -> None:
-        """Say that this gateway is there; end where the replica has said nothing for long."""
+        """Say that this gateway is there; end where the replica has said nothing for long, and this process was there to hear it."""
+        if now_s - self._ticked_s > AWAY_S:
+            self._heard_s = now_s
+        self._ticked_s = now_s
         if now_s - self._heard_s > SILENT_S:
             self.end(f"the replica has said nothing for {SILENT_S:g} s")
         elif now_s - self._said_s > ALIVE_S:
@@ -111,15 +117,15 @@ class Link(asyncio.Protocol):
             self._said_s = time.monotonic()
             self._transport.write(wire.frame(message))
 
-    def end(self, why: str) -> None:
-        """Give the connection up, at once."""
+    def end(self, why: str, died: bool = False) -> None:
+        """Give the connection up, at once; `died`: since its process has."""
         if self._gone:
             return
         self._gone, self.open = True, False
         if self._transport is not None:
             self._transport.abort()
-        self._listener.lost(self, why)
+        self._listener.lost(self, why, died)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended, whoever ended it."""
-        self.end("its connection was closed" if exc is None else str(exc))
+        self.end("its connection was closed" if exc is None else str(exc), died=True)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
 
 from rayneuron import metrics
+from rayneuron.gateway.remote import GATEWAY, RemoteEngine
 from rayneuron.serve.telemetry import Histogram, Series, Telemetry, merged
-
-if TYPE_CHECKING:
-    from rayneuron.gateway.remote import RemoteEngine
-
-GATEWAY = metrics.Gateway()
 
 
 class Measured:
@@ -44,7 +39,12 @@ class Measured:
             yield each.family(self._base)
         ttft = Histogram(GATEWAY.ttft)
         ttft.counts, ttft.sum = self._telemetry.histograms[metrics.TTFT].counts, self._telemetry.histograms[metrics.TTFT].sum
+        errors = Histogram(GATEWAY.prediction_error)
+        for engine in self._engines:
+            errors.counts = [ours + theirs for ours, theirs in zip(errors.counts, engine.errors.counts, strict=True)]
+            errors.sum += engine.errors.sum
         yield ttft.family(self._base)
+        yield errors.family(self._base)
 
 
 def text(measured: list[Measured]) -> bytes:

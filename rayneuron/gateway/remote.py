@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
 from rayneuron.frames import Card, Order, Settled, Tokens
 from rayneuron.gateway.asking import ask_of, profile_of
@@ -22,6 +23,7 @@ from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
 from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
+from rayneuron.serve.telemetry import Histogram
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ TICK_S = 0.25
 AGAIN_S = 0.055  # a little more than the desk keeps what came back
 SOON_S = 0.005  # how often the desk is asked while somebody waits there
 NOTHING = Wishes()
+GATEWAY = metrics.Gateway()
 
 
 class Orders(Protocol):
@@ -69,6 +72,7 @@ class RemoteEngine:
         self.repair = Repair(self.books, desk, deliver, lambda: self.known, rules)
         self.wishes: dict[str, Wishes] = {}
         self.misdirected = 0
+        self.errors = Histogram(GATEWAY.prediction_error)  # of what is predicted
         self._orders, self._deliver, self._eos_ids, self._rules = orders, deliver, eos_ids, rules
         self._tasks: set[asyncio.Task[None]] = set()
         self._soon: asyncio.TimerHandle | None = None
@@ -164,6 +168,8 @@ class RemoteEngine:
             index, delta, effect = way.hear(piece, now_s)
             if delta is not None:
                 deltas.append(delta)
+            if (error := way.judged(now_s)) is not None:
+                self.errors.observe(error)
             if effect is not None:
                 linked.link.cancel(way.number, way.local(index), "abort")
                 self.repair.act(way, index, effect, "gap")
@@ -190,17 +196,26 @@ class RemoteEngine:
                 self.repair.again(way, "leave")
             self._pump()
 
-    def lost(self, linked: Linked) -> None:
-        """A connection has ended, and with it what was on its way over it."""
+    def failed(self, linked: Linked) -> None:
+        """A step of a replica has failed, or does not end."""
+        self.desk.leaving(linked.number, time.monotonic())
+        for way in self.books.on(linked.number):
+            self.repair.again(way, self.repair.cause(way, "step"))
+        self._pump()
+
+    def lost(self, linked: Linked, died: bool) -> None:
+        """A connection has ended, and with it what was on its way over it. Who was there when a process died may have killed it, begun or
+        not as far as is known here: the step that kills is the one nothing comes back of."""
         self.desk.lost(linked.number, time.monotonic())
         for way in self.books.on(linked.number):
-            self.repair.again(way, self.repair.cause(way, "crash" if way.heard or not linked.pressure.waiting else "silence"))
+            self.repair.again(way, self.repair.cause(way, "crash" if died else "silence"))
         self._pump()
 
     def _pump(self) -> None:
         """Send what may go now; look again soon while somebody waits."""
         for send in self.desk.next(time.monotonic()):
             way = self.books.ways[send.key]
+            way.sent_s, way.predicted_s = time.monotonic(), 0.0 if way.alone or way.avoid else send.terms.ttft_ms / 1e3
             self.books.place(way, send.worker, send.number)
             if way.wishes.say is not None:
                 way.wishes.say(send.terms.line(send.waited_s))
@@ -232,7 +247,7 @@ class RemoteEngine:
         """What a replica, or Serve, says of an order that is over."""
         now_s = time.monotonic()
         if settled is None:  # all that is there is lost, not this order alone
-            linked.link.end("Serve says that it is gone")
+            linked.link.end("Serve says that it is gone", died=True)
         elif settled.misdirected or (settled.refused is not None and settled.refused.kind == Busy.__name__):
             self.misdirected += settled.misdirected
             self.books.unplace(way)
@@ -244,7 +259,7 @@ class RemoteEngine:
             for index in way.open:
                 way.replays[index].told(way.attempts[index], settled.tokens.get(way.local(index), 0), now_s)
         elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
-            self.repair.again(way, self.repair.cause(way, "step"))
+            self.repair.again(way, self.repair.cause(way, "step" if settled.failed else "leave"))
         else:
             fault: Fault = "call" if isinstance(error, RequestError) else "choice"
             self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error", error.param)

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Mount, Route
 
 from rayneuron.api import errors, openai, sagemaker
-from rayneuron.errors import RequestError, UnknownModel
+from rayneuron.errors import Conflict, RequestError, UnknownModel
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.policies.desk import REMEMBERED
@@ -102,9 +102,23 @@ async def _decisions(catalogue: Catalogue, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(catalogue.decisions(int(asked))))
 
 
+async def _asked(catalogue: Catalogue, exchange: Exchange) -> str:
+    """The model that is to be loaded: LMI says it in the query, SageMaker in the body."""
+    name: Any = parse_qs(exchange.query.decode("latin-1")).get("model_name", [None])[0]
+    if name is None:
+        body = await exchange.json_body(catalogue.door.max_body_bytes, catalogue.door.body_timeout_s)
+        name = openai.decode(body).get("model_name")
+    if not isinstance(name, str) or not name:
+        raise RequestError("say which model as `model_name`, in the query or the body", param="model_name")
+    return name
+
+
 async def _named(catalogue: Catalogue, exchange: Exchange) -> None:
-    """As SageMaker's containers list them; which there are, the file says."""
+    """As SageMaker's containers list them; which there are, the file says: one more is refused, one that is there already 409."""
     if exchange.method == "POST":
+        name = await _asked(catalogue, exchange)
+        if any(name in entry.names for entry in catalogue.entries):
+            raise Conflict(f"the model {name[:256]} is here already", param="model_name")
         raise sagemaker.unmanaged("loaded")
     names = [card["id"] for card in (await catalogue.models())["data"]]
     await exchange.reply(200, errors.encode(sagemaker.models(names, "")))

@@ -100,16 +100,16 @@ def refuse(config: Mapping[str, Any], **settings: Any) -> None:
             raise CheckpointError(f"config.json sets {name}: {value!r}, which is not supported for {config.get('model_type')} models")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """JSON of a kind. Raises CheckpointError naming the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except (ValueError, OSError, RecursionError) as e:
         raise CheckpointError(f"{path} cannot be read as JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+    if not isinstance(found, kind):
+        raise CheckpointError(f"{path} holds no JSON {'object' if kind is dict else 'array'}")
     return found
 
 
@@ -118,10 +118,24 @@ def read_config(path: str | Path) -> dict[str, Any]:
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a model directory; give a local folder with config.json and safetensors files")
-    return read_json(directory / "config.json")
+    config: dict[str, Any] = read_json(directory / "config.json")
+    return config
 
 
 def generation_config(path: str | Path) -> dict[str, Any]:
     """generation_config.json, {} where there is none."""
     file = Path(path) / "generation_config.json"
     return read_json(file) if file.exists() else {}
+
+
+def pooling(path: str | Path) -> tuple[str, bool]:
+    """How its vectors are made by sentence-transformers' files: of the last token or the mean, or their word for another way; and whether
+    they have length 1. Where there are none: last, True."""
+    folder = Path(path)
+    modules = read_json(folder / "modules.json", list) if (folder / "modules.json").is_file() else []
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    at = next((str(module.get("path")) for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), "1_Pooling")
+    said = read_json(folder / at / "config.json") if (folder / at / "config.json").is_file() else {}
+    modes = [key.removeprefix("pooling_mode_") for key, on in said.items() if key.startswith("pooling_mode_") and on is True]
+    mode = modes[0] if modes else "lasttoken"
+    return {"lasttoken": "last", "mean_tokens": "mean"}.get(mode, mode), "Normalize" in kinds or not modules

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
-from rayneuron.devices.base import LIKELIEST, LOGITS, SAMPLED, SCORES
+from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES
 from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, targets
 from rayneuron.engine.buckets import SMALLEST_PREFIXED, Capacity, capacity, inventory, prefixes, smaller
 from rayneuron.errors import ConfigError
@@ -62,6 +62,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
     length = model_length(config, raw)
     prefix, few = prefixes(config.buckets.prefix, length), config.few_graphs
     scores = not few if config.buckets.scores is None else config.buckets.scores
+    embeddings = not few if config.buckets.embeddings is None else config.buckets.embeddings
     return capacity(
         rows=config.max_num_seqs,
         length=length,
@@ -75,7 +76,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         lengths=config.buckets.token_generation,
         smallest=config.buckets.smallest,
         few=few,
-        wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else [])],
+        wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
         verify=1 + config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
     )
 

@@ -119,6 +119,8 @@ def validate(request: Request, length: int, kv_tokens: int, vocab: int, eos_ids:
         raise RequestError("the prompt is empty", param="prompt")
     left = room(prompt, params.max_tokens, length)
     _check_ids("prompt", request.prompt_ids, vocab)
+    if request.pooling not in (None, "last", "mean"):
+        raise RequestError(f"this model makes vectors by {request.pooling}; here they are of the last token, or the mean", param="model")
     if request.output_ids:
         _check_output(request, left if params.max_tokens is None else params.max_tokens, vocab)
     _check_ids("prediction", request.prediction or (), vocab)

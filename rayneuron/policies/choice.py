@@ -117,14 +117,12 @@ class Chooser:
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             near = [*near, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]
         candidates = {worker.number: worker for worker in near}
-        session = self._session(ask, now_s)
-        holders = [] if session is None else [session[0]]
-        for held in self.workers.holders(groups, _HOLDERS) if groups else ():
-            holders += self.index.members(held, _EACH, start)
-        for number in holders:
-            worker = self.workers.all.get(number)
-            if worker is not None and worker.level >= 0:
-                candidates[number] = worker
+        if groups:
+            for worker in self.workers.holders(groups, _HOLDERS, _EACH, start):
+                candidates[worker.number] = worker
+        session = self._session(ask, now_s) if ask.session else None
+        if session is not None and (known := self.workers.all.get(session[0])) is not None and known.level >= 0:
+            candidates[known.number] = known
         if ask.avoid and (others := [number for number in candidates if number not in ask.avoid]):
             candidates = {number: candidates[number] for number in others}
         return self._best(ask, output, now_s, self._price(ask, output, now_s, candidates.values(), groups, session), groups)
@@ -141,24 +139,28 @@ class Chooser:
         """Of those that have room."""
         known: dict[tuple[int, int, bool], tuple[float, int]] = {}
         priced = []
-        rows_asked, prompt = ask.rows, ask.prompt
+        rows_asked, prompt, hashes, block, depth = ask.rows, ask.prompt, ask.hashes, ask.block, self.index.depth
         for worker in candidates:
-            overlap = self.index.depth(ask.hashes, groups, worker.number) * ask.block if groups else 0
-            if session is not None and worker.number == session[0]:
-                overlap = max(overlap, session[1])
-            new = max(1, prompt - overlap)
-            free = worker.load.kv_free - worker.booked_tokens - new
+            overlap = depth(hashes, groups, worker.number) * block if groups else 0
+            if session is not None and worker.number == session[0] and session[1] > overlap:
+                overlap = session[1]
+            new = prompt - overlap if prompt > overlap else 1
+            free = worker.free - new
             if free < rows_asked:
                 continue
-            costs, rows, longest = worker.costs, worker.rows, worker.load.longest
+            costs, rows, until_s = worker.costs, worker.rows, worker.until_s
             what = (id(costs), new, rows > 0)
             took = known.get(what)
             if took is None:
                 took = known[what] = costs.prefill(new, prompt - new, rows > 0)
             prefill, steps = took
             if rows and steps > 1:
-                prefill += (steps - 1) * costs.decode_ms(rows, longest)
-            queue, added = worker.queue_ms(now_s), rows_asked * costs.added_ms(rows, longest, prompt, output)
+                prefill += (steps - 1) * worker.step_ms
+            queue, added = worker.behind_ms, costs.added_ms(rows, worker.load.longest, prompt, output)
+            if until_s > now_s:
+                queue += 1e3 * (until_s - now_s)
+            if rows_asked > 1:
+                added *= rows_asked
             cost = queue + prefill + added
             if free < (1 - _CROWDED) * worker.kv_tokens:
                 cost *= _CROWDED_COSTS
@@ -188,7 +190,7 @@ class Chooser:
             if ask.hashes and not groups and (alike := self._alike(ask, priced, output, now_s)) is not None:
                 best, why = alike, why or "ring"
         cost, worker, queue, prefill, added, overlap = best
-        other = next((p for p in priced if p is not best), None)
+        other = priced[priced[0] is best] if len(priced) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
         least_ms = min([p[2] for p in priced if p[1].extra < _IN_HAND], default=1e9)
@@ -196,6 +198,8 @@ class Chooser:
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
         """Where prompts that begin like this one go, while no replica has said what it keeps."""
+        if self.index.followed == len(self.workers.all):
+            return None
         most = _RING_LOAD * self.workers.mean_ms
         for worker in self.workers.on_ring(ask.hashes[:_RING_BLOCKS]):
             if self.index.knows(worker.number):
@@ -206,7 +210,7 @@ class Chooser:
         return None
 
     def _session(self, ask: GatewayAsk, now_s: float) -> tuple[int, int] | None:
-        found = self._sessions.get(ask.session) if ask.session else None
+        found = self._sessions.get(ask.session)
         return None if found is None or now_s - found[2] > self._ttl_s else (found[0], min(found[1], ask.prompt - 1))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from rayneuron.policies.chunks import fit
@@ -12,18 +12,30 @@ from rayneuron.types import Profile
 
 SOME_TOKENS = 128.0  # of an output, before the first has ended
 _RATE = 1 - 0.5 ** (1 / 64)  # after so many, half of an average is newer
-_KEPT = 16_384  # prefill steps whose time is remembered
+_KEPT = 16_384  # prefill steps, and places where prompts begin, that are remembered
+
+
+class _Cut:
+    """Where the whole steps of a prompt end that is computed from some place on, and what it took until there; `beyond`: the next end."""
+
+    __slots__ = ("beyond", "ends", "sums")
+
+    def __init__(self, start: int, first: int) -> None:
+        self.ends, self.sums, self.beyond = [start], [0.0], start + first
 
 
 class Costs:
     """The times of one profile. Every step is of the graph that the engine would choose, so that crossing a bucket has its price."""
 
-    __slots__ = ("_chunks", "_decode", "_grid", "_pairs", "_rows", "_sizes", "_steps", "_together", "profile")
+    __slots__ = (
+        *("__weakref__", "_chunks", "_cuts", "_decode", "_grid", "_lengths", "_pairs", "_rows", "_sizes", "_steps", "_together"),
+        "profile",
+    )
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         grid, host_ms = decode_grid(profile), profile.host_ms
-        self._rows = profile.batch[-1]
+        self._rows, self._lengths = profile.batch[-1], profile.lengths
         lengths = (*profile.lengths, profile.lengths[-1])  # beyond the largest size, that of the largest
         sizes = [_at_least(profile.batch, rows) for rows in range(self._rows + 1)]
         self._decode = [[grid.at(rows, length) + host_ms for length in lengths] for rows in sizes]  # by true rows
@@ -33,6 +45,7 @@ class Costs:
         self._pairs = [(tokens, prefix) for tokens in profile.context for prefix in profile.prefix]
         self._sizes: dict[tuple[int, int], float] = {}
         self._steps: dict[tuple[int, int], float] = {}  # the same by true tokens
+        self._cuts: dict[tuple[int, bool], _Cut] = {}
 
     def prefill_size(self, count: int, done: int) -> tuple[int, int]:
         """New tokens and attended positions of the graph for `count` tokens of one row behind `done`."""
@@ -44,15 +57,30 @@ class Costs:
 
     def prefill(self, new: int, cached: int, decoding: bool = False) -> tuple[float, int]:
         """Milliseconds and steps of a prompt's `new` tokens behind `cached` ones, alone; `decoding`: cut as it is while others decode."""
-        chunks, whole, known = self._chunks if decoding else None, self.profile.chunk, self._steps
-        done, end, ms, steps = cached, cached + new, 0.0, 0
-        while done < end:
-            count = min(end - done, whole if chunks is None else chunks.most(done))
-            took = known.get((count, done))
-            ms += self._prefill_step(count, done) if took is None else took
-            done += count
-            steps += 1
-        return ms, steps
+        cut, end = self._cuts.get((cached, decoding)), cached + new
+        if cut is None or cut.beyond <= end:
+            cut = self._follow(cached, end, decoding)
+        at = bisect_right(cut.ends, end) - 1
+        done = cut.ends[at]
+        if done == end:
+            return cut.sums[at], at
+        took = self._steps.get((end - done, done))
+        return cut.sums[at] + (self._prefill_step(end - done, done) if took is None else took), at + 1
+
+    def _follow(self, cached: int, end: int, decoding: bool) -> _Cut:
+        """Whole steps from a place on, up to an end."""
+        most = self._chunks.most if decoding and self._chunks is not None else lambda done: self.profile.chunk
+        cut = self._cuts.get((cached, decoding))
+        if cut is None:
+            if len(self._cuts) >= _KEPT:
+                self._cuts.clear()
+            cut = self._cuts[cached, decoding] = _Cut(cached, most(cached))
+        while cut.beyond <= end:
+            done = cut.ends[-1]
+            cut.sums.append(cut.sums[-1] + self._prefill_step(cut.beyond - done, done))
+            cut.ends.append(cut.beyond)
+            cut.beyond += most(cut.beyond)
+        return cut
 
     def _prefill_step(self, count: int, done: int) -> float:
         if len(self._steps) >= _KEPT:
@@ -71,16 +99,17 @@ class Costs:
 
     def decode_ms(self, rows: int, longest: int) -> float:
         """A decode step of so many rows, the longest of so many positions; beyond the largest sizes, that of the largest."""
-        return self._decode[rows if rows < self._rows else self._rows][bisect_left(self.profile.lengths, longest)]
+        return self._decode[rows if rows < self._rows else self._rows][bisect_left(self._lengths, longest)]
 
     def added_ms(self, rows: int, longest: int, prompt: int, output: float) -> float:
         """What all sequences together wait longer, this one's own decoding included, where it decodes beside `rows` others."""
-        rows = min(rows, self._rows - 1)
-        lengths, after = self.profile.lengths, self._together[rows + 1]
+        if rows >= self._rows:
+            rows = self._rows - 1
+        lengths, after = self._lengths, self._together[rows + 1]
         before = self._together[rows][bisect_left(lengths, longest)]
         own, left, total = prompt + 1, output, 0.0
-        at = bisect_left(lengths, own if own > longest else longest)
-        while at < len(lengths) - 1 and left > (steps := lengths[at] - own + 1):
+        at, last = bisect_left(lengths, own if own > longest else longest), len(lengths) - 1
+        while at < last and left > (steps := lengths[at] - own + 1):
             total += steps * (after[at] - before)
             own, left, at = own + steps, left - steps, at + 1
         return total + left * (after[at] - before)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
+from weakref import WeakValueDictionary
 
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
@@ -91,6 +92,7 @@ class GatewayDesk:
         self.queue = Fairness(shares or {}, other or AccountShare())
         self.recent: deque[Send] = deque(maxlen=REMEMBERED)
         self._open: dict[int, _Open] = {}
+        self._costs: WeakValueDictionary[Profile, Costs] = WeakValueDictionary()  # replicas that are alike share what was worked out
         self._back: list[tuple[float, int]] = []  # when, whose turn it is again
         self._admit_ms = _ADMIT_MS
         self._tokens = 0  # of prompts that wait
@@ -99,7 +101,10 @@ class GatewayDesk:
 
     def join(self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float) -> None:
         """A replica is there. `worker`: never used before; `name`: what other gateways call it too."""
-        made = KnownWorker(worker, name, Costs(profile), kv_tokens, load, now_s)
+        costs = self._costs.get(profile)
+        if costs is None:
+            costs = self._costs[profile] = Costs(profile)
+        made = KnownWorker(worker, name, costs, kv_tokens, load, now_s)
         chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
         self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms
         self.chooser.workers.join(made)

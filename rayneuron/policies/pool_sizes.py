@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PromptTokens:
-    """So many that each has `tokens` of prompts before it, and one more where what is kept for others fills the KV of any (`full`, a share).
+    """So many that each has `tokens` of prompts before it, one more where what is kept for others fills the KV of any (`full`, a share).
 
     Serve's own policy counts calls, and prefill replicas get none.
     """

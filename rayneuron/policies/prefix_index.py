@@ -6,7 +6,7 @@ towards the root: a lookup bisects for the deepest block somebody has, and then 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from rayneuron.news import Cleared, KvNews, Removed, Stored
 
@@ -18,12 +18,12 @@ _GROUPS = 16  # of workers that have equally much
 class PrefixIndex:
     """Sets of workers are integers of a bit each. A bit that was given up is another's only after its last entry has been swept."""
 
-    __slots__ = ("_bits", "_dying", "_free", "_known", "_live", "_shards", "_sweep", "_sweeping", "_workers")
+    __slots__ = ("_bits", "_dying", "_free", "_known", "_live", "_shards", "_slots", "_sweep", "_sweeping")
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._bits: dict[int, int] = {}  # of workers: one object each, which all its entries share
-        self._workers: list[int] = []  # by the number of their bits
+        self._slots = 0  # bits that were ever given
         self._free: list[int] = []
         self._live = 0
         self._known: dict[int, tuple[int, int]] = {}  # worker: up to which number of which epoch
@@ -56,6 +56,11 @@ class PrefixIndex:
         """Whether it has heard everything of a worker."""
         return worker in self._known
 
+    @property
+    def followed(self) -> int:
+        """Workers of whom it has heard everything."""
+        return len(self._known)
+
     def forget(self, worker: int) -> None:
         """A worker has nothing, or nobody knows what."""
         self._known.pop(worker, None)
@@ -83,16 +88,16 @@ class PrefixIndex:
 
     def depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """(blocks, who has so many at least), the deepest first, and not too many; each set holds the one before it."""
-        low, high = 0, len(hashes)  # blocks that somebody has, and one more than anybody may
+        low, high = 1, len(hashes)  # blocks that somebody has, and one more than anybody may
         if not high or not (most := self._have(hashes[0])):
             return []
-        deepest, low = most, 1
+        deepest, middle = most, high  # who comes back has all of it there
         while low < high:
-            middle = (low + high + 1) // 2
             if have := self._have(hashes[middle - 1]):
                 low, deepest = middle, have
             else:
                 high = middle - 1
+            middle = (low + high + 1) // 2
         found = [(low, deepest)]
         while deepest != most and len(found) < _GROUPS:
             first, last = 1, low - 1  # the deepest block that more have lies here
@@ -114,10 +119,12 @@ class PrefixIndex:
     def depth(self, hashes: Sequence[bytes], groups: Sequence[tuple[int, int]], worker: int) -> int:
         """Blocks that a worker has, by what `depths` has found."""
         bit = self._bits.get(worker, 0)
+        if not bit:
+            return 0
         for depth, held in groups:
             if held & bit:
                 return depth
-        if not bit or len(groups) < _GROUPS:
+        if len(groups) < _GROUPS:
             return 0
         low, high = 0, groups[-1][0] - 1
         while low < high:
@@ -128,19 +135,10 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def members(self, held: int, most: int, start: int) -> Iterator[int]:
-        """Some workers of a set, `most` at most, from some place on."""
-        below = (1 << start % max(1, held.bit_length())) - 1
-        for part in (held & ~below, held & below):
-            while part and most:
-                low = part & -part
-                part ^= low
-                most -= 1
-                yield self._workers[low.bit_length() - 1]
-
     def _have(self, digest: bytes) -> int:
         key = int.from_bytes(digest[:8], "little") & _KEY
-        return self._shards[key % _SHARDS].get(key, 0) & self._live
+        held = self._shards[key % _SHARDS].get(key)
+        return held & self._live if held else 0
 
     def _store(self, worker: int, hashes: Iterable[bytes]) -> None:
         bit, shards = self._bits.get(worker) or self._take(worker), self._shards
@@ -153,10 +151,9 @@ class PrefixIndex:
     def _take(self, worker: int) -> int:
         if self._free:
             slot = self._free.pop()
-            self._workers[slot] = worker
         else:
-            slot = len(self._workers)
-            self._workers.append(worker)
+            slot = self._slots
+            self._slots += 1
         bit = self._bits[worker] = 1 << slot
         self._live |= bit
         return bit

@@ -3,6 +3,9 @@
 Every piece of tokens says of which attempt it is and behind how many tokens it comes; these two alone decide. What was lost is tried again
 elsewhere, from the tokens there are. Not for ever: `limit` times, and not where the request itself seems to kill replicas: two crashes with
 hardly a token between them. Plainly being there when a replica dies is no sign: long answers would collect it.
+
+A process that is killed from outside looks like one that the request has killed (the kernel's own killer ends both alike). So an innocent
+request that two deaths hit within STRIKE_TOKENS is refused too: the price of losing two replicas to a poisonous one and not the fleet.
 """
 
 from __future__ import annotations

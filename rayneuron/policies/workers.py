@@ -33,7 +33,8 @@ class KnownWorker:
 
     __slots__ = (
         *("accepting", "at_s", "bit", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "keys", "kv_tokens"),
-        *("level", "load", "ms", "name", "number", "orders", "place", "prompt_ms"),
+        *("behind_ms", "extra", "free", "level", "load", "ms", "name", "number", "orders", "place", "prompt_ms", "rows", "step_ms"),
+        "until_s",
     )
 
     def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
@@ -53,27 +54,27 @@ class KnownWorker:
         self.bit = 0  # in sets of workers of the prefix index
         self.level = self.place = -1  # among all, -1: it may not be chosen
         self.ms = 0.0  # what level that is
+        self._count()
 
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
-        load, since_ms = self.load, 1e3 * (now_s - self.at_s)
-        queue = load.backlog_ms - since_ms
-        queue = self.booked_ms if queue < 0 else queue + self.booked_ms
-        short = load.waiting + self.booked_rows - load.slots_free + 1
-        if short <= 0:
-            return queue
-        slot_ms = load.slot_ms or SOME_TOKENS * self.costs.decode_ms(self.rows, load.longest)  # its rows are booked, not taken yet
-        return queue + slot_ms * short
+        queue = 1e3 * (self.until_s - now_s)
+        return queue + self.behind_ms if queue > 0 else self.behind_ms
 
-    @property
-    def extra(self) -> int:
-        """Sequences there that have no row."""
-        return self.load.waiting + self.booked_rows - self.load.slots_free
-
-    @property
-    def rows(self) -> int:
-        """Sequences that decode there, or will."""
-        return self.load.rows + self.booked_rows
+    def _count(self) -> None:
+        """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent
+        there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step; `free`
+        tokens."""
+        load = self.load
+        self.rows = load.rows + self.booked_rows
+        self.extra = load.waiting + self.booked_rows - load.slots_free
+        self.free = load.kv_free - self.booked_tokens
+        self.until_s = self.at_s + load.backlog_ms / 1e3
+        self.step_ms = self.costs.decode_ms(self.rows, load.longest)
+        self.behind_ms = self.booked_ms
+        if self.extra >= 0:
+            slot_ms = load.slot_ms or SOME_TOKENS * self.step_ms  # its rows are booked, not taken yet
+            self.behind_ms += slot_ms * (self.extra + 1)
 
     def book(self, key: int, ms: float, rows: int, tokens: int, now_s: float) -> int:
         """An order goes there; its number."""
@@ -83,6 +84,7 @@ class KnownWorker:
         self.booked_rows += rows
         self.booked_tokens += tokens
         self.keys.add(key)
+        self._count()
         return self.orders
 
     def heard(self, load: Pressure, now_s: float) -> None:
@@ -90,6 +92,7 @@ class KnownWorker:
         self.load, self.at_s = load, now_s
         while self.bookings and next(iter(self.bookings)) <= load.seen:
             self._counted(self.bookings.popitem(last=False)[1])
+        self._count()
 
     def unbook(self, key: int) -> None:
         """A request is not there any more."""
@@ -98,6 +101,7 @@ class KnownWorker:
             if booking.key == key:
                 del self.bookings[number]
                 self._counted(booking)
+                self._count()
                 break
 
     def _counted(self, booking: Booking) -> None:
@@ -122,6 +126,7 @@ class Workers:
         self._levels: list[list[KnownWorker]] = [[] for _ in range(_LEVELS)]
         self._sets = [0] * _LEVELS  # the same as bits of the prefix index
         self._filled = 0  # a bit a level that is not empty
+        self._marked: dict[int, KnownWorker] = {}  # by its bit
         self._ring: list[tuple[int, int]] = []
 
     def join(self, worker: KnownWorker) -> None:
@@ -135,6 +140,7 @@ class Workers:
         worker = self.all.pop(number)
         worker.accepting = False
         self.weigh(worker, 0.0)
+        self.mark(worker, 0)
         self._ring = [at for at in self._ring if at[1] != number]
         return worker
 
@@ -169,25 +175,52 @@ class Workers:
 
     def mark(self, worker: KnownWorker, bit: int) -> None:
         """A replica's bit in the sets of the prefix index."""
+        if self._marked.get(worker.bit) is worker:
+            del self._marked[worker.bit]
+        if bit:
+            self._marked[bit] = worker
         if worker.level >= 0:
             self._sets[worker.level] = self._sets[worker.level] & ~worker.bit | bit
         worker.bit = bit
 
-    def holders(self, groups: Sequence[tuple[int, int]], most: int) -> list[int]:
-        """Sets of those that come into question for a prefix: of each group those with least to do, who have less than all before them."""
-        found: list[int] = []
-        before, lowest, sets = 0, _LEVELS, self._sets
+    def holders(self, groups: Sequence[tuple[int, int]], most: int, each: int, start: int) -> list[KnownWorker]:
+        """Those that come into question for a prefix: of each group `each` with least to do, who have less than all before them."""
+        found: list[KnownWorker] = []
+        before, lowest, left = 0, _LEVELS, most
         for _, held in groups:
-            fresh, left = held & ~before, self._filled & (1 << lowest) - 1
+            fresh = held & ~before
             before = held
-            while left and len(found) < most:
-                low = left & -left
-                left ^= low
-                level = low.bit_length() - 1
-                if both := fresh & sets[level]:
-                    found.append(both)
-                    lowest = level
+            if fresh & (fresh - 1):
+                level, some = self._least_of(fresh, lowest, each, start)
+            else:
+                one = self._marked.get(fresh)
+                level, some = (_LEVELS, []) if one is None or one.level < 0 else (one.level, [one])
+            if level < lowest:
+                lowest, left = level, left - 1
+                found += some
+                if not left:
                     break
+        return found
+
+    def _least_of(self, held: int, below: int, most: int, start: int) -> tuple[int, list[KnownWorker]]:
+        """Of a set those with least to do, and their level, which is below some level; some of them, from some place on."""
+        left, sets = self._filled & (1 << below) - 1, self._sets
+        while left:
+            low = left & -left
+            left ^= low
+            level = low.bit_length() - 1
+            if both := held & sets[level]:
+                return level, self._some_of(both, most, start)
+        return _LEVELS, []
+
+    def _some_of(self, held: int, most: int, start: int) -> list[KnownWorker]:
+        found: list[KnownWorker] = []
+        below = (1 << start % held.bit_length()) - 1
+        for part in (held & ~below, held & below):
+            while part and len(found) < most:
+                low = part & -part
+                part ^= low
+                found.append(self._marked[low])
         return found
 
     @property

@@ -43,10 +43,10 @@ class Answering(Replica):
         self.hand_over(within_s or 0.0)
         await super().drain(within_s)
 
-    def hand_over(self, within_s: float) -> None:
-        """Have gateways send what does not end in time elsewhere."""
+    def hand_over(self, within_s: float, failed: bool = False) -> None:
+        """Have gateways send what does not end in time elsewhere; where it has `failed`, everything."""
         if self._hub is not None:
-            self._hub.leave(within_s)
+            self._hub.leave(within_s, failed)
 
     async def hang_up(self) -> None:
         """Close every gateway's connection."""

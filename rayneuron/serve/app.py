@@ -60,7 +60,7 @@ class ServedEngine(Answering, Deployed, Replica):
         served = self._served
         if served is None:
             return await Deployed._farewell(self)
-        self.hand_over(0.0)
+        self.hand_over(0.0, failed=True)
         self.leave()
         await served.end(0.0, NotReady("this replica has failed and is being replaced", retry_after_s=5.0))
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayneuron import config as deployment
 from rayneuron.api import call as api
 from rayneuron.api import openai
+from rayneuron.api.vectors import Pooling
 from rayneuron.config import Deployment, Limits
+from rayneuron.models.config_json import pooling
 from rayneuron.text.text import Text
 
 if TYPE_CHECKING:
@@ -54,14 +56,14 @@ class Reads(Protocol):
     def text(self) -> Text: ...
 
     @property
+    def path(self) -> Path: ...
+
+    @property
     def generation(self) -> dict[str, Any]: ...
 
 
 class Known(Reads, Protocol):
     """A model that is served: `loading.Opened`, or what a gateway knows of one."""
-
-    @property
-    def path(self) -> Path: ...
 
     @property
     def chosen(self) -> dict[str, Any]: ...
@@ -89,6 +91,7 @@ def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
+        pooling=Pooling(*pooling(opened.path)),
         lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),
     )
     openai.check_defaults(context)

@@ -30,6 +30,8 @@ from rayneuron.types import FinishReason, TokenDelta
 
 log = logging.getLogger(__name__)
 
+STIR_S = 0.01  # between an order that comes or ends and the word of it to every gateway
+
 
 class Owner(Protocol):
     """The replica a hub belongs to, as far as it is concerned."""
@@ -39,6 +41,10 @@ class Owner(Protocol):
 
     @property
     def flights(self) -> Flights: ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step has failed, so that nothing it was asked for goes on."""
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it is, with the orders up to `seen`."""
@@ -66,6 +72,7 @@ class Hub:
         self._owner = owner
         self._server: asyncio.Server | None = None
         self._tick: asyncio.Task[None] | None = None
+        self._stirred: asyncio.TimerHandle | None = None
 
     async def listen(self, ip: str) -> None:
         """Wait for gateways at an address of this node."""
@@ -90,6 +97,7 @@ class Hub:
         limit_s = None if order.left_s is None else order.left_s + order.waited_s
         refused, begun = None, False
         caller.orders[order.number] = order.request.id
+        self._stir()
         try:
             with self._owner.now.carry([order.request], lambda request: reader, arrival_s, limit_s, headers) as flight:
                 begun = True
@@ -97,10 +105,13 @@ class Hub:
         except RayNeuronError as wrong:
             if not begun and isinstance(wrong, NotReady):
                 return Settled(misdirected=True)  # to one that takes no calls any more
+            if self._owner.failed:
+                self.leave(0.0, failed=True)  # over the connection, ahead of its end, whatever Serve makes of the outcome
             refused = Refusal.of(wrong)
         finally:
             caller.orders.pop(order.number, None)
-        return Settled(refused=refused, tokens=reader.counts)
+            self._stir()
+        return Settled(refused=refused, tokens=reader.counts, failed=self._owner.failed)
 
     def card(self, config: Deployment, opened: Opened, user_config: dict[str, Any] | None) -> bytes:
         """What a gateway has to know of this replica."""
@@ -136,15 +147,17 @@ class Hub:
             for request in list(caller.orders.values()):
                 _end(self._owner.flights, request, None, "abort")
 
-    def leave(self, within_s: float) -> None:
-        """Tell everybody that this replica takes no more, and ends what it has within so long."""
+    def leave(self, within_s: float, failed: bool = False) -> None:
+        """Tell everybody that this replica takes no more, and ends what it has within so long; where it has `failed`, not at all."""
         for caller in self.callers.values():
-            caller.send(Leaving(within_s))
+            caller.send(Leaving(within_s, failed))
 
     async def close(self) -> None:
         """Hang up."""
         if self._tick is not None:
             self._tick.cancel()
+        if self._stirred is not None:
+            self._stirred.cancel()
         if self._server is not None:
             self._server.close()
         for caller in list(self.callers.values()):
@@ -158,6 +171,18 @@ class Hub:
         """How busy the replica is, as that gateway hears it."""
         coming = [number for number, request in caller.orders.items() if not self._owner.taken(request)]
         return self._owner.pressure(min(coming) - 1 if coming else caller.seen)
+
+    def _stir(self) -> None:
+        """The load has changed: all gateways hear of it soon, those most of all who do not know of the order."""
+        if self._stirred is None and len(self.callers) > 1:
+            self._stirred = asyncio.get_running_loop().call_later(STIR_S, self._tell_all)
+
+    def _tell_all(self) -> None:
+        self._stirred = None
+        if any(not self._owner.taken(request) for caller in self.callers.values() for request in caller.orders.values()):
+            return self._stir()  # in the middle of a step: behind it they count
+        for caller in list(self.callers.values()):
+            caller.tell()
 
     async def _run(self) -> None:
         while True:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05  # how often a busy replica says how busy it is
 IDLE_S = 0.5  # and one with nothing to do
 SILENT_S = 5.0  # a gateway that says nothing for so long is gone, and its orders with it
+AWAY_S = 1.5  # between two ticks: this process has not run, or hardly
 MOST_UNREAD = 64 * 2**20  # bytes that wait for a gateway which does not read
 
 
@@ -68,7 +69,7 @@ class Caller(asyncio.Protocol):
         self._frames: wire.Frames[FromGateway] = wire.Frames(FromGateway, wire.FIRST_BYTES)
         self._pieces: list[Gain] = []
         self._number = 0
-        self._heard_s = self._told_s = time.monotonic()
+        self._heard_s = self._told_s = self._ticked_s = time.monotonic()
         self._told_seen = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -84,7 +85,7 @@ class Caller(asyncio.Protocol):
         self._heard_s = time.monotonic()
         self._frames.add(data)
         try:
-            while (message := self._frames.take()) is not None:
+            while not self._transport.is_closing() and (message := self._frames.take()) is not None:
                 self._hear(message)
         except wire.WireError as wrong:
             self._refuse(str(wrong))
@@ -139,7 +140,10 @@ class Caller(asyncio.Protocol):
         self._tell(pieces, self._hub.pressure(self) if self.seen > self._told_seen else None)
 
     def tick(self, now_s: float) -> None:
-        """Say how busy the replica is, where it is time to; hang up where nothing has been heard for long."""
+        """Say how busy the replica is, where it is time to; hang up where nothing has been heard for long while this process ran."""
+        if now_s - self._ticked_s > AWAY_S:
+            self._heard_s = now_s
+        self._ticked_s = now_s
         if now_s - self._heard_s > SILENT_S:
             log.warning("a gateway has said nothing for %g s: its %d orders end", SILENT_S, len(self.orders))
             return self.hang_up()
@@ -156,6 +160,10 @@ class Caller(asyncio.Protocol):
         if news is not None and (news.batches or (news.epoch, news.number) != self.known):
             self.known = (news.epoch, news.number)
             self.send(KvEvents(news))
+
+    def tell(self) -> None:
+        """Say how busy the replica is."""
+        self._tell([], self._hub.pressure(self))
 
     def _tell(self, pieces: list[Gain], pressure: Pressure | None) -> None:
         if pressure is not None:

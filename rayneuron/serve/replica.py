@@ -120,6 +120,11 @@ class Replica(Handles):
         """The calls under way. Raises NotReady."""
         return self.served.flights
 
+    @property
+    def failed(self) -> bool:
+        """Whether a step has failed, so that nothing goes on."""
+        return self._served is not None and self._served.engine.error is not None
+
     def pressure(self, seen: int) -> Pressure:
         """How busy the engine is, as gateways hear it: `seen` is the last of the asking one's orders."""
         served = self._served

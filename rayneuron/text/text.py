@@ -213,8 +213,8 @@ class Assembler:
 
     A `push` gives None while all it has is withheld; ids and logprobs then travel with the next delta, so every token and logprob is
     sent exactly once. After a stop string the delta says finish_reason "stop" and the caller must abort the choice in the engine; its later
-    token deltas give None. Tokens up to and including the one that completes the stop string are counted. The text of an EOS or stop token
-    is never part of the output, unless `include_stop_str_in_output` asks for it. Prompt logprobs are never withheld.
+    token deltas give None. Tokens up to the one that completes the stop string, itself included, are counted. The text of an EOS or stop
+    token is no part of the output, unless `include_stop_str_in_output` asks for it. Prompt logprobs are never withheld.
     """
 
     def __init__(self, request: Request, text: Text) -> None:
@@ -281,8 +281,7 @@ class Assembler:
     def _send(self, choice: _Choice, delta: TokenDelta, text: str, finish: FinishReason | None, stop: str | None) -> Delta:
         ids, choice.ids = choice.ids, []
         logprobs, choice.logprobs = choice.logprobs, None
-        prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
-        usage = None
+        prompt_logprobs, choice.prompt_logprobs, usage = choice.prompt_logprobs, None, None
         if finish is not None:
             choice.done = True
             usage = Usage(len(self.request.prompt_ids), choice.count, choice.cached, choice.predicted)
@@ -297,4 +296,5 @@ class Assembler:
             prompt_logprobs=prompt_logprobs,
             usage=usage,
             error=delta.error,
+            pooled=delta.pooled,
         )

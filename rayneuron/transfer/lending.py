@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ class Lender:
         """`ip`: of this node, where other hosts may come; `shared`: give the memory itself to processes of this host."""
         self._memory = memory
         self._epoch = epoch
-        self._shared = shared and memory.fd >= 0
+        self._fd = os.dup(memory.fd) if shared and memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
         self._lent: dict[bytes, _Lent] = {}
         self._lock = threading.Lock()
         self.door = Door(token, ip, OfData, self._serve)
@@ -61,6 +62,10 @@ class Lender:
     def close(self) -> None:
         """End every connection."""
         self.door.close()
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _serve(self, channel: wire.Channel[Any], knock: Knock) -> None:
         if knock.memory:
@@ -73,12 +78,12 @@ class Lender:
             self._answer(channel.socket, get)
 
     def _give_memory(self, connection: socket.socket) -> None:
-        if not self._shared:
-            return
         memory = self._memory
         blocks, heads, unit = memory.units[0].shape
         said = MemoryHere(self._epoch, memory.stride, (len(memory.units), blocks, heads, unit))
-        socket.send_fds(connection, [bytes(wire.frame(said))], [memory.fd])
+        with self._lock:
+            if self._fd >= 0:
+                socket.send_fds(connection, [bytes(wire.frame(said))], [self._fd])
 
     def _answer(self, connection: socket.socket, get: Get) -> None:
         units = self._memory.units

@@ -42,12 +42,12 @@ class PrefillPeer:
         return sum(self.booked.copy().values())
 
     def say(self, message: Any) -> bool:
-        """Send; False where the channel is lost."""
-        channel = self._channel
-        if channel is None or self._closing:
+        """Send; False where the channel is lost, or would be: whoever says more than can be meant is hung up on."""
+        channel, data = self._channel, wire.frame(message, sealed=True)
+        if channel is None or self._closing or len(data) > limit_bytes(self._layout):
             return False
         try:
-            channel.send(message, SEND_S)
+            channel.send_frame(data, SEND_S)
         except (wire.WireError, TimeoutError):
             channel.shutdown()
             return False

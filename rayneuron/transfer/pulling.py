@@ -114,6 +114,8 @@ class Puller:
         told(outcome, why, size)
 
     def _pull(self, errand: Errand, stop: threading.Event) -> int:
+        if stop.is_set():  # while it waited for a thread
+            raise Halted("nobody wants it any more")
         peer, size = errand.peer, 0
         blocks = list(errand.blocks)
         for read in reads(self._mine, self._stage, self._rank, peer.layout):

@@ -38,8 +38,8 @@ class Shared:
         with talk.begun(want, sums_only=True):
             n = want.end - want.first
             places = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
-            if not 0 <= places.min() <= places.max() < len(self._units[0]):
-                raise Damaged("a block outside the memory")
+            if not 0 <= places.min() <= places.max() < len(self._units[0]) or self._units[0].shape[-1] != unit:
+                raise Damaged("a block outside the memory, or of another size")
             theirs, ours = self._units[read.there : read.there + read.count], into.units[read.here : read.here + read.count]
             at, how = places.tolist(), into.carry or carry
             carried = {r.there: how(KvRuns(theirs, at, r.there, r.count), KvRuns(ours, want.blocks, r.here, r.count)) for r in read.runs}

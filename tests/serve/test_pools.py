@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ def test_the_texts_are_those_of_one_replica(tiny: Path, transport: str) -> None:
             assert counts["adopted"] >= asked - 1, "max_tokens 1 needs no KV"
             assert counts["adopted"] + counts["cancelled"] == asked and not counts["fallbacks"]
             assert server.server.pulls.counts["bytes"] > 0
+            hits, queries = (float(re.search(rf"vllm:external_prefix_cache_{n}_total.* (.+)\n", text)[1]) for n in ("hits", "queries"))
+            assert 0 < hits < queries and hits == counts["hits"]
             again = await server.server.completions(body())
             assert choices(again) == choices(wanted[0]) and again["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
 
@@ -119,6 +122,9 @@ def test_a_prefill_replica_that_goes_costs_time_alone(tiny: Path) -> None:
                 await there.pop().close()
             assert [choices(task.result()) for task in tasks] == wanted
             assert server.server.pulls.counts["fallbacks"] > 0 and not server.server.pulls.ready
+            stages = re.findall(r'rayneuron:fallbacks_total.*stage="(\w+)"} ([0-9.]+)\n', server.server.telemetry.text().decode())
+            assert sum(float(n) for _, n in stages) == server.server.pulls.counts["fallbacks"]
+            assert {stage for stage, _ in stages} == {"asked", "pulling", "streamed", "committing"}
             there.append(Prefiller(prefill_of(server.server.config)))
             await there[0].open(TOKEN, None)
             server.server.found = {"new": there[0].addresses}

@@ -1,4 +1,4 @@
-"""Pools through Ray Serve: one replica that prefills, one that decodes, its process killed in the middle."""
+"""Pools through Ray Serve: one replica that prefills, one that decodes; one is killed in the middle, another comes where much is to do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ ARGUMENTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def client(tiny: Path) -> Iterator[httpx.Client]:
-    """The model in pools, in a Ray of its own."""
+@contextmanager
+def deployed(tiny: Path, **more: Any) -> Iterator[tuple[httpx.Client, Path]]:
+    """The model in pools, in a Ray of its own, whose files lie in a folder."""
     import ray
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
@@ -46,7 +47,7 @@ def client(tiny: Path) -> Iterator[httpx.Client]:
         ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
         try:
             port = free_port()
-            args = {"model": {"path": str(tiny), "name": "tiny"}, **ARGUMENTS}
+            args = {"model": {"path": str(tiny), "name": "tiny"}, **ARGUMENTS, **more}
             one = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
             http = {"host": "127.0.0.1", "port": port}
             serve.start(http_options=http)
@@ -54,10 +55,17 @@ def client(tiny: Path) -> Iterator[httpx.Client]:
             serve.context._get_global_client().deploy_apps(file, _blocking=False)
             eventually(lambda: state() == "RUNNING", 120, lambda: serve.status().applications)
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as found:
-                yield found
+                yield found, Path(folder)
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(tiny: Path) -> Iterator[httpx.Client]:
+    """One that all tests but the last share."""
+    with deployed(tiny) as (found, _):
+        yield found
 
 
 def state() -> str:
@@ -83,7 +91,9 @@ def counted(client: httpx.Client, name: str) -> float:
 def streamed(client: httpx.Client, prompt: str) -> str:
     asked = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=asked) as stream:
-        events = sse(list(stream.iter_lines()))
+        lines = list(stream.iter_lines())
+    assert stream.status_code == 200, (stream.status_code, lines)
+    events = sse(lines)
     assert events[-1] == "[DONE]", events
     return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
 
@@ -138,3 +148,51 @@ def test_the_same_texts_and_a_killed_prefill_replica_costs_time_alone(client: ht
         return counted(client, "rayneuron:kv_transfer_bytes_total") > bytes_before
 
     eventually(back, 60)
+
+
+def test_a_prefill_pool_grows_where_many_prompts_wait_and_one_trace_holds_both(tiny: Path, expected: list[str]) -> None:
+    """Two replicas come of one, by its own policy, and both are asked; the decode pool stays. Spans of a request go to one trace."""
+    scaling = {
+        "max_replicas": 2, "metrics_interval_s": 0.2, "look_back_period_s": 1.0, "upscale_delay_s": 0.0, "downscale_delay_s": 600.0,
+        "policy": {"policy_function": "rayneuron.policies.pool_sizes:PromptTokens", "policy_kwargs": {"tokens": 300}},
+    }  # fmt: skip
+    there = {"serving": {"num_cpus": 0.5, "autoscaling": scaling}}
+    serving = {**ARGUMENTS["serving"], "trace": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", "ray.serve._private.tracing_utils:default_tracing_exporter")
+        patch.setenv("RAY_SERVE_TRACING_SAMPLING_RATIO", "1.0")
+        with deployed(tiny, serving=serving, pools={**ARGUMENTS["pools"], "prefill": there}) as (client, folder):
+            stop, numbers = threading.Event(), iter(range(10_000))
+
+            def ask() -> None:
+                while not stop.is_set():
+                    streamed(client, f"{next(numbers)} " + PROMPTS[0] * 3)
+
+            with ThreadPoolExecutor(12) as threads:
+                asking = [threads.submit(ask) for _ in range(12)]
+                try:
+                    eventually(lambda: len(prefillers()) == 2, 120)
+                    other = 'rayneuron:tickets_ended_total{engine="prefill 1",how="committed"'
+                    eventually(lambda: counted(client, other) > 0, 60, lambda: client.get("/metrics").text)
+                finally:
+                    stop.set()
+                for one in asking:
+                    one.result()
+            assert [streamed(client, prompt) for prompt in PROMPTS] == expected
+            found = (span for file in folder.glob("ray/session_2*/logs/serve/spans/*_tracing.json") for span in spans(file.read_text()))
+            seen = {span["context"]["span_id"]: span for span in found if span["name"] in ("generate", "prefill")}
+        parts = [span for span in seen.values() if span["name"] == "prefill"]
+        assert len(parts) >= len(PROMPTS)
+        for part in parts:
+            whole = seen[part["parent_id"]]
+            assert whole["name"] == "generate" and whole["context"]["trace_id"] == part["context"]["trace_id"]
+            assert "adopted" in [event["name"] for event in whole["events"]]
+
+
+def spans(text: str) -> Iterator[dict[str, Any]]:
+    """One JSON object after another."""
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        span, at = decoder.raw_decode(text, at)
+        yield span
+        at += len(text[at:]) - len(text[at:].lstrip(" ,\n"))

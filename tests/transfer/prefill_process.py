@@ -8,8 +8,20 @@ from pathlib import Path
 from rayneuron.transfer.offers import LendingLimits
 from tests.transfer.pair import Prefilling, open_engine
 
+
+class Said:
+    """A lender that says it is somewhere else."""
+
+    def __init__(self, lender, address: str) -> None:
+        self._lender, self.addresses = lender, (address,)
+
+    def __getattr__(self, name):
+        return getattr(self._lender, name)
+
+
 if __name__ == "__main__":
-    path, lease_s = sys.argv[1:]
-    made = Prefilling(open_engine(Path(path), rows=4, shared=True), LendingLimits(lease_s=float(lease_s)))
-    print(*made.offers.addresses, flush=True)
+    path, lease_s, *said = sys.argv[1:]
+    engine = open_engine(Path(path), rows=4, shared=True)
+    made = Prefilling(engine, LendingLimits(lease_s=float(lease_s)), lambda lender: Said(lender, said[0]) if said else lender)
+    print(*made.offers.addresses, made.lender.addresses[0], flush=True)
     sys.stdin.read()

@@ -71,9 +71,13 @@ class Proxy:
         while True:
             try:
                 near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
                 far = wire.connect(self.to, 2)
             except (OSError, TimeoutError):
-                return
+                near.close()  # nobody is there any more, or yet
+                continue
             self._ends.append((near, far))
             for source, target, up in ((near, far, True), (far, near, False)):
                 threading.Thread(target=self._pass, args=(source, target, up), daemon=True).start()

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rayneuron.types import Request, SamplingParams
 from tests.engine.test_fuzz import draw
@@ -105,6 +106,9 @@ def test_what_is_known_here_is_not_asked_for(tiny):
         assert before == 3 * each
         assert pair.d.pulls.counts["bytes"] - before == each * (-(-len(second) // SIZE) - (len(first) + 7) // SIZE)
         assert pair.d.heard.out["b", 0][0].cached_tokens >= 32
+        pair.run(ask("c", prompt(33, 5), 2))
+        pair.run(ask("d", prompt(33, 5), 2))  # all but the last token, whose logits are wanted
+        assert pair.d.pulls.prefills == {("remote", "long"): 3, ("local", "cached"): 1}
         pair.at_baseline()
 
 
@@ -177,6 +181,20 @@ def test_who_has_a_prefix_already_is_asked(tiny):
         d.loop.submit(ask("c", prompt(70, 9), 2))
         d.heard.wait([ask("c", [1], 1)])
         assert ps[0].offers.counts["committed"] == 1, "nobody has it, so the first is asked"
+
+
+def test_what_is_too_long_to_be_said_is_computed_here_and_costs_nobody_else_anything(tiny):
+    with ExitStack() as stack:
+        pair = Pair(stack, open_engine(tiny, shared=True), open_engine(tiny, rows=16))
+        long = replace(ask("long", prompt(60, 0), 3), prediction=[500] * 500_000)
+        got = pair.run(*(ask(f"r{i}", prompt(60, i), 3) for i in range(3)), long, *(ask(f"r{i}", prompt(60, i), 3) for i in range(3, 6)))
+        assert got["long", 0] == got["r0", 0]
+        assert (pair.d.counts["adopted"], pair.d.counts["failed"], pair.d.pulls.ready) == (6, 1, ["0"])
+        assert pair.d.pulls.fallbacks == {"asked": 1} and pair.p.offers.counts == {"committed": 6}
+        asked = sum(map(len, (prompt(60, i) for i in range(7))))
+        assert (pair.d.pulls.counts["queries"], pair.d.pulls.counts["hits"]) == (asked, asked - 60)
+        assert pair.d.pulls.prefills == {("remote", "long"): 7}
+        pair.at_baseline()
 
 
 def sequence_of(one: Decoding, ids: list[int]):

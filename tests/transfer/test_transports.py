@@ -23,10 +23,11 @@ from rayneuron.devices.base import KvMemory
 from rayneuron.devices.cpu import carry, packing
 from rayneuron.devices.cpu.library import library
 from rayneuron.transfer import dialogue, lending, pieces
-from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Stale
-from rayneuron.transfer.layout import Reading, Run
+from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Receipt, Stale
+from rayneuron.transfer.layout import KvLayout, Reading, Run
 from rayneuron.transfer.lending import Lender
-from rayneuron.transfer.messages import Get, Knock
+from rayneuron.transfer.messages import Get, Knock, Welcome
+from rayneuron.transfer.pulling import Errand, Halting, Puller
 from rayneuron.transfer.shared import Shared
 from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
 from tests.serve.scripted import eventually
@@ -255,6 +256,53 @@ def test_memory_is_not_given_over_the_network_nor_where_it_shall_not_be(lend):
         Shared(lender.addresses[1], TOKEN, EPOCH, STALL_S)
     with pytest.raises(Lost, match="not what was promised"):
         Shared(lend(memory(1, 2, 1, 4096, seed=6)).addresses[0], TOKEN, EPOCH + 1, STALL_S)
+
+
+def test_memory_whose_number_is_another_files_by_now_is_still_that_memory(lend, tmp_path):
+    """The device is closed before who lends its memory; the next file that is opened gets the number."""
+    theirs, ours = memory(2, 4, 2, 256, seed=12), memory(2, 4, 2, 256)
+    lender = lend(theirs)
+    lender.lend(TICKET, SESSION, (0, 1))
+    (tmp_path / "secret").write_bytes(bytes(1 << 20))
+    os.close(theirs.fd)
+    other = os.open(tmp_path / "secret", os.O_RDONLY)
+    assert other == theirs.fd
+    transport = way("shared", lender)
+    transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)
+    assert all((a[:2] == b[:2]).all() for a, b in zip(theirs.units, ours.units, strict=True))
+    transport.close()
+    os.close(other)
+
+
+def test_a_transport_of_one_who_is_gone_is_closed_though_it_was_in_use(monkeypatch):
+    """What it has mapped is the dead one's whole memory."""
+
+    class Held:
+        def __init__(self) -> None:
+            self.closed = 0
+
+        def pull(self, pull, into, stop):
+            if into is ours and pull.ticket == b"gone":
+                puller.forget(EPOCH)  # its channel has ended meanwhile
+            return Receipt(1, "none")
+
+        def close(self) -> None:
+            self.closed += 1
+
+    ours, made, ended = memory(1, 4, 1, 256), [], []
+    layout = KvLayout(
+        model="m", dtype="", kv_dtype="", quantization="", block=16, unit=256, head_dim=1, kv_heads=1, layers=1, rope="", limit=64,
+        shards=1, format="rows", numerics="", stages=((0, 1),), heads=((0,),),
+    )  # fmt: skip
+    puller = Puller(ours, layout, TOKEN)
+    monkeypatch.setattr(puller, "_open", lambda *_: (made.append(Held()), made[-1])[1])
+    welcome = Welcome(epoch=EPOCH, session=SESSION, layout=layout, data=((),), lease_s=1.0)
+    for ticket in (b"kept", b"gone", b"again"):
+        puller.begin(Errand(welcome, ticket, 0, 1, (0,)), Halting(), lambda how, why, size: ended.append(how))
+        eventually(lambda ticket=ticket: len(ended) == 1 + [b"kept", b"gone", b"again"].index(ticket), 10)
+    assert ended == ["pulled"] * 3 and [one.closed for one in made] == [1, 0]
+    puller.close()
+    assert [one.closed for one in made] == [1, 1]
 
 
 class Slow:

@@ -38,7 +38,7 @@ def parse(
     if asked == 0 and not echo:
         raise RequestError("max_tokens must be at least 1, or 0 together with echo: true to score the prompt only", param="max_tokens")
     default = context.defaults.get("max_tokens", max_tokens)
-    prompts = _prompts(fields, context, default if asked is None else asked)
+    prompts = read_prompts(fields, context, default if asked is None else asked)
     lengths = [fit(words, len(ids), asked, default, context.max_model_len) for _, ids in prompts]
     params = {tokens: SamplingParams(**words, max_tokens=tokens) for tokens in set(lengths)}  # each once: they may hold a vocabulary
     requests = [
@@ -63,32 +63,32 @@ def parse(
     )
 
 
-def _prompts(fields: Fields, context: Context, output: int) -> Prompts:
+def read_prompts(fields: Fields, context: Context, output: int, field: str = "prompt") -> Prompts:
     """Every prompt as (its text, where it came as text and stays whole; its ids)."""
-    given, special = fields.take("prompt"), fields.flag("add_special_tokens", True)
+    given, special = fields.take(field), fields.flag("add_special_tokens", True)
     keep, side = truncate(fields, context, output)
-    items = _items(given)
+    items = _items(given, field)
     if len(items) > context.max_prompts:
-        raise RequestError(f"prompt may hold at most {context.max_prompts} prompts, got {len(items)}", param="prompt")
+        raise RequestError(f"{field} may hold at most {context.max_prompts} prompts, got {len(items)}", param=field)
     read: Prompts = []
     for place, item in enumerate(items):
-        name = "prompt" if items is not given else f"prompt[{place}]"
+        name = field if items is not given else f"{field}[{place}]"
         if isinstance(item, str):
             limit, cutting = (context.max_model_len, None) if keep is None else (keep, side)
             text, ids = item, context.text.encode(item, special, limit, cutting)
         else:
             text, ids = None, token_ids(name, item, context.vocab_size, context.most_ids)
         if not item or not ids:  # a text without characters is refused even where the tokenizer would add BOS, as vLLM does
-            raise RequestError(f"{name} is empty; send at least one token", param="prompt")
+            raise RequestError(f"{name} is empty; send at least one token", param=field)
         kept = cut(ids, keep, side)
         read.append((text if kept is ids else None, kept))
     return read
 
 
-def _items(given: object) -> list[Any]:
+def _items(given: object, field: str) -> list[Any]:
     """The prompts of the four forms: text, texts, ids, arrays of ids."""
     if given is None or given == []:
-        raise RequestError(f"prompt is required: {FORMS}", param="prompt")
+        raise RequestError(f"{field} is required: {FORMS}", param=field)
     if isinstance(given, str):
         return [given]
     if isinstance(given, list):
@@ -96,7 +96,7 @@ def _items(given: object) -> list[Any]:
             return [given]
         if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
             return given
-    wrong("prompt", FORMS, given)
+    wrong(field, FORMS, given)
 
 
 def _echo(prompts: Prompts, context: Context, skip: bool, offsets: bool) -> tuple[tuple[str, ...], tuple[list[int], ...]]:

@@ -10,6 +10,7 @@ from rayneuron.api.errors import Triple
 from rayneuron.errors import RequestError, UnknownModel
 
 HEADERS = "x-amzn-sagemaker-"
+KINDS = {400: "BadRequestException", 404: "ModelNotFoundException", 409: "ConflictStatusException"}
 MANAGED = "models cannot be {verb} here: the deployment file says which there are (args.model, or models of a gateway)"
 
 
@@ -55,5 +56,4 @@ def unmanaged(verb: str) -> RequestError:
 def error(triple: Triple) -> Triple:
     """Of what manages models: the server's own {code, type, message}."""
     status, body, headers = triple
-    kind = "BadRequestException" if status == 400 else "ModelNotFoundException" if status == 404 else body["error"]["type"]
-    return status, {"code": status, "type": kind, "message": body["error"]["message"]}, headers
+    return status, {"code": status, "type": KINDS.get(status, body["error"]["type"]), "message": body["error"]["message"]}, headers

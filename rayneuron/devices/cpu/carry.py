@@ -21,17 +21,18 @@ def by(found: ctypes.CDLL | None) -> Carry | None:
 def carry(found: ctypes.CDLL, of: KvRuns, to: KvRuns | None = None) -> Carried:
     """As `devices.base.Carry`. Every byte of `to` is the one that was hashed, whoever else writes `of` meanwhile. Raises IndexError."""
     source, size = _addresses(of), of.heads * of.units[0].shape[-1]
-    target = None if to is None else _addresses(to)
-    if size < LEAST_BYTES or (target is not None and len(target) != len(source)):
-        raise IndexError(f"{len(source)} runs of {size} bytes")
-    begin = source.ctypes.data, 0 if target is None else target.ctypes.data
+    target = source if to is None else _addresses(to)
+    if size < LEAST_BYTES or (to is not None and (len(target), to.heads * to.units[0].shape[-1]) != (len(source), size)):
+        raise IndexError(f"{len(source)} runs of {size} bytes into {len(target)}")
+    held = source, target, of, to  # all memory whose address is taken: it stays for as long as what is returned
 
     def carried(first: int, end: int) -> NDArray[np.uint64]:
-        if not 0 <= first < end <= len(source):
-            raise IndexError(f"runs {first} to {end} of {len(source)}")
+        begin, into, _, copied = held
+        if not 0 <= first < end <= len(begin):
+            raise IndexError(f"runs {first} to {end} of {len(begin)}")
         sums = np.empty(end - first, np.uint64)
-        into = None if target is None else begin[1] + 8 * first
-        found.rn_carry(begin[0] + 8 * first, into, size, end - first, sums.ctypes.data)
+        there = None if copied is None else into.ctypes.data + 8 * first
+        found.rn_carry(begin.ctypes.data + 8 * first, there, size, end - first, sums.ctypes.data)
         return sums
 
     return carried

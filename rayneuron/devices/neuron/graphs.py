@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
+from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, POOLED, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
 from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, spare_columns
 from rayneuron.devices.neuron.verbs import verbs
@@ -181,7 +181,9 @@ def states(kv: KvShape) -> list[str]:
 
 
 def outputs(out: StepOutput, shape: Shape) -> tuple[Tensor, ...]:
-    """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits | hidden."""
+    """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits | hidden | pooled."""
+    if shape.want == POOLED:
+        return (cast(Tensor, out.pooled),)
     if shape.want == HIDDEN:
         return (cast(Tensor, out.hidden),)
     if shape.want == SCORES:

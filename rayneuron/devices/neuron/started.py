@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import HIDDEN, LIKELIEST, SAMPLED, SCORES, Shape, StepOutput
+from rayneuron.devices.base import HIDDEN, LIKELIEST, POOLED, SAMPLED, SCORES, Shape, StepOutput
 from rayneuron.errors import DeviceError
 
 
@@ -39,6 +39,8 @@ class Started:
         want = self.shape.want
         if want == HIDDEN:
             return StepOutput(hidden=self._rows(self.outputs[0]))
+        if want == POOLED:
+            return StepOutput(pooled=self._rows(self.outputs[0]))
         if want == SCORES:
             return StepOutput(logits=self._logits(self.outputs[0]))
         ids = self._rows(self.outputs[0])

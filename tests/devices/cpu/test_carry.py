@@ -76,6 +76,17 @@ def test_what_changes_meanwhile_is_never_copied_as_something_that_was_not_hashed
     assert mixed, "nobody wrote meanwhile, and nothing was tested"
 
 
+def test_it_keeps_whatever_it_has_the_address_of():
+    """Between two calls: the lists of addresses, and the memory they point to."""
+    theirs, ours = some(64, 1, 512), some(64, 1, 512, seed=1)
+    wanted, kept = theirs.copy(), ours[:]
+    carried = BY(KvRuns([theirs], range(64), 0, 1), KvRuns([ours], range(64), 0, 1))
+    del theirs, ours
+    others = [np.full(64, kept.ctypes.data + 512, np.uint64) for _ in range(200)]  # as long as the lists: what is let go is theirs now
+    carried(0, 64)
+    assert (kept == wanted).all() and len(others) == 200
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -84,6 +95,8 @@ def test_what_changes_meanwhile_is_never_copied_as_something_that_was_not_hashed
         lambda a, b: BY(KvRuns([a], (0,), 1, 2), None),
         lambda a, b: BY(KvRuns([a], (0, 1), 0, 1), KvRuns([b], (0,), 0, 1)),
         lambda a, b: BY(KvRuns([a], (0,), 0, 1), KvRuns([b], (9,), 0, 1)),
+        lambda a, b: BY(KvRuns([a], (0,), 0, 1), KvRuns([b[:, :, :256].copy()], (0,), 0, 1)),  # it would be written behind its run
+        lambda a, b: BY(KvRuns([a], (0,), 0, 2), KvRuns([b], (0,), 0, 1)),
         lambda a, b: BY(KvRuns([a], (0, 1), 0, 1), None)(0, 3),
         lambda a, b: BY(KvRuns([a], (0, 1), 0, 1), None)(1, 1),
         lambda a, b: BY(KvRuns([a[:, :, :240].copy()], (0,), 0, 1), None),
