@@ -223,8 +223,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The load right now; every field is one read, so any thread may call it."""
-        steps = {"steps": self.steps, "ledger_wrong": self.ledger_wrong}
-        return snapshot(self.scheduler, last_step_s=self._last_step_s, step_started_s=self._step_started_s, **steps)
+        return snapshot(self.scheduler, self.steps, self.ledger_wrong, self._last_step_s, self._step_started_s)
 
     def check_ledger(self) -> None:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
