@@ -262,7 +262,8 @@ class RemoteEngine:
             self.repair.again(way, self.repair.cause(way, "step" if settled.failed else "leave"))
         else:
             fault: Fault = "request" if isinstance(error, RequestError) else "choice"
-            self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error")
+            reason: FinishReason = "abort" if isinstance(error, RequestTimeout) else "error"
+            self.repair.fail(way, way.open, error.message, fault, reason, error.param)
 
     async def _tick(self) -> None:
         while True:

@@ -65,9 +65,11 @@ class Repair:
             else:
                 self._offer(alone)
 
-    def fail(self, way: Way, indexes: list[int], error: str, fault: Fault, reason: FinishReason = "error") -> None:
+    def fail(
+        self, way: Way, indexes: list[int], error: str, fault: Fault, reason: FinishReason = "error", param: str | None = None
+    ) -> None:  # fmt: skip
         """End choices of a request with an error."""
-        ends = [TokenDelta(way.request.id, i, [], finish_reason=reason, error=error, fault=fault) for i in indexes]
+        ends = [TokenDelta(way.request.id, i, [], finish_reason=reason, error=error, fault=fault, param=param) for i in indexes]
         for index in indexes:
             way.replays[index].finish()
         self.settle(way)
