@@ -13,7 +13,7 @@ from rayneuron import group_config
 from rayneuron.aliases import translated
 from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
 from rayneuron.dialect_config import Lmi
-from rayneuron.group_config import GroupLimits, Pools
+from rayneuron.group_config import GroupLimits, Pools, SeatSection
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -150,6 +150,7 @@ class Serving(Section):
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
     reset_prefix_cache: bool = Field(False, description="Let clients empty the prefix caches: POST /reset_prefix_cache.")
+    seat: SeatSection | None = Field(None, description="Written by a gateway's host: on which node, on which cores.")
 
     @property
     def most_replicas(self) -> int:
