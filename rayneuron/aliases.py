@@ -63,9 +63,12 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",
         "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
     ),
-    "tools, reasoning and structured output are not served yet; leave it out": (
+    "tools and reasoning are not served yet; leave it out": (
         "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none",
-        "reasoning_parser", "reasoning_parser_plugin", "enable_reasoning", "guided_decoding_backend", "structured_outputs_config",
+        "reasoning_parser", "reasoning_parser_plugin", "enable_reasoning",
+    ),
+    "outputs are constrained wherever rayneuron[structured] is installed, by llguidance; leave it out": (
+        "guided_decoding_backend", "structured_outputs_config",
     ),
     "only text goes in and out; leave it out": (
         "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "allowed_local_media_path",

@@ -182,8 +182,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
     `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
-    `pooled`: float32 [E], where that is asked for. `error` says why in words a client may read (where `fault` is "engine": for the log),
-    `param` of which field.
+    `pooled`: float32 [E], where that is asked for. `error` says why in words a client may read; where `fault` is "engine", for the log;
+    `param` names the field.
     """
 
     request_id: str

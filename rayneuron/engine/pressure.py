@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.news import Pressure
 from rayneuron.policies.cost import Costs, expected
@@ -40,8 +38,8 @@ def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, a
     )
 
 
-def snapshot(scheduler: Scheduler, **steps: Any) -> Snapshot:
-    """The load of a scheduler; every field is one read. `steps`: what its engine says of them."""
+def snapshot(scheduler: Scheduler, steps: int, ledger_wrong: int, last_step_s: float, step_started_s: float) -> Snapshot:
+    """The load of a scheduler and of its engine; every field is one read."""
     blocks, waiting = scheduler.blocks, scheduler.waiting
     return Snapshot(
         running=len(scheduler.running),
@@ -59,5 +57,8 @@ def snapshot(scheduler: Scheduler, **steps: Any) -> Snapshot:
         prefix_evictions=blocks.evictions,
         waiting_tokens=scheduler.waiting_tokens,
         preemptions=scheduler.preemptions,
-        **steps,
+        steps=steps,
+        ledger_wrong=ledger_wrong,
+        last_step_s=last_step_s,
+        step_started_s=step_started_s,
     )

@@ -261,8 +261,8 @@ class RemoteEngine:
         elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
             self.repair.again(way, self.repair.cause(way, "step" if settled.failed else "leave"))
         else:
-            fault: Fault = "request" if isinstance(error, RequestError) else "choice"
-            self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error")
+            fault: Fault = "call" if isinstance(error, RequestError) else "choice"
+            self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error", error.param)
 
     async def _tick(self) -> None:
         while True:

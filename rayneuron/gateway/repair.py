@@ -7,6 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from rayneuron.frames import Card
 from rayneuron.gateway.asking import ask_of
 from rayneuron.gateway.books import Books
@@ -65,9 +67,12 @@ class Repair:
             else:
                 self._offer(alone)
 
-    def fail(self, way: Way, indexes: list[int], error: str, fault: Fault, reason: FinishReason = "error") -> None:
+    def fail(
+        self, way: Way, indexes: list[int], error: str, fault: Fault, reason: FinishReason = "error", param: str | None = None
+    ) -> None:
         """End choices of a request with an error."""
-        ends = [TokenDelta(way.request.id, i, [], finish_reason=reason, error=error, fault=fault) for i in indexes]
+        end = TokenDelta(way.request.id, 0, [], finish_reason=reason, error=error, fault=fault, param=param)
+        ends = [replace(end, index=i) for i in indexes]
         for index in indexes:
             way.replays[index].finish()
         self.settle(way)

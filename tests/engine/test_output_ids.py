@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayneuron import LLM, SamplingParams
+from rayneuron import LLM, SamplingParams, StructuredOutputs
 from rayneuron.errors import RequestError
 from rayneuron.types import Request, TokenDelta
 from tests.engine.test_fuzz import build, collect, drain
@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 1.0, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
     "ngrams": {"temperature": 0.0, "no_repeat_ngram_size": 2},
     "min_tokens": {"temperature": 0.0, "min_tokens": 20, "ignore_eos": False, "logit_bias": {7: 60.0, 11: 60.0}},
+    "constrained": {"temperature": 1.0, "structured_outputs": StructuredOutputs(regex="[a-f]{20,70}( [x-z]{3,9}){9}")},
     "scores": {"temperature": 1.0, "logprobs": 2},
 }
 WAYS = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "quantization": "int8"}, {"dtype": "fp32", "compile": {"async_mode": True}}]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rayneuron import loading
+from rayneuron.errors import RequestError
 from tests.gateway.fleet import House, house
 
 WAYS = [
@@ -25,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 1, "seed": 4, "logprobs": 2},
     "no seed": {"temperature": 1},
     "min_tokens": {"temperature": 0, "min_tokens": 30, "ignore_eos": False},
+    "constrained": {"temperature": 1, "seed": 5, "structured_outputs": {"regex": "[a-f]{50,70}( [x-z]{3,9}){9}"}},
     "prompts": {"prompt": ["a", "bc", "def", "ghij"], "temperature": 0},
 }
 
@@ -60,6 +62,16 @@ async def interrupted(made: House, body: dict[str, Any], after: int) -> tuple[di
 def told(reply: dict[str, Any]) -> Any:
     choices = [(choice["text"], choice["finish_reason"], choice["logprobs"]) for choice in reply["choices"]]
     return choices, reply["usage"]["completion_tokens"]
+
+
+async def test_what_cannot_be_compiled_is_a_400_with_its_field(two: House) -> None:
+    """The replica says so, and no other one is tried."""
+    for body in ({**LONG, "guided_regex": "("}, {**LONG, "guided_regex": "(", "n": 2, "temperature": 1, "stream": True}):
+        with pytest.raises(RequestError, match="could be held") as caught:
+            found = await two.catalogue.completions(body)
+            [chunk async for chunk in found]
+        assert caught.value.param == "guided_regex" and not two.engine.repair.counts
+    await two.settle()
 
 
 async def test_every_answer_is_that_of_the_run_without(two: House) -> None:
