@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class Seats:
 
     def __init__(self, owner: str, orphan_s: float) -> None:
         self._owner, self._orphan_s = owner, orphan_s
+        self._building = threading.Lock()  # Serve notes for the whole process what it pickles by value: two at once take it from each other
 
     def start(self, row: SeatRow, config: Deployment) -> None:
         """Bring the application of a seat; it is there when `look` says so. Raises what the builder refuses."""
@@ -45,8 +47,9 @@ class Seats:
         said = {"model": row.model, "node": row.node, "cores": cores, "words": words_of(config)}
         _internal_kv_put(KEY + row.key.encode(), json.dumps(said).encode(), overwrite=True)
         _internal_kv_del(readiness.KEY + row.key.encode())
-        target = serve.RunTarget(application_of(placed), row.key, None)
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        with self._building:
+            target = serve.RunTarget(application_of(placed), row.key, None)
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def drain(self, key: str, within_s: float) -> None:
         """Let the streams of a seat end, those that do not go on elsewhere or end with an error, then give its engine back."""
