@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from rayneuron import group_config
 from rayneuron.aliases import translated
 from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
-from rayneuron.dialect_config import Lmi
+from rayneuron.dialect_config import Lmi, Parsers
 from rayneuron.group_config import GroupLimits, Pools, SeatSection
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
@@ -124,7 +124,7 @@ class Limits(Section):
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
 
 
-class Serving(Section):
+class Serving(Parsers):
     """How Ray Serve runs it."""
 
     num_replicas: int | None = Field(None, ge=1, description="Default: 1.")
