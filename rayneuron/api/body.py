@@ -9,7 +9,7 @@ import msgspec
 
 from rayneuron.api.call import Context, Head
 from rayneuron.api.fields import Fields, clean_id, token_ids, whole, wrong
-from rayneuron.api.structured import read_structured
+from rayneuron.api.structured import CONSTRAINTS, read_structured
 from rayneuron.api.unserved import Unserved
 from rayneuron.errors import ConfigError, RequestError, UnknownModel
 from rayneuron.policies.admission import room
@@ -26,7 +26,7 @@ MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
 def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[Head, dict[str, Any]]:
     """The reply's side of a body, and words of SamplingParams; lengths and logprobs are the endpoint's own. `unserved`: what it refuses."""
     head = read_head(fields, context)
-    constraint = read_structured(fields)
+    constraint = read_structured(fields) if any(name in fields for name in CONSTRAINTS) else None
     _refuse_unserved(fields, unserved)
     fields.refuse("use_beam_search")
     fields.string("user")

@@ -15,6 +15,7 @@ from rayneuron.errors import RequestError
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 OLD = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar", "json_object")} | {"guided_whitespace_pattern": ""}
 OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback", "disable_additional_properties")
+CONSTRAINTS = ("response_format", "structured_outputs", *OLD)  # the fields that may hold one
 TEXTS = {"regex": "a regular expression", "grammar": "a Lark or GBNF grammar"}
 
 

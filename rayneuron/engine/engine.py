@@ -84,7 +84,8 @@ class Engine:
         if not known:
             if self._rule is not None:
                 check_request(params, self._rule)
-            self.constraining.check(params)
+            if params.structured_outputs is not None:
+                self.constraining.check(params)
             self._sound = (params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
@@ -98,7 +99,7 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
         self._deadlines |= request.deadline_s is not None
         leader = self._requests.open(request, self._clock(), loan)
-        if not self.constraining.waits(request):
+        if request.params.structured_outputs is None or not self.constraining.waits(request):
             self.scheduler.add(leader)
 
     def abort(self, request_id: str, index: int | None = None, reason: FinishReason = "abort", error: str | None = None) -> None:
@@ -142,12 +143,11 @@ class Engine:
 
     def _constrain(self) -> None:
         """Requests whose constraints are compiled now begin, or end."""
-        for choices, wrong in self.constraining.ready(self._requests):
+        for choices, wrong in self.constraining.ready(self._requests) if self.constraining.coming else ():
             if wrong is None:
                 self.scheduler.add(choices[0])
-                continue
-            for choice in choices:
-                delta = self._skip(choice, wrong)
+            for choice, why in [(choice, wrong) for choice in choices if wrong is not None]:
+                delta = self._skip(choice, why)
                 delta.fault = "call" if delta.fault == "request" else delta.fault
                 self._ended.append(delta)
 
@@ -161,7 +161,7 @@ class Engine:
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Begin a plan, and end it, or the one begun before where steps overlap; what has come to its end."""
         overlaps = self.runner.overlaps
-        if plan is not None:
+        if plan is not None and any(work.sequence.grammar is not None for work in plan.works):
             self.constraining.prepare(plan.works)
         ending = (plan, self.runner.start(plan)) if plan is not None else None  # may raise; what is under way stays so
         if plan is not None:
@@ -280,7 +280,7 @@ class Engine:
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now
         heir = self._requests.close(choice)
-        if choice.request.id in self.constraining:
+        if choice.request.id in self.constraining.coming:
             return  # nobody of it has been planned yet
         if choice.loan is not None and choice.leader is None and choice.settled == choice.prompt_len:
             self.scheduler.lend(choice)

@@ -142,15 +142,11 @@ class Grammar:
 
 
 class Constraining:
-    """Whose constraints are being compiled, and the masks of those who run. `compiles` None: nothing is constrained here."""
+    """Whose constraints are being compiled (`coming`, by request), and the masks of those who run. `compiles` None: nothing is."""
 
     def __init__(self, compiles: Compiles | None, vocab: int) -> None:
         self._compiles, self._vocab = compiles, vocab
-        self._coming: dict[str, tuple[StructuredOutputs, Future[Matcher]]] = {}  # by request
-
-    def __contains__(self, request_id: str) -> bool:
-        """Whether a request waits for its constraint."""
-        return request_id in self._coming
+        self.coming: dict[str, tuple[StructuredOutputs, Future[Matcher]]] = {}
 
     def check(self, params: SamplingParams) -> None:
         """RequestError where a request asks for what cannot be had here."""
@@ -167,12 +163,12 @@ class Constraining:
         said = request.params.structured_outputs
         if said is None or request.params.max_tokens == 0 or self._compiles is None:
             return False
-        self._coming[request.id] = said, self._compiles.begin(said)
+        self.coming[request.id] = said, self._compiles.begin(said)
         return True
 
     def ready(self, requests: Mapping[str, dict[int, Sequence]]) -> Iterator[tuple[list[Sequence], Exception | None]]:
         """The choices of requests whose constraints are compiled, which they now have; or what went wrong."""
-        for request_id, (said, coming) in list(self._coming.items()):
+        for request_id, (said, coming) in list(self.coming.items()):
             choices = list(requests.get(request_id, {}).values())
             if choices and not coming.done():
                 continue
@@ -181,7 +177,7 @@ class Constraining:
                 choice.grammar = Grammar(choice, coming.result().copy(), said, self._vocab)
             if choices:
                 yield choices, wrong if isinstance(wrong, Exception) or wrong is None else RuntimeError(str(wrong))
-            del self._coming[request_id]
+            del self.coming[request_id]
 
     def prepare(self, works: list[Work]) -> None:
         """Make the masks of a step's rows beside it. What goes wrong there is met again, and told, by whoever asks for the mask."""

@@ -189,7 +189,7 @@ def test_one_that_is_aborted_while_it_compiles_leaves_nothing(tiny, grammars):
     ends = [delta for _ in range(3) for delta in engine.step()]
     assert sorted(d.index for d in ends) == [0, 1, 2] and {d.finish_reason for d in ends} == {"abort"}
     engine.check_ledger()
-    assert not engine.has_work and "a" not in engine.constraining
+    assert not engine.has_work and "a" not in engine.constraining.coming
 
 
 def test_a_constraint_and_bans_that_leave_nothing_end_the_choice(tiny, grammars):

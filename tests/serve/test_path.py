@@ -15,7 +15,7 @@ import rayneuron
 from tests.serve.real import serving
 
 ROOT = str(Path(rayneuron.__file__).parent) + "/"
-MOST = 31  # 25 before step times, drafts, pools and dialects came, each with rooms of its own
+MOST = 33  # 25 before step times, drafts, pools, dialects and tools came, each with rooms of its own
 
 
 @contextmanager
