@@ -22,6 +22,7 @@ __all__ = ["single"]
 
 TOLD = ("text", "content", "delta", "generated_text", "output_text", "arguments")  # what a stream tells in pieces, however it is cut
 OWN = re.compile(r"^(x-request-id|id|item_id|request_id|created|created_at|completed_at|sequence_number)$|_time$|^time_|^rayneuron$")
+VECTORS = ("/embeddings", "/pooling", "/score", "/rerank")  # routes without text, of which the scripted model has none to give
 ASIDE = ("/info", "/models", "/models/scripted", "/v1/models/scripted", "/tokenizer_info", "/version")
 READ: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hello there"},
@@ -89,7 +90,8 @@ def streaming(path: str) -> dict[str, Any]:
 
 def test_every_route_that_generates_is_asked_here() -> None:
     asked = {re.sub("scripted", "{model}", path) for path in ASK}
-    assert {re.sub(r"{\w+}", "{model}", path) for path in SPOKEN} <= asked, "a dialect's route has no body in ASK"
+    spoken = {re.sub(r"{\w+}", "{model}", path) for path in SPOKEN if not path.endswith(VECTORS)}
+    assert spoken <= asked, "a dialect's route has no body in ASK"
 
 
 @pytest.mark.parametrize("path", ASK)
