@@ -18,6 +18,7 @@ RENAMED = {
     "override_generation_config": "sampling_defaults", "async_scheduling": "compile.async_mode",
     "enable_log_requests": "serving.log_prompts", "allowed_origins": "serving.allowed_origins",
     "trust_request_chat_template": "serving.trust_request_chat_template",
+    "tool_call_parser": "serving.tool_call_parser", "reasoning_parser": "serving.reasoning_parser",
     "host": "http_options.host", "port": "http_options.port", "root_path": "http_options.root_path",
     "ssl_keyfile": "http_options.ssl_keyfile", "ssl_certfile": "http_options.ssl_certfile", "ssl_ca_certs": "http_options.ssl_ca_certs",
 }  # fmt: skip
@@ -30,7 +31,8 @@ TRANSLATED: dict[str, tuple[str, Mapping[Any, Any]]] = {
 
 # Theirs -> values that only say how it is here anyway; another one is refused.
 GIVEN: dict[str, tuple[Any, ...]] = {
-    "enable_chunked_prefill": (True,), "disable_log_requests": (True,), "enable_prompt_tokens_details": (True,), "max_logprobs": (20,),
+    "enable_auto_tool_choice": (True,), "enable_chunked_prefill": (True,), "disable_log_requests": (True,),
+    "enable_prompt_tokens_details": (True,), "max_logprobs": (20,),
     "enable_tokenizer_info_endpoint": (True,), "enable_request_id_headers": (True,), "disable_fastapi_docs": (True,),
     "swap_space": (0,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",), "config_format": ("auto", "hf"),
     "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate", "pooling"),
@@ -63,9 +65,9 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",
         "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
     ),
-    "tools and reasoning are not served yet; leave it out": (
-        "enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none",
-        "reasoning_parser", "reasoning_parser_plugin", "enable_reasoning",
+    "calls are read wherever serving.tool_call_parser is written; leave it out": ("enable_auto_tool_choice",),
+    "only the parsers here are read; leave it out": (
+        "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none", "reasoning_parser_plugin", "enable_reasoning",
     ),
     "outputs are constrained wherever rayneuron[structured] is installed, by llguidance; leave it out": (
         "guided_decoding_backend", "structured_outputs_config",

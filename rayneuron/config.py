@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from rayneuron import group_config
 from rayneuron.aliases import translated
 from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
-from rayneuron.dialect_config import Lmi
-from rayneuron.group_config import GroupLimits, Pools
+from rayneuron.dialect_config import Lmi, Parsers
+from rayneuron.group_config import GroupLimits, Pools, SeatSection
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, validate
@@ -124,7 +124,7 @@ class Limits(Section):
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
 
 
-class Serving(Section):
+class Serving(Parsers):
     """How Ray Serve runs it."""
 
     num_replicas: int | None = Field(None, ge=1, description="Default: 1.")
@@ -150,6 +150,7 @@ class Serving(Section):
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
     reset_prefix_cache: bool = Field(False, description="Let clients empty the prefix caches: POST /reset_prefix_cache.")
+    seat: SeatSection | None = Field(None, description="Written by a gateway's host: on which node, on which cores.")
 
     @property
     def most_replicas(self) -> int:

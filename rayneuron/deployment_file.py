@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ class DeploymentFile:
         """All that is to be placed: our applications, and the prefill pools of those that have one."""
         there = {f"{name} prefill": group_config.prefill_of(one) for name, one in self.deployments.items() if one.pools is not None}
         return {**self.deployments, **there}
+
+    @property
+    def hosted(self) -> dict[str, config.Deployment]:
+        """Models that may sleep on the host of a gateway."""
+        return {name: gateway_config.hosted_model(gateway, name) for gateway in self.gateways.values() for name in gateway.hosted}
 
     def filled(self) -> dict[str, Any]:
         """The content with every default of our applications' args written out: a file that can be served."""
@@ -118,8 +123,12 @@ def _checked(
     for i in ours:
         _translate(path, listed[i], ("applications", i, "args"), lines)
     content = _overridden(content, whole)
-    if inside and ours:
-        for i in ours if application == ALL else [_only(listed, ours, application, path)]:
+    sleepers = _sleepers(listed)
+    for name, member in sleepers.items():
+        if inside and (application in (name, ALL) or (application is None and not ours and len(sleepers) == 1)):
+            member["args"] = _overridden(member["args"], inside)
+    if inside and (ours or sleepers) and application not in sleepers:
+        for i in ours if application == ALL else [_only(listed, ours, application, path, sleepers)] if ours or len(sleepers) > 1 else []:
             if isinstance(listed[i].get("args"), dict | None):
                 listed[i]["args"] = _overridden(listed[i].get("args") or {}, inside)
                 assigned[i] = {key: inside.option(key) for key in inside}
@@ -129,7 +138,7 @@ def _checked(
         return f"{whole.option(dotted(keys))}: " if dotted(keys) in whole else _place(path, lines, assigned, keys, text)
 
     validate(serve_config.File, content, place)
-    if not ours:
+    if not ours and not sleepers:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}")
     file = DeploymentFile(path, content, {}, lines, assigned)
     file = DeploymentFile(path, content, {_name(listed[i]): _parsed(file, i) for i in ours}, lines, assigned)
@@ -210,6 +219,13 @@ def _gateway(file: DeploymentFile, index: int) -> gateway_config.GatewayConfig:
     return made
 
 
+def _sleepers(listed: list[Any]) -> dict[str, dict[str, Any]]:
+    """The models of hosts, as gateways list them, by name."""
+    gateways = [e for e in listed if isinstance(e, dict) and e.get("import_path") == GATEWAY_PATH]
+    members = [m for e in gateways for m in ((e.get("args") or {}).get("models") or ()) if isinstance(m, dict)]
+    return {str(m["name"]): m for m in members if "name" in m and isinstance(m.get("args"), dict)}
+
+
 def _repeat(listed: list[Any], name: str, inside: _Assigned) -> None:
     """What is set in an application's args is set where a gateway repeats them."""
     for entry in listed:
@@ -251,9 +267,9 @@ def _is_ours(entry: Mapping[str, Any]) -> bool:
     return entry.get("import_path") == IMPORT_PATH
 
 
-def _only(entries: list[dict[str, Any]], ours: list[int], name: str | None, path: Path | str) -> int:
+def _only(entries: list[dict[str, Any]], ours: list[int], name: str | None, path: Path | str, more: Iterable[str] = ()) -> int:
     chosen = [i for i in ours if name is None or entries[i].get("name", "default") == name]
     if len(chosen) == 1:
         return chosen[0]
-    names = ", ".join(str(entries[i].get("name", "default")) for i in ours)
+    names = ", ".join([*(str(entries[i].get("name", "default")) for i in ours), *more])
     raise ConfigError(f"{path} holds the applications {names}; say which one with --application NAME, or {ALL}")

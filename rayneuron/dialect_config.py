@@ -1,4 +1,4 @@
-"""Keys of a deployment file that say how one dialect's replies look."""
+"""Keys of a deployment file that say how replies look: one dialect's, and what is told apart in an answer."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ class Lmi(Section):
 
     output_formatter: Literal["json", "jsonlines", "sse"] | None = Field(None, description="Default: json, and jsonlines where streamed.")
     tgi_compat: bool = Field(False, description="As text-generation-inference: lists of one, events, `logprob`, details always.")
+
+
+class Parsers(Section):
+    """What is told apart in a chat's answer; vLLM's names."""
+
+    tool_call_parser: Literal["hermes"] | None = Field(None, description="How the model writes calls of tools. Default: none are read.")
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
+        None, description="How it writes reasoning; deepseek_r1 begins inside it. Default: it is content."
+    )

@@ -144,5 +144,35 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     chosen: dict[str, Any]
 
 
+class Asked(msgspec.Struct, array_like=True, frozen=True):
+    """What a gateway has for one model of the host: `waiting` calls without a seat, the first for `oldest_s`; `arrived` since it last said
+    so; `backlog_s` of work at its seats; `busy`: of those that have any, in seconds, by application."""
+
+    waiting: int = 0
+    oldest_s: float = 0.0
+    arrived: int = 0
+    backlog_s: float = 0.0
+    busy: dict[str, float] = {}
+
+
+class Wanting(msgspec.Struct, array_like=True, frozen=True):
+    """What a gateway has for all models of the host."""
+
+    gateway: bytes
+    models: dict[str, Asked]
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How it stands with a model of the host. `seats`: applications that take its orders; `coming`: those that start; `eta_s` None: nobody
+    can say; `why` it is not there, `failed`: the last start's reason."""
+
+    state: str
+    seats: list[str] = []
+    coming: list[str] = []
+    eta_s: float | None = None
+    why: str = ""
+    failed: str = ""
+
+
 FromGateway = Greeting | Alive | Cancel
 FromReplica = Reception | Tokens | KvEvents | Leaving

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from rayneuron import host_config
 from rayneuron.config import KEY, Deployment
 from rayneuron.config import parse as parse_model
 from rayneuron.errors import ConfigError
@@ -22,10 +23,36 @@ def _sources(value: list[str] | None) -> list[str] | None:
 class Listed(Section):
     """One model behind the gateway."""
 
-    application: str = Field(min_length=1, description="The application of this file that serves it.")
+    application: str | None = Field(None, min_length=1, description="The application of this file that serves it.")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$", description="Or the name of a model of the host, which may sleep.")
     args: dict[str, Any] | None = Field(
-        None, description="Its args once more, as a YAML anchor gives them: the application's own. Default: its replicas are asked."
+        None, description="Of a model of the host: its args. Else the application's own once more, as a YAML anchor gives them."
     )
+    pinned: bool = Field(False, description="Of the host: never put to sleep, nor made to go.")
+    min: int = Field(0, ge=0, description="Of the host: seats it always has.")
+    max: int = Field(1, ge=1, description="Of the host: the most it may have.")
+    priority: int = Field(0, description="Of the host: one of more makes one of less go, whatever that is worth.")
+    idle_s: float = Field(300.0, gt=0, description="Of the host: nobody has asked for so long: it is put to sleep.")
+    weight: float = Field(1.0, gt=0, description="Of the host: how much its waiting counts.")
+
+    @property
+    def title(self) -> str:
+        """What the gateway calls it."""
+        return self.application or self.name or ""
+
+    @model_validator(mode="after")
+    def _one_owner(self) -> Listed:
+        if (self.application is None) == (self.name is None):
+            raise ValueError("write application: NAME (of this file), or name: NAME with args (a model of the host)")
+        if self.name is not None and self.args is None:
+            raise ValueError(f"{self.name} has no args; write those of its model, as an application of rayneuron.serve.app:build has them")
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} and max {self.max} must not descend")
+        of_host = ("pinned", "min", "max", "priority", "idle_s", "weight")
+        said = [key for key in of_host if getattr(self, key) != type(self).model_fields[key].default]
+        if self.application is not None and said:
+            raise ValueError(f"{', '.join(said)} is for models of the host; {self.application} says serving.autoscaling itself")
+        return self
 
 
 class Tenant(Section):
@@ -98,18 +125,27 @@ class GatewayConfig(Section):
     routing: Routing = Routing.model_construct()
     admission: Admission = Admission.model_construct()
     replay: Replays = Replays.model_construct()
+    host: host_config.HostSection | None = Field(None, description="Whose cores models may sleep and wake on.")
+    scaling: host_config.Scaling = host_config.Scaling.model_construct()
+
+    @property
+    def hosted(self) -> dict[str, Listed]:
+        """Models that may sleep, by name."""
+        return {listed.title: listed for listed in self.models if listed.name is not None}
 
     @property
     def default(self) -> str | None:
         """The application, or another name of the model, that a body without `model` means."""
-        return self.default_model or (self.models[0].application if len(self.models) == 1 else None)
+        return self.default_model or (self.models[0].title if len(self.models) == 1 else None)
 
     @model_validator(mode="after")
     def _consistent(self) -> GatewayConfig:
-        names = [member.application for member in self.models]
+        names = [member.title for member in self.models]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"models: the application {twice} stands there twice; leave one of them out")
+        if self.hosted and self.host is None:
+            raise ValueError(f"models: {next(iter(self.hosted))} may sleep, and no host has cores for it; write host: {{instance: TYPE}}")
         return self
 
 
@@ -121,20 +157,22 @@ def parse(args: Mapping[str, Any] | GatewayConfig, place: Locate = lambda path, 
 def check(gateway: GatewayConfig, applications: Mapping[str, Deployment], routes: Mapping[str, str | None]) -> None:
     """Hold a gateway against the applications of its file. Raises ConfigError; its `param` says where."""
     names: dict[str, str] = {}
+    sleepers = {name: hosted_model(gateway, name) for name in gateway.hosted}
     for i, listed in enumerate(gateway.models):
-        name = listed.application
-        own = applications.get(name)
-        if own is None:
+        name = listed.title
+        own = sleepers.get(name) or applications.get(name)
+        if own is None or (name in sleepers and name in applications):
             there = ", ".join(applications)
-            raise ConfigError(f"no application here is called {name}; there are: {there}", param=f"models.{i}.application")
-        key = None if listed.args is None else drift(parse_model(listed.args), own)
+            said = "no application here is" if own is None else "an application here is also"
+            raise ConfigError(f"{said} called {name}; there are: {there}", param=f"models.{i}.application")
+        key = None if listed.args is None or name in sleepers else drift(parse_model(listed.args), own)
         if key is not None:
             said = f"models.{i}.args.{key} is not what the application {name} says; write the same, or leave args out"
             raise ConfigError(said, param=f"models.{i}.args.{key}")
         for word in (name, *own.model.served_names):
             if names.setdefault(word, name) != name:
                 raise ConfigError(f"{names[word]} and {name} both answer to {word}; give one another model.name", param=f"models.{i}")
-        if gateway.tenants and routes[name] and not own.serving.api_keys:
+        if gateway.tenants and routes.get(name) and not own.serving.api_keys:
             raise ConfigError(
                 f"tenants do not hold at {routes[name]}, {name}'s own route, which asks for no key; write route_prefix: null there, or its"
                 " serving.api_keys",
@@ -142,6 +180,36 @@ def check(gateway: GatewayConfig, applications: Mapping[str, Deployment], routes
             )
     if gateway.default_model is not None and gateway.default_model not in names:
         raise ConfigError(f"default_model {gateway.default_model} is none of: {', '.join(names)}", param="default_model")
+
+
+def hosted_model(gateway: GatewayConfig, name: str) -> Deployment:
+    """The deployment of a model of the host, on an instance as the host's are. Raises ConfigError; its `param` says where."""
+    index = next(i for i, listed in enumerate(gateway.models) if listed.name == name)
+    said = gateway.models[index].args or {}
+
+    def wrong(key: str, what: str) -> ConfigError:
+        return ConfigError(f"{name}, a model of the host: {what}", param=f"models.{index}.args.{key}")
+
+    assert gateway.host is not None
+    try:
+        made = parse_model({"instance": gateway.host.instance, **said})
+    except ConfigError as error:
+        raise wrong(error.param or "model", error.message) from None
+    if made.instance != gateway.host.instance:
+        raise wrong("instance", f"instance {made.instance} is not the host's; write {gateway.host.instance}, or leave it out")
+    for key, good in (("nodes", 1), ("pipeline_parallel", 1), ("pools", None)):
+        if getattr(made, key) != good:
+            raise wrong(key, f"{key} is for models with an application of their own; leave it out, or give it one")
+    for key in ("autoscaling", "num_replicas"):
+        if getattr(made.serving, key) is not None:
+            raise wrong(f"serving.{key}", f"serving.{key} is the host's to decide; write min and max beside args")
+    listed = gateway.models[index]
+    if made.few_graphs and not (listed.pinned or listed.min) and not (made.compile.required or made.compile.artifact):
+        what = "it may sleep, and would compile for minutes where it wakes; write compile.required: true after `rayneuron compile`"
+        raise wrong("compile.required", f"{what}, or compile.artifact")
+    if made.serving.seat is not None:
+        raise wrong("serving.seat", "serving.seat is the host's to write; leave it out")
+    return made
 
 
 def drift(said: Deployment, own: Deployment) -> str | None:

@@ -32,6 +32,15 @@ class GroupLimits(Section):
     silence_s: float = Field(1.2, gt=0, description="A node whose kernel acknowledges nothing for so long is lost.")
 
 
+class SeatSection(Section):
+    """Where a replica that a gateway's host has started is to run."""
+
+    node: str = Field(min_length=1, description="The node's address.")
+    cores: list[int] = Field(min_length=1, description="Its cores, of that node.")
+    owner: str = Field(min_length=1, description="The application of the gateway.")
+    orphan_s: float = Field(300.0, gt=0, description="Ends by itself where that has been gone for so long.")
+
+
 class Pools(Section):
     """Prompts are computed by replicas of their own, which hand the KV to those that go on with it: those of the rest of the file."""
 

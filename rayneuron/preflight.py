@@ -20,7 +20,7 @@ from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.group_config import prefill_of
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
-from rayneuron.placement import cores
+from rayneuron.placement import cores, hosting
 from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, graphs_of, stage_memory
 from rayneuron.placement.layout import Layout, counted, group_layout, partition
 from rayneuron.placement.memory import Memory
@@ -57,6 +57,14 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise file.located(name, wrong) from None
+    for name, deployment in file.hosted.items():
+        try:
+            notes += [f"{name}: {note}" for note in inspect(deployment)]
+        except RayNeuronError as wrong:
+            raise type(wrong)(f"{file.path}: {name}, a model of the host: {wrong.message}", param=wrong.param) from None
+    for gateway in file.gateways.values():
+        if gateway.host is not None:
+            hosting.check(gateway.host.instance, gateway.host.nodes, hosting.wanted_of(gateway))
     check_runtime_env(file)
     return notes
 

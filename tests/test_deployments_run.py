@@ -122,6 +122,18 @@ def test_inf2_three_models(expected: str) -> None:
         assert len(ranks(process)) == 24
 
 
+def test_inf2_host(expected: str) -> None:
+    """Six models on 24 declared cores: the pinned one and the one of min 1 come by themselves, a third where it is asked."""
+    with serving("inf2_host", "--application", "all", *ON_CPU, "--set", "compile.required=false") as (url, process):
+        assert answers(url, "tiny", process, 400.0) == expected
+        assert answers(url, "small", process) == expected
+        assert answers(url, "chat", process) == expected
+        told = httpx.get(f"{url}/debug/hosts", timeout=30).json()
+        cores = [core for seat in told["seats"] for core in seat["cores"]]
+        assert len(cores) == len(set(cores)) == 14 and {seat["model"] for seat in told["seats"]} == {"chat", "tiny", "small"}
+        assert len(ranks(process)) == 14 + 2, "and the gateway with its arbiter"
+
+
 class Trn1(Cluster):
     """Two nodes that declare what a trn1.32xlarge has."""
 

@@ -239,9 +239,10 @@ def _anchors(text: str) -> set[str]:
 
 def test_the_yaml_it_shows_is_accepted() -> None:
     shown = [yaml.safe_load(block) for page in DOCS for language, block in code_blocks(page.read_text()) if language == "yaml"]
-    assert [key for part in shown for key in part] == ["applications", "user_config"]
+    assert [key for part in shown for key in part] == ["applications", "user_config", "serving"]
     for part in shown:
         parse_hot(part.get("user_config"))
+        parse({"model": {"path": "/m"}, "serving": part.get("serving", {})})
         for application in part.get("applications", ()):
             parse(application["args"])
 

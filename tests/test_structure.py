@@ -18,7 +18,7 @@ PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
 LEAVES = {"errors", "constraints", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
-LEAVES |= {"config", "config_features", "group_config", "gateway_config"}
+LEAVES |= {"config", "config_features", "group_config", "gateway_config", "host_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dialect_config": {"validation"},
     "config_features": {"validation"},
     "config": {"errors", "types", "validation", "serve_config", "group_config", "dialect_config", "config_features", "aliases"},
-    "gateway_config": {"errors", "config", "validation"},
+    "host_config": {"validation"},
+    "gateway_config": {"errors", "config", "validation", "host_config"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
     "demo": {"errors", "settings", "models.words"},
@@ -65,7 +66,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}
     | {"deployment_file"},
-    "gateway": LEAVES | {"text", "policies", "api", "deployment_file", "loading", "serve"},
+    "host": LEAVES | {"sources", "devices.neuron.releases", "deployment_file", "placement", "policies", "serve"},
+    "gateway": LEAVES | {"text", "policies", "api", "deployment_file", "loading", "serve", "host"},
     "sim": LEAVES | {"devices.base", "engine", "placement", "policies"},
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
@@ -78,7 +80,7 @@ ANYTHING = {"cli", "__main__", "__init__"}
 
 # Where each third-party package may be imported: paths in the package, a folder meaning all of it.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "ray": ("serve/", "gateway/"),
+    "ray": ("serve/", "gateway/", "host/"),
     "fastapi": ("serve/",),
     "starlette": ("serve/", "gateway/"),
     "uvicorn": ("serve/",),
@@ -93,7 +95,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "gguf": ("demo/",),
     "pydantic": (
         *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
-        *("validation.py", "serve/"),
+        *("host_config.py", "validation.py", "serve/"),
     ),
     "transformers": ("text/tokenizer.py", "hf.py", "cli/check.py"),
     "tokenizers": ("text/tokenizer.py", "demo/"),
@@ -111,14 +113,14 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 }
 TORCH_FREE = (
     *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
-    *("gateway_config.py", "yaml_file.py", "frames.py", "gateway/"),
+    *("gateway_config.py", "host_config.py", "yaml_file.py", "frames.py", "gateway/", "host/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
     *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
     *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
     *("engine/grammar.py", "constraints.py", "structured.py"),
 )
-NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
+NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "host/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 VAGUE_ENDINGS = ("Manager", "Handler", "Impl", "Factory", "Mixin")
@@ -127,7 +129,7 @@ MUTABLE_CALLS = {
     *("Lock", "RLock", "Event", "Condition", "Semaphore", "Queue", "SimpleQueue", "Thread", "count", "cycle"),
 }
 MUTATING = {"append", "extend", "insert", "pop", "popitem", "remove", "clear", "update", "setdefault", "add", "discard", "sort", "reverse"}
-ENTRY_POINTS = {"Generate", "HuggingFaceGenerationAdapter", "Stream"}  # what users import and the package itself does not use
+ENTRY_POINTS = {"Generate", "HuggingFaceGenerationAdapter", "Stream", "TokenLoad"}  # what users import and the package itself does not use
 FILE_LINES, FUNCTION_LINES, FUNCTION_P90 = 300, 60, 20
 
 

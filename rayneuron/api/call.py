@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rayneuron.api.errors import Triple, same
+from rayneuron.api.scan import Scan
 from rayneuron.api.vectors import Pooling
 from rayneuron.types import Delta, Request
 
@@ -79,6 +80,7 @@ class Context:
     any_name: bool = False
     client_priority: bool = False
     lmi: LmiOptions = LmiOptions()
+    scan: Scan = Scan()
     pooling: Pooling = Pooling()
 
     @property
@@ -148,6 +150,7 @@ class Call:
 
     `logprobs`, `prompt_logprobs`: alternatives to show a token, None for no probabilities. `echo`: the prompts as text, where the reply
     repeats them, with `echo_offsets`: where each of their tokens begins, where that is asked for. `unknown`: field names nobody here knows.
+    `scan`: what is told apart in a chat's answer.
     """
 
     id: str
@@ -163,6 +166,7 @@ class Call:
     echo: tuple[str, ...] = ()
     echo_offsets: tuple[list[int], ...] = ()
     role: str = "assistant"
+    scan: Scan = Scan()
     unknown: tuple[str, ...] = ()
 
     def reply(self, deltas: Iterable[Delta]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rayneuron.api.call import Call, Json
+from rayneuron.api.scan import Scanner
 from rayneuron.errors import RayNeuronError
 from rayneuron.types import Delta
 
@@ -33,7 +34,7 @@ def prompts(call: Call) -> dict[str, int]:
 class ChoiceState:
     """What a stream remembers of one choice."""
 
-    __slots__ = ("begun", "index", "offsets", "prompt", "tokens", "waiting")
+    __slots__ = ("begun", "index", "offsets", "prompt", "scanner", "tokens", "waiting")
 
     def __init__(self, call: Call, index: int) -> None:
         self.index = index
@@ -41,6 +42,7 @@ class ChoiceState:
         self.tokens = 0
         self.begun = False
         self.waiting: list[Delta] = []
+        self.scanner = Scanner(call.scan) if call.scan.on else None
         self.offsets: Any = None  # choices.Offsets, where they are asked for
 
 

@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run it."""
     from rayneuron import devices, settings, sources
+    from rayneuron.placement import hosting
     from rayneuron.placement.listing import describe
 
     file = deployment.read(args)
@@ -32,8 +33,13 @@ def run(args: argparse.Namespace) -> None:
     def words(source: str) -> Path:
         return sources.resolve(source, weights=False).path
 
-    found = describe(file.pools, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible)
-    print(found)
+    if file.deployments:
+        print(describe(file.pools, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible))
+    for name, one in file.hosted.items():
+        where["named"] = one.instance
+        print(describe({name: one}, **where, ranks_per_process=devices.ranks_per_process, resolve=words, visible=visible))
     for name, gateway in file.gateways.items():
-        models = ", ".join(listed.application for listed in gateway.models)
+        for line in hosting.describe(gateway) if gateway.host is not None else ():
+            print(line)
+        models = ", ".join(listed.title for listed in gateway.models)
         print(f"gateway {name}: {gateway.serving.replicas} of {gateway.serving.num_cpus:g} CPUs, before {models}")

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     from rayneuron.serve.profile import ray_environment
 
     file = deployment.checked(args)
-    environment = ray_environment(file.content, list(file.deployments.values()), args.profile)
+    environment = ray_environment(file.content, [*file.deployments.values(), *file.hosted.values()], args.profile)
     port.check_free(file.content.get("http_options") or {})
     for config in file.deployments.values():
         if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not

@@ -26,6 +26,8 @@ def add(commands: Any) -> None:
     command.add_argument("--gateways", type=int, default=1, help="before them (1)")
     command.add_argument("--route", choices=("kv", "least", "turns"), default="kv", help="by cost and prefixes, by cost, or in turn (kv)")
     command.add_argument("--fault", action="append", default=[], metavar="kill:N@S", help="N engines die after S seconds; may be repeated")
+    command.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="a first token should take no longer (any)")
+    command.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="those after it, on average of an answer (any)")
     command.add_argument("--exact", action="store_true", help="every step by itself, not leaping over those that are alike")
     command.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
     command.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
     setup = Setup(
         capacity, profile, args.nodes, args.gateways, args.route, config.caches_prefixes(capacity.length),
         kills=tuple(_kill(fault) for fault in args.fault), exact=args.exact,
+        slo_ttft_s=_seconds("--slo-ttft-ms", args.slo_ttft_ms), slo_tpot_s=_seconds("--slo-tpot-ms", args.slo_tpot_ms),
     )  # fmt: skip
     if args.trace is not None:
         arrivals = workload.read(Path(args.trace), args.scale, args.repeat)
@@ -107,6 +110,14 @@ def _said(config: Any, path: Path) -> Any:
                 " leave --profile out, and one is measured here"
             )
     return capacity, profile
+
+
+def _seconds(name: str, ms: float | None) -> float | None:
+    from rayneuron.errors import ConfigError
+
+    if ms is not None and not ms > 0:
+        raise ConfigError(f"{name} {ms:g}: write milliseconds, more than 0")
+    return None if ms is None else ms / 1e3
 
 
 def _kill(said: str) -> tuple[float, int, float]:

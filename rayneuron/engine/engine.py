@@ -74,18 +74,18 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise RequestError if the request could never run here. Safe from any thread."""
-        known = any(params is request.params for params in self._sound)  # the prompts of a call share them, and they may list a vocabulary
+        params = request.params
+        known = any(sound is params for sound in self._sound)  # the prompts of a call share them, and they may list a vocabulary
         validate(request, self.capacity.length, self.scheduler.blocks.total_tokens, self.vocab, None if known else self.eos_ids)
-        if request.params.prompt_logprobs is not None and SCORES not in self.capacity.wants:
-            said = "this deployment has no graphs for prompt_logprobs; its file must say buckets.scores: true"
-            raise RequestError(said, param="prompt_logprobs")
-        if request.pooling is not None and POOLED not in self.capacity.wants:
-            raise RequestError("this deployment has no graphs for embeddings; its file must say buckets.embeddings: true", param="model")
+        asked = ((params.prompt_logprobs, SCORES, "prompt_logprobs", "scores"), (request.pooling, POOLED, "embeddings", "embeddings"))
+        for said, want, name, key in asked:
+            if said is not None and want not in self.capacity.wants:
+                raise RequestError(f"this deployment has no graphs for {name}; its file must say buckets.{key}: true", param=name)
         if not known:
             if self._rule is not None:
-                check_request(request.params, self._rule)
-            self.constraining.check(request.params)
-            self._sound = (request.params, *self._sound[:1])
+                check_request(params, self._rule)
+            self.constraining.check(params)
+            self._sound = (params, *self._sound[:1])
 
     def knows(self, request_id: str) -> bool:
         """Whether a live request has this id: deltas are addressed by it. Safe from any thread."""

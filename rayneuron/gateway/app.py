@@ -1,6 +1,7 @@
 """`rayneuron.gateway.app:build`: the Ray Serve application in front of several models, for `serve run`, `serve deploy` and `serve.run`."""
 
 # No `from __future__ import annotations` here: it would silently switch off Ray's handling of the builder's argument.
+import contextvars
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.dispatch import Dispatch
 from rayneuron.gateway.routes import application
+from rayneuron.host.app import arbiter_of
 from rayneuron.serve.app import Refused
 from rayneuron.serve.deployed import DRAIN_CHECK_S, HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, MAX_ONGOING, log_through_serve, settle_interpreter
 
@@ -21,9 +23,10 @@ from rayneuron.serve.deployed import DRAIN_CHECK_S, HEALTH_PERIOD_S, HEALTH_TIME
 class ServedGateway(Catalogue):
     """A Catalogue as a Serve deployment: its own ASGI ingress, bound late."""
 
-    async def __init__(self, config: Mapping[str, Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, config: Mapping[str, Any], arbiter: Any = None) -> None:  # type: ignore[misc]
         log_through_serve()
-        Catalogue.__init__(self, config, Dispatch, str(serve.get_replica_context().rank.rank))
+        calls = None if arbiter is None else HostCalls(arbiter)
+        Catalogue.__init__(self, config, Dispatch, str(serve.get_replica_context().rank.rank), calls)
         await self.open()
         settle_interpreter()
 
@@ -35,6 +38,23 @@ class ServedGateway(Catalogue):
 
     async def __del__(self) -> None:
         await self.close()
+
+
+class HostCalls:
+    """The arbiter, by Serve."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def want(self, blob: bytes) -> bytes:
+        """What this gateway wants; how it stands with each model."""
+        told: bytes = await contextvars.Context().run(self._handle.want.remote, blob)
+        return told
+
+    async def describe(self) -> dict[str, Any]:
+        """Nodes, seats and models."""
+        told: dict[str, Any] = await contextvars.Context().run(self._handle.describe.remote)
+        return told
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -55,4 +75,5 @@ def build(args: dict[str, Any]) -> Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         ray_actor_options={"num_cpus": serving.num_cpus},
     )
-    return wanted.bind(config.model_dump(exclude_unset=True))
+    said = config.model_dump(exclude_unset=True)
+    return wanted.bind(said) if config.host is None else wanted.bind(said, arbiter_of(config))

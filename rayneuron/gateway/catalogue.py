@@ -12,6 +12,7 @@ from rayneuron.errors import NotReady, RequestError, UnknownModel
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
 from rayneuron.gateway.measures import Measured
 from rayneuron.gateway.measures import text as own_text
+from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, Sleeper, Waking
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.serve.handles import Handles, stats_of
 from rayneuron.serve.telemetry import Load, Telemetry, merged
@@ -24,7 +25,10 @@ NOBODY = "default"  # the account of a key that is nobody's in particular, and o
 class Catalogue(Handles):
     """A gateway without Ray. Its methods are what other Ray applications call; `gateway.routes` puts HTTP in front of it."""
 
-    def __init__(self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], Replicas], label: str = "0") -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], Replicas], label: str = "0",
+        arbiter: ArbiterCalls | None = None,
+    ) -> None:  # fmt: skip
         self.config = gateway_config.parse(config)
         self.label = label
         self.door = self.config.serving
@@ -33,14 +37,21 @@ class Catalogue(Handles):
         own = {name: keys.read(tenant.keys, f"tenants.{name}.keys") for name, tenant in self.config.tenants.items()}
         self._keys = own | ({NOBODY: keys.read(self.door.api_keys)} if self.door.api_keys else {})
         self.keys = tuple(key for known in self._keys.values() for key in known)
-        self.entries = [
-            CatalogueEntry(listed, self.config, follow(listed.application), label, self._whose) for listed in self.config.models
-        ]
+        self.entries, sleepers = [], {}
+        for listed in self.config.models:
+            ways = SeatReplicas(follow) if listed.name is not None else follow(listed.title)
+            self.entries.append(CatalogueEntry(listed, self.config, ways, label, self._whose))
+            if isinstance(ways, SeatReplicas):
+                sleepers[listed.title] = Sleeper(self.entries[-1], ways)
+        self.arbiter = arbiter
+        self.waking = Waking(self.config, sleepers, arbiter) if arbiter is not None else None
         self._keeping: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Begin to follow the replicas."""
         self._keeping = [asyncio.create_task(entry.keep()) for entry in self.entries]
+        if self.waking is not None:
+            self._keeping.append(asyncio.create_task(self.waking.keep()))
 
     def account(self, key: bytes) -> str | None:
         """Whose a key is; None for a wrong one. Every account is compared."""
@@ -62,6 +73,14 @@ class Catalogue(Handles):
                 terms = {name: getattr(send.terms, name) for name in send.terms.__slots__}
                 found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **terms})
         return found
+
+    async def hosts(self) -> Json:
+        """Nodes, seats and models of the host."""
+        if self.arbiter is None:
+            raise RequestError("this gateway has no host: none of its models may sleep")
+        if not self._keys and not self.config.explain:
+            raise RequestError("this gateway does not say what its host does; write explain: true, or keys that may ask")
+        return await self.arbiter.describe()
 
     def named(self, name: str | None, here: str = "model") -> CatalogueEntry:
         """The model of a name, the default one's where there is none. Raises UnknownModel, which tells those there are."""
@@ -125,7 +144,7 @@ class Catalogue(Handles):
     def health(self) -> None:
         """Raise where no model can answer."""
         for entry in self.entries:
-            if entry.state == "ready":
+            if entry.state == "ready" or (entry.standing is not None and not entry.standing.failed):
                 return
         raise NotReady("no model behind this gateway is ready", retry_after_s=2.0)
 

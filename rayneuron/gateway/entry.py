@@ -18,7 +18,7 @@ from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
-from rayneuron.frames import Card
+from rayneuron.frames import Card, Standing
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
 from rayneuron.gateway.remote import Orders, RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
@@ -113,7 +113,7 @@ class CatalogueEntry(Handles):
     def __init__(
         self, listed: Listed, gateway: GatewayConfig, replicas: Replicas, label: str, account: Callable[[Mapping[bytes, bytes]], str]
     ) -> None:  # fmt: skip
-        self.name = listed.application
+        self.name = listed.title
         self.door: Entrance = gateway.serving
         self.keys: tuple[bytes, ...] = ()
         self._account = account
@@ -124,6 +124,7 @@ class CatalogueEntry(Handles):
         self._eras: dict[str, Routed] = {}  # by the application's words, the newest last
         self._user_config: dict[str, Any] | None = None
         self._leaving = False
+        self.standing: Standing | None = None  # of a model that may sleep
         self._there: set[bytes] = set()  # replicas that were connected at the last look
         self._changed_s = 0.0
 
@@ -131,6 +132,8 @@ class CatalogueEntry(Handles):
     def names(self) -> Sequence[str]:
         """What clients call it."""
         era = self.now if isinstance(self.now, Routed) else self.newest
+        if era is None and self._listed.name is not None:
+            return tuple(dict.fromkeys((*deployment.parse(self._listed.args or {}).model.served_names, self.name)))
         return (self.name,) if era is None else tuple(dict.fromkeys((*era.config.model.served_names, self.name)))
 
     @property
@@ -146,7 +149,14 @@ class CatalogueEntry(Handles):
     @property
     def state(self) -> str:
         """As /v1/models says it."""
-        return "ready" if isinstance(self.now, Routed) else "loading"
+        if isinstance(self.now, Routed) and self.now.remote.fleet.able:
+            return "ready"
+        return "loading" if self.standing is None or self.standing.state == "ready" else self.standing.state
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return any(engine.pending() for engine in self.engines)
 
     def account(self, key: bytes) -> str | None:
         """Who has come this far has shown a key."""
@@ -187,7 +197,7 @@ class CatalogueEntry(Handles):
 
     async def _begin(self, card: Card) -> Routed:
         config = deployment.parse(card.args)
-        if self._listed.args is not None and (key := drift(deployment.parse(self._listed.args), config)):
+        if self._listed.name is None and self._listed.args is not None and (key := drift(deployment.parse(self._listed.args), config)):
             raise ConfigError(f"models: {key} of {self.name} is not what its application says; deploy both from one file")
         text, path = await asyncio.to_thread(open_text, config)
         flights = Flights(self.telemetry, asyncio.get_running_loop(), events_per_s(config))
@@ -245,7 +255,8 @@ class CatalogueEntry(Handles):
         """As /v1/models lists it."""
         newest = self.newest
         listed = newest.cards() if newest is not None else [openai.model_card(self.name, created=0, max_model_len=0)]
-        return [{**card, "rayneuron": {"state": self.state}} for card in listed]
+        eta = {} if self.standing is None else {"eta_s": self.standing.eta_s}
+        return [{**card, "rayneuron": {"state": self.state, **eta}} for card in listed]
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`: its replicas'."""

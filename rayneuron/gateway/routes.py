@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from rayneuron.api import errors, openai, sagemaker
 from rayneuron.errors import Conflict, RequestError, UnknownModel
+from rayneuron.gateway import hosts_page
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.policies.desk import REMEMBERED
@@ -37,15 +38,20 @@ def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette
         run: Any = OF_ALL.get(path, endpoint if path in AS_THEY_ARE else None) if not under else None
         return Route(path, RouteApp(catalogue, f"{under}{path}", run or partial(_chosen, endpoint), echo_request_id), methods=list(methods))
 
+    hosts = Route("/debug/hosts", RouteApp(catalogue, "/debug/hosts", _hosts, echo_request_id), methods=["GET"])  # type: ignore[arg-type]
     decisions = Route("/debug/routes", RouteApp(catalogue, "/debug/routes", _decisions, echo_request_id), methods=["GET"])  # type: ignore[arg-type]
     page = page_routes() if catalogue.door.page else []
     one = [*(made(*route, "/m/{name}") for route in ROUTES), *page]
-    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), decisions, *page]
+    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), decisions, hosts, *page]
     return assembled(catalogue, routes)
 
 
 async def _chosen(endpoint: Endpoint, catalogue: Catalogue, exchange: Exchange) -> None:
-    await endpoint(await choose(catalogue, exchange), exchange)
+    entry = await choose(catalogue, exchange)
+    if catalogue.waking is not None and exchange.method == "POST":
+        await exchange.json_body(catalogue.door.max_body_bytes, catalogue.door.body_timeout_s)
+        await catalogue.waking.hold(entry, exchange)
+    await endpoint(entry, exchange)
 
 
 async def choose(catalogue: Catalogue, exchange: Exchange) -> CatalogueEntry:
@@ -100,6 +106,14 @@ async def _decisions(catalogue: Catalogue, exchange: Exchange) -> None:
     if not asked.isdigit() or not 0 < int(asked) <= REMEMBERED:
         raise RequestError(f"n must be a number from 1 to {REMEMBERED}, got {asked!r}", param="n")
     await exchange.reply(200, errors.encode(catalogue.decisions(int(asked))))
+
+
+async def _hosts(catalogue: Catalogue, exchange: Exchange) -> None:
+    """Nodes, seats and models of the host: JSON, or a page for whoever would rather look."""
+    told = await catalogue.hosts()
+    if "text/html" in (exchange.header("accept") or ""):
+        return await exchange.reply(200, hosts_page.page(told), "text/html; charset=utf-8")
+    await exchange.reply(200, errors.encode(told))
 
 
 async def _asked(catalogue: Catalogue, exchange: Exchange) -> str:

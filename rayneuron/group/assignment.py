@@ -45,6 +45,7 @@ def places(config: Deployment, made: Layout, node_ips: Sequence[str], token: byt
                 instance=config.instance,
                 directory=f"{ledgers}/{ip}",
                 wait_s=config.group.cores_s,
+                allowed=None if config.serving.seat is None else config.serving.seat.cores,
                 share=near if worker.leads and near > 1 else 0,
                 gather=made.nodes_per_stage if first and made.nodes_per_stage > 1 else 0,
                 listen="" if not before else "unix" if _opposite(before, worker).node == worker.node else "tcp",

@@ -42,8 +42,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 class Place(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Worker 0: take what others will ask you about. Zero and empty mean not you.
 
-    `take` cores of `instance` from the ledger in `directory`; shared memory for `share` ranks of this node; a store for `gather`
-    nodes; a listener for the previous stage, "unix" or "tcp".
+    `take` cores of `instance` from the ledger in `directory`, out of `allowed` (None: any); shared memory for `share` ranks of this
+    node; a store for `gather` nodes; a listener for the previous stage, "unix" or "tcp".
     """
 
     deployment: str
@@ -54,6 +54,7 @@ class Place(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     instance: str | None = None
     directory: str = ""
     wait_s: float = 0.0
+    allowed: list[int] | None = None
     share: int = 0
     gather: int = 0
     listen: str = ""

@@ -70,6 +70,7 @@ class Rank:
         if place.take:
             kind = cores.this_node(place.instance, None, 1)
             left = cores.left_here(kind, settings.given(releases.VISIBLE))
+            left = left if place.allowed is None else left & set(place.allowed)
             ledger = Ledger(Path(place.directory), kind)
             self.grant = self._held.enter_context(ledger.take(place.take, place.deployment, wait_s=place.wait_s, allowed=left))
         if place.share:

@@ -132,39 +132,37 @@ def _memory(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time(said: dict[str, Any]) -> dict[str, Any]:
-    """Of a decode step: what `start` takes beside the SDK's own call, that call, and fetching what is there already. Steps are queued,
-    so that the call does not wait for the device."""
+    """Of a decode step: what `start` computes beside the SDK's own call (processor time of this thread: the stand-in's devices compute in
+    this interpreter), that call, and fetching what is there already. Steps are queued, so that the call does not wait for the device."""
     said["options"]["compile"] = {**said["options"].get("compile", {}), "async_mode": True}
-    took: list[tuple[float, float, float]] = []
+    took: list[tuple[float, float, float, float]] = []
     with _open(said) as llm:
-        device, inside = _device(llm), Timed(_device(llm)._model.forward)
-        device._model.forward = inside
+        device = _device(llm)
+        inside = device._model.forward = Timed(device._model.forward)
+        start = Timed(device.start)
         shape, batch = _decode(llm, llm.engine.capacity.rows)
         block = llm.engine.capacity.block
         for row in range(shape.rows):
             batch.rows[row], batch.blocks[row], batch.slots[row], batch.positions[row] = row, row, row * block + 5, 5
         for _ in range(_STEPS):
-            started, pending = _seconds(lambda: device.start(shape, batch))
+            pending = start(shape, batch)
             pending.wait()
-            fetched, _ = _seconds(pending.wait)
-            took.append((started - inside.took, inside.took, fetched))
-    ours, call, fetch = (statistics.median(times) * 1000 for times in zip(*took, strict=True))
-    return {"host_ms": ours, "call_ms": call, "fetch_ms": fetch, "steps": len(took)}
-
-
-def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.perf_counter()
-    out = work()
-    return time.perf_counter() - began, out
+            fetch = Timed(pending.wait)
+            fetch()
+            took.append((start.worked - inside.worked, inside.worked, inside.took, fetch.took))
+    ours, work, call, fetched = (statistics.median(times) * 1000 for times in zip(*took, strict=True))
+    return {"host_ms": ours, "sdk_ms": work, "call_ms": call, "fetch_ms": fetched, "steps": len(took)}
 
 
 class Timed:
-    """A function, and how long its last call took."""
+    """A function, how long its last call took, and how much of that this thread had a processor."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.took = 0.0
+        self.took = self.worked = 0.0
         self._function = function
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        self.took, out = _seconds(lambda: self._function(*args, **named))
+        began, worked = time.perf_counter(), time.thread_time()
+        out = self._function(*args, **named)
+        self.took, self.worked = time.perf_counter() - began, time.thread_time() - worked
         return out

@@ -14,7 +14,8 @@ from rayneuron.policies.workers import KnownWorker, Workers
 
 _NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
 _IN_HAND = 1  # sequences a replica should have for when a row comes free; the others wait where they can still go elsewhere
-_TIE = 1.01  # costs so close are the same, and chance decides
+_TIE = 0.01  # costs so close are the same, and chance decides
+_BLIND_MS, _BLIND_TIE = 75.0, 1.5  # and as much more of them as a view is older, up to so much; then twice as many are looked at
 _CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be preempted, and what that makes of a cost
 _RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
 _SESSIONS = 100_000
@@ -113,7 +114,7 @@ class Chooser:
         """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""
         start = self._random.getrandbits(16)
         groups = self.index.depths(ask.hashes) if ask.hashes else []
-        near = self.workers.least(_NEAR, start)
+        near = self.workers.least(_NEAR if self.workers.blind_ms < _BLIND_MS / 10 else 2 * _NEAR, start)
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             near = [*near, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]
         candidates = {worker.number: worker for worker in near}
@@ -178,12 +179,13 @@ class Chooser:
         if not priced:
             return None
         why = "again" if ask.again else ""
+        priced = [p for p in priced if p[1].extra < _IN_HAND] or priced  # who waits for a row there would better wait here
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             priced = _by_goals(ask, priced)
             best, why = priced[0], why or "slo"
         else:
             priced.sort(key=_COST)
-            same, ties = _TIE * priced[0][0], 1
+            same, ties = (1 + max(_TIE, min(_BLIND_TIE, self.workers.blind_ms / _BLIND_MS))) * priced[0][0], 1
             while ties < len(priced) and priced[ties][0] <= same:
                 ties += 1
             best = priced[int(self._random.random() * ties)] if ties > 1 else priced[0]

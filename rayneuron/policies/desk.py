@@ -135,7 +135,7 @@ class GatewayDesk:
         """A replica has said how busy it is."""
         found = self.chooser.workers.all.get(worker)
         if found is not None:
-            found.heard(load, now_s)
+            self.chooser.workers.heard(found, load, now_s)
             since = found.waits_since()
             found.accepting = since is None or now_s - since <= self.limits.suspect_s
             self.chooser.workers.weigh(found, now_s)

@@ -1,7 +1,8 @@
 """Whose turn it is: accounts share the devices by their weights, tiers of accounts go strictly one before the other.
 
 Each account has a clock of the milliseconds it has been given, divided by its weight, and the one whose clock is furthest behind is next:
-deficit round robin without a quantum. Who comes back with work takes up where those are who had some, so nobody saves up for later.
+deficit round robin without a quantum. Who comes back with work takes up a little behind those who had some all the time: a burst of who
+wants little is served at once, and nobody saves up for more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rayneuron.policies.cost import moved
+
+_SAVED_MS = 2000.0  # of its share an account may be behind when it comes back
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class Fairness:
         if first:
             a.queue.move_to_end(entry.key, last=False)
         if idle:
-            a.clock = max(a.clock, tier.clock)
+            a.clock = max(a.clock, tier.clock - _SAVED_MS)
             self._line_up(a, tier)
 
     def head(self) -> int | None:
@@ -174,7 +177,7 @@ class Fairness:
         for number in self._order:
             if number < mine.share.tier:
                 total += self._tiers[number].waiting_ms
-        reached = max(mine.clock, own.clock) + (mine.waiting_ms + ms) / mine.share.weight
+        reached = max(mine.clock, own.clock - _SAVED_MS) + (mine.waiting_ms + ms) / mine.share.weight
         for a in self._accounts.values():
             if a is not mine and a.queue and a.share.tier == mine.share.tier:
                 total += min(a.waiting_ms, max(0.0, reached - a.clock) * a.share.weight)

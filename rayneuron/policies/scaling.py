@@ -11,6 +11,7 @@ from rayneuron.policies.packing import Blocker, Clearing
 from rayneuron.policies.seats import COMING, GOING, Bring, Dismissal, HostDecision, HostNode, ScalingLimits, Seat, SeatState, Wish
 
 HYSTERESIS = 1.5  # what comes must be worth so many times what goes: else two models would push each other out for ever
+MOST_MISSED = 3.0  # calls: so that whoever waits for what is always in use waits some starts, not for ever
 SHIFTED = 0.2  # of a start, where another seat of the model answers meanwhile
 
 
@@ -175,7 +176,8 @@ class _Board:
             return Blocker(seat.key, seat.first, seat.size, math.inf)
         alone = len(owner.standing) == 1
         work_s = min(seat.busy_s, self.limits.drain_s)
-        used = -math.expm1(-owner.rate * self.limits.horizon_s)
+        # Calls that will miss it in the time that whoever comes has its cores at least; each waits for a start.
+        used = min(MOST_MISSED, owner.rate * (owner.start_s + self.limits.min_life_s))
         above = wish is not None and owner.priority > wish.priority and (seat.busy_s or owner.waiting)
         kept = owner.pinned or len(owner.standing) <= owner.least or above or (wish is not None and owner.model == wish.model)
         away = math.inf if kept else owner.weight * used * owner.start_s * (1.0 if alone else SHIFTED) + work_s

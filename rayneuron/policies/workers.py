@@ -15,6 +15,7 @@ from rayneuron.policies.cost import SOME_TOKENS, Costs
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
 _POINTS = 64  # of a replica on the ring
+_LATELY = 0.05  # of an average of late, its newest
 
 
 @dataclass(slots=True)
@@ -122,6 +123,8 @@ class Workers:
     def __init__(self) -> None:
         self.all: dict[int, KnownWorker] = {}
         self.placed = 0  # that may be chosen
+        self._late_ms = 0.0  # from when an order is sent until a replica is heard that counts it in
+        self._others = 0.0  # share of the sequences on replicas that came from elsewhere
         self._ms = 0.0  # of all of them
         self._levels: list[list[KnownWorker]] = [[] for _ in range(_LEVELS)]
         self._sets = [0] * _LEVELS  # the same as bits of the prefix index
@@ -143,6 +146,21 @@ class Workers:
         self.mark(worker, 0)
         self._ring = [at for at in self._ring if at[1] != number]
         return worker
+
+    @property
+    def blind_ms(self) -> float:
+        """How old the view of replicas is, by what others may have sent there meanwhile: with nobody else, it is never old."""
+        return self._late_ms * self._others
+
+    def heard(self, worker: KnownWorker, load: Pressure, now_s: float) -> None:
+        """A replica says how busy it is."""
+        since = worker.waits_since()
+        if since is not None and load.seen > worker.load.seen:
+            self._late_ms += _LATELY * (1e3 * (now_s - since) - self._late_ms)
+        worker.heard(load, now_s)
+        if there := load.rows + load.waiting:
+            own = len(worker.keys) - len(worker.bookings)
+            self._others += _LATELY * (max(0, there - own) / there - self._others)
 
     def weigh(self, worker: KnownWorker, now_s: float) -> None:
         """Find a replica's place among the others anew: something about it has changed."""

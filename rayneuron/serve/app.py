@@ -17,7 +17,7 @@ from rayneuron.config import Deployment
 from rayneuron.deployment_file import DEPLOYMENT, PREFILL
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.group_config import prefill_of
-from rayneuron.serve import pools, readiness
+from rayneuron.serve import pools, readiness, seated
 from rayneuron.serve.answering import Answering
 from rayneuron.serve.deployed import Deployed, layout_of, serve_deployment
 from rayneuron.serve.ingress import application
@@ -44,6 +44,18 @@ class ServedEngine(Answering, Deployed, Replica):
         await self.open()
         self._begun()
         await self.listen()
+        if self.config.serving.seat is not None:
+            self._tasks.append(self._event_loop.create_task(seated.end_with_owner(self.config.serving.seat)))
+
+    async def retire(self, within_s: float) -> None:
+        """Let the calls end as `drain` does, then give the engine back: its cores are free before Serve has taken this replica away."""
+        await self.drain(within_s)
+        await self.close()
+
+    async def start_seconds(self) -> dict[str, float]:
+        """What each part of the start took."""
+        opened = self.served.opened
+        return dict(opened.seconds) if isinstance(opened, loading.Opened) else {}
 
     def equip(self, opened: loading.Opened) -> None:
         """As Replica's: let the prefill pool compute prompts."""

@@ -133,9 +133,11 @@ def placement_of(config: Deployment) -> dict[str, Any]:
             log.warning("%s: waiting for nodes: %s", config.model.served_name, short.message)
     if not layout.grouped:
         return {"ray_actor_options": {"num_cpus": config.serving.num_cpus or 1}}
+    seat = config.serving.seat
+    there = {} if seat is None else {f"node:{seat.node}": 0.001}  # Ray's own resource of each node
     return {
         "ray_actor_options": worker_options(layout, layout.workers[0]),
-        "placement_group_bundles": [dict(bundle) for bundle in layout.bundles],
+        "placement_group_bundles": [{**bundle, **there} for bundle in layout.bundles],
         "placement_group_strategy": layout.strategy,
     }
 

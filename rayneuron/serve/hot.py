@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayneuron import config as deployment
 from rayneuron.api import call as api
 from rayneuron.api import openai
+from rayneuron.api.scan import Scan
 from rayneuron.api.vectors import Pooling
 from rayneuron.config import Deployment, Limits
 from rayneuron.models.config_json import pooling
@@ -88,6 +89,7 @@ def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None
         max_model_len=opened.engine.capacity.length,
         vocab_size=opened.engine.vocab,
         defaults=openai.sampling_defaults(opened.generation, {**config.sampling_defaults, **(said.sampling_defaults or {})}),
+        scan=Scan(config.serving.tool_call_parser, config.serving.reasoning_parser),
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,

@@ -44,6 +44,8 @@ class Exchange:
         self.status = 0
         self.shape: Callable[[errors.Triple], errors.Triple] = lambda triple: routes.shaped(triple, self.path, self.method)
         self.gone = False
+        self.said: dict[bytes, bytes] = {}  # headers that whoever has handled it before wants said
+        self._commented = self._answering = False  # comments have gone out; the answer has begun behind them
         self._unread = False  # a body that was not read to its end
         self._whole: bytes | None = None  # one that was
         self._echo = [(b"x-request-id", self.request_id.encode())] if echo_request_id else []
@@ -110,6 +112,8 @@ class Exchange:
 
     def watch(self, task: asyncio.Task[Any]) -> None:
         """From here on, cancel `task` when the client goes. The body must have been read."""
+        if self._watcher is not None:
+            return
         self._watcher = asyncio.create_task(self._watch(task))
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
@@ -124,11 +128,25 @@ class Exchange:
             self._watcher.cancel()
 
     async def begin(self, status: int, content_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Send the status and headers of a reply whose length is not known."""
+        """Send the status and headers of a reply whose length is not known; nothing where a comment has sent them before."""
+        if self._commented:
+            self._answering = True
+            return
         self.status = status
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type.encode()), *self._echo, *headers]}
-        )
+        said = [(b"content-type", content_type.encode()), *self._echo, *self.said.items(), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": said})
+
+    @property
+    def held_open(self) -> bool:
+        """Whether comments have gone out, and nothing else."""
+        return self._commented and not self._answering
+
+    async def comment(self, said: str) -> None:
+        """Let whoever waits for events know of something that is none: a comment, which clients skip."""
+        if not self._commented:
+            await self.begin(200, "text/event-stream", STREAM_HEADERS)
+            self._commented = True
+        await self.write(f": {said}\n\n".encode())
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send a part of the body; `more` False ends it."""
@@ -199,6 +217,8 @@ class RouteApp:
             log.exception("%s %s failed [%s]", exchange.method, exchange.path, exchange.request_id)
         if exchange.status == 0:
             await exchange.refuse(exchange.shape(errors.error_body(wrong)))
+        elif exchange.held_open:
+            await exchange.write(b"data: " + errors.encode(exchange.shape(errors.error_body(wrong))[1]) + b"\n\n", more=False)
 
 
 def _left(server: Server, exchange: Exchange) -> None:

@@ -121,7 +121,7 @@ class Hub:
             epoch=self.epoch,
             address=self.address,
             token=self.token,
-            args=config.model_dump(exclude_unset=True, mode="json"),
+            args=config.model_dump(exclude_unset=True, mode="json", exclude={"serving": {"seat"}}),
             user_config=user_config,
             rows=engine.capacity.rows,
             length=engine.capacity.length,

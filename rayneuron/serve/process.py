@@ -212,7 +212,7 @@ def ready_lines(schema: ServeDeploySchema, ours: Ours) -> list[str]:
         if isinstance(one, Deployment):
             said, more = one.model.served_name, _chosen(schema, prefix)
         else:
-            more = f"; models: {', '.join(listed.application for listed in one.models)}"
+            more = f"; models: {', '.join(listed.title for listed in one.models)}"
         chat = f"{base}{prefix}/ (chat), " if one.serving.page else ""
         lines.append(f"{said} is ready: {chat}{base}{prefix}/v1 (OpenAI){more}")
     return lines

@@ -194,6 +194,7 @@ class Replica(Handles):
             "running": float(load.snapshot.running),
             "sequences": float(load.sequences),
             "kv_used": used / total if total else 0.0,
+            "backlog_ms": self.pressure(0).backlog_ms,
         }
 
     def record_routing_stats(self) -> Json:

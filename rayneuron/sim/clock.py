@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -22,7 +23,12 @@ class Clock:
 
     def run(self, until_s: float | None = None) -> None:
         """Until nothing is left to be called, or not before a time."""
-        calls = self._calls
-        while calls and (until_s is None or calls[0][0] <= until_s):
-            self.now_s, _, call, args = heappop(calls)
-            call(*args)
+        calls, collects = self._calls, gc.isenabled()
+        gc.disable()  # what ends here goes in no circles, and looking through a large fleet again and again takes a third of the time
+        try:
+            while calls and (until_s is None or calls[0][0] <= until_s):
+                self.now_s, _, call, args = heappop(calls)
+                call(*args)
+        finally:
+            if collects:
+                gc.enable()

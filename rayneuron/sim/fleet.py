@@ -9,6 +9,7 @@ from random import Random
 
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import GatewayAsk
+from rayneuron.policies.cost import Costs
 from rayneuron.policies.desk import GatewayDesk, Send, TurnedAway
 from rayneuron.policies.replay import Again, Fail, PassOn, Replay
 from rayneuron.sim.clock import Clock
@@ -59,8 +60,9 @@ class Simulation:
     def __init__(self, setup: Setup, arrivals: Iterable[Arrival], seed: int = 0) -> None:
         self.setup = setup
         self.clock = Clock()
-        self.report = FleetReport()
+        self.report = FleetReport(slo_ttft_s=setup.slo_ttft_s, slo_tpot_s=setup.slo_tpot_s)
         self._random = Random(seed)
+        self._costs = Costs(setup.profile)
         self._arrivals = iter(arrivals)
         self._gateways = [_Gateway(GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
         self._numbers, self._keys = count(), count(1)
@@ -179,7 +181,7 @@ class Simulation:
 
     def _open(self) -> None:
         setup, number = self.setup, next(self._numbers)
-        host = (ExactHost if setup.exact else JumpHost)(self.clock, setup.capacity, setup.profile, self._stepped, setup.caching)
+        host = (ExactHost if setup.exact else JumpHost)(self.clock, setup.capacity, self._costs, self._stepped, setup.caching)
         node = self._nodes[number] = self._by_host[host] = _Node(number, host)
         for gateway in self._gateways:
             kv_tokens = setup.capacity.blocks * setup.capacity.block
@@ -244,10 +246,9 @@ class Simulation:
         report = self.report
         if not call.first_s:
             call.first_s = now_s
-            ttft_s = now_s - arrival.at_s
-            report.ttft.add(ttft_s)
+            report.ttft.add(ttft_s := now_s - arrival.at_s)
             if call.predicted_s:
-                report.off.add(abs(call.predicted_s - now_s) / max(now_s - arrival.at_s, 1e-9))
+                report.off.add(abs(call.predicted_s - now_s) / max(ttft_s, 1e-9))
             report.account(arrival.account).ttft.add(ttft_s)
         elif self.setup.exact:
             report.pause.add(now_s - call.last_s)
@@ -257,7 +258,7 @@ class Simulation:
 
     def _done(self, call: _Call) -> None:
         arrival = call.arrival
-        work_ms = next(iter(self._by_host)).costs.work_ms(arrival.prompt, 0, arrival.output)
+        work_ms = self._costs.work_ms(arrival.prompt, 0, arrival.output)
         self.report.answered(arrival, call.replay.ids, call.first_s, self.clock.now_s, work_ms)
         self._forget(call)
 

@@ -16,7 +16,7 @@ from rayneuron.policies.chunks import Chunks, fit
 from rayneuron.policies.cost import Costs, moved
 from rayneuron.policies.step_times import decode_grid, prefill_grid
 from rayneuron.sim.clock import Clock
-from rayneuron.types import Profile, Request, SamplingParams
+from rayneuron.types import Request, SamplingParams
 
 _PARAMS = SamplingParams(max_tokens=None, temperature=0.0)
 
@@ -44,6 +44,9 @@ class _Traced(Scheduler):
             sequence.hashes += self.hashes[sequence.order][have:need]
         return sequence.hashes
 
+    def _root(self, sequence: Running) -> bytes:
+        return b""
+
     def knows(self, digest: bytes) -> bool:
         """Whether a block of this hash is registered."""
         return bool(self.blocks._find((digest,)))
@@ -53,11 +56,17 @@ class ExactHost:
     """Takes sequences, and tells `listener` at the end of every step what they got."""
 
     def __init__(
-        self, clock: Clock, capacity: Capacity, profile: Profile, listener: Callable[[ExactHost, list[Gained]], None], caching: bool = False
+        self,
+        clock: Clock,
+        capacity: Capacity,
+        costs: Costs,
+        listener: Callable[[ExactHost, list[Gained]], None],
+        caching: bool = False,
     ) -> None:
+        profile = costs.profile
         self.clock = clock
         self.scheduler = _Traced(capacity, "simulated" if caching else None, fit(profile))
-        self.costs = Costs(profile)
+        self.costs = costs
         self.alive = True
         self.steps = self.tokens = self.cached_tokens = 0
         self.busy_s = 0.0

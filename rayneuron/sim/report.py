@@ -80,6 +80,10 @@ class FleetReport:
     start_off: Distribution = field(default_factory=Distribution)  # predicted by actual start, of those who waited for a second or more
     crowd: Distribution = field(default_factory=Distribution)  # sequences of the busiest engine by those of the mean, every second
     accounts: dict[str, AccountReport] = field(default_factory=dict)
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    good: int = 0  # answers that met both goals, and their tokens
+    good_tokens: int = 0
     seconds: float = 0.0
     busy: float = 0.0  # share of the time that engines had a step under way
 
@@ -97,11 +101,20 @@ class FleetReport:
         self.prompt_tokens += arrival.prompt
         self.output_tokens += len(ids)
         self.whole.add(now_s - arrival.at_s)
+        tpot_s = (now_s - first_s) / (len(ids) - 1) if len(ids) > 1 else 0.0
         if len(ids) > 1:
-            self.tpot.add((now_s - first_s) / (len(ids) - 1))
+            self.tpot.add(tpot_s)
+        if first_s - arrival.at_s <= (self.slo_ttft_s or math.inf) and tpot_s <= (self.slo_tpot_s or math.inf):
+            self.good += 1
+            self.good_tokens += len(ids)
         mine = self.account(arrival.account)
         mine.finished += 1
         mine.work_ms += work_ms
+
+    @property
+    def goodput(self) -> float:
+        """Output tokens a second of answers that met the goals."""
+        return self.good_tokens / self.seconds if self.seconds else 0.0
 
     def json(self) -> dict[str, Any]:
         """All of it."""
@@ -110,6 +123,7 @@ class FleetReport:
         return {
             **{name: getattr(self, name) for name in plain},
             "refused": dict(self.refused),
+            "slo": {"ttft_s": self.slo_ttft_s, "tpot_s": self.slo_tpot_s, "met": self.good / max(1, self.arrived), "goodput": self.goodput},
             "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
             **{name: getattr(self, name).summary() for name in spread},
             "accounts": {
@@ -130,4 +144,6 @@ class FleetReport:
         for name, what in shown:
             s = what.summary()
             lines.append(f"{name + ', ms:':23}" + "  ".join(f"{part} {1e3 * s[part]:.1f}" for part in s))
+        if self.slo_ttft_s is not None or self.slo_tpot_s is not None:
+            lines.append(f"goals met by {self.good / max(1, self.arrived):.1%} of all requests, {self.goodput:.0f} tokens a second of them")
         return "\n".join(lines)

@@ -20,7 +20,7 @@ class Setup:
     to all gateways when an order has come, and every `load_s` while it has steps; else those that hear of a new sequence late crowd it.
 
     `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until they are back). Where `exact`,
-    every step is a call of its own.
+    every step is a call of its own. `slo_ttft_s`, `slo_tpot_s`: what the first token and those after it should take at most.
     """
 
     capacity: Capacity
@@ -37,3 +37,5 @@ class Setup:
     event_loss: float = 0.0
     kills: tuple[tuple[float, int, float], ...] = ()
     exact: bool = False
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None

@@ -34,7 +34,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "predicted": st.tuples(st.integers(0, 9), st.integers(0, 9)),
     "remote": st.booleans(),
     "error": st.none() | st.text(max_size=9),
-    "fault": st.sampled_from(["engine", "choice", "request"]),
+    "fault": st.sampled_from(["engine", "choice", "request", "call"]),
+    "param": st.none() | st.text(max_size=9),
+    "pooled": st.binary(max_size=9),
     "stamps": st.none() | st.builds(Stamps, *[st.floats(0, 1e6)] * 7),
 }
 DELTAS = st.builds(TokenDelta, **FIELDS)

@@ -212,3 +212,18 @@ async def test_predictions_are_held_against_what_came(one: House) -> None:
     text = (await one.catalogue.metrics_text()).decode()
     assert 'rayneuron:gateway_prediction_error_count{engine="0",model_name="scripted"} 3.0' in text
     assert hubs.STIR_S < peer.TICK_S, "or nobody would hear of an order sooner"
+
+
+async def test_a_body_that_is_too_long_goes_nowhere_and_a_deadline_ends_the_work_at_the_replica(tiny: Path) -> None:
+    async with house({"scripted": scripted(tiny, replicas=1)}, {"serving": {"max_body_bytes": 2048}}) as made:
+        (member,) = made.members
+        transport = httpx.ASGITransport(application(made.catalogue))
+        async with httpx.AsyncClient(transport=transport, base_url="http://site", timeout=60) as http:
+            reply = await http.post("/v1/completions", json={"prompt": "x" * 3000})
+            assert reply.status_code == 413 and not member.orders, reply.text
+            member.engine.runner.hold()
+            reply = await http.post("/v1/completions", json=GO, headers={"x-request-timeout-seconds": "0.5"})
+            assert reply.status_code == 408 and len(member.orders) == 1, reply.text
+            assert 0 < member.orders[0].left_s <= 0.5, "it goes along as the time that is left"
+        member.engine.runner.free()
+        await made.settle()

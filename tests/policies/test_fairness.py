@@ -44,16 +44,17 @@ def test_those_who_always_have_work_get_their_weights(seed: int) -> None:
     assert len(queue) == 0
 
 
-def test_who_was_away_has_saved_nothing_up() -> None:
+def test_who_was_away_goes_first_with_a_little_and_has_saved_nothing_up_beyond() -> None:
     queue = Fairness({}, AccountShare())
-    for key in range(10):
-        queue.add(Waiter(key, "busy", 1, 10.0))
-    for _ in range(5):
+    for key in range(60):
+        queue.add(Waiter(key, "busy", 1, 1000.0))
+    for _ in range(25):
         take(queue)
-    for key in range(100, 110):
-        queue.add(Waiter(key, "new", 1, 10.0))
-    order = [take(queue) for _ in range(10)]
-    assert sum(key >= 100 for key in order if key is not None) == 5
+    for key in range(100, 140):
+        queue.add(Waiter(key, "new", 1, 1000.0))
+    order = [take(queue) for _ in range(40)]
+    assert all(key is not None and key >= 100 for key in order[:2])  # two seconds of its share
+    assert 20 <= sum(key >= 100 for key in order if key is not None) <= 22
 
 
 def test_order_within_an_account_and_first() -> None:

@@ -202,7 +202,8 @@ async def test_every_way_in_fixes_the_seed_before_the_engine_hears_of_a_request(
 
 
 async def test_stats_for_serve(server: Replica) -> None:
-    assert server.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0, "running": 0, "sequences": 0, "kv_used": 0}
+    stats = {"waiting": 0, "waiting_tokens": 0, "running": 0, "sequences": 0, "kv_used": 0, "backlog_ms": 0}
+    assert server.record_autoscaling_stats() == stats
     assert server.record_routing_stats()["slots_total"] == 4
 
 

@@ -77,6 +77,18 @@ def test_costs_beat_taking_turns_where_requests_differ() -> None:
     assert least.ttft.mean <= turns.ttft.mean and least.whole.mean < 0.9 * turns.whole.mean, (least.whole.mean, turns.whole.mean)
 
 
+def test_goals_are_met_by_those_who_met_them() -> None:
+    """Against what the distributions of the same run say."""
+    traffic = [Traffic(rate=6, prompt=300, output=40)]
+    free = simulate(traffic, 30.0, nodes=2)
+    assert free.good == free.finished and free.good_tokens == free.output_tokens
+    goal_s = free.ttft.at(0.5)
+    report = simulate(traffic, 30.0, nodes=2, slo_ttft_s=goal_s)
+    assert report.good == pytest.approx(0.5 * report.arrived, rel=0.1) and report.ttft.total == free.ttft.total
+    assert report.json()["slo"]["goodput"] == report.good_tokens / report.seconds < report.output_tokens / report.seconds
+    assert simulate(traffic, 30.0, nodes=2, slo_ttft_s=1e9, slo_tpot_s=free.tpot.at(0.9)).good == pytest.approx(0.9 * free.arrived, rel=0.1)
+
+
 def test_predictions_are_what_comes() -> None:
     for rate in (1.0, 6.0, 12.0):
         report = simulate([Traffic(rate=rate, prompt=400, output=40, most=200)], 40.0, nodes=2, exact=True)
@@ -92,7 +104,7 @@ def test_an_account_that_wants_everything_leaves_the_others_their_share() -> Non
     alone = simulate([b], 50.0, nodes=2, limits=limits)
     both = simulate([b, a], 50.0, nodes=2, limits=limits, shares=shares)
     late, early = both.accounts["b"].ttft.at(0.95), alone.accounts["b"].ttft.at(0.95)
-    assert late <= 5 * early and late <= 0.15 * both.accounts["a"].ttft.at(0.95), (late, early)
+    assert late <= 2.5 * early and late <= 0.15 * both.accounts["a"].ttft.at(0.95), (late, early)
     assert both.accounts["b"].finished > 25 and both.refused["account"] > 1000
 
 
@@ -123,14 +135,14 @@ def test_four_times_too_much_is_refused_honestly() -> None:
     assert report.busy >= 0.95
 
 
-@pytest.mark.parametrize("late_s", [0.0, 0.5])
-def test_eight_gateways_that_know_little_of_each_other_do_not_crowd(late_s: float) -> None:
-    """The control is one gateway that knows everything at once."""
+@pytest.mark.parametrize(("late_s", "ttft_most", "crowd_most"), [(0.0, 1.05, 1.1), (0.05, 1.5, 1.3), (0.5, 2.5, 1.6)])
+def test_eight_gateways_that_know_little_of_each_other_do_not_crowd(late_s: float, ttft_most: float, crowd_most: float) -> None:
+    """The control is one gateway that knows everything at once. Engines tell every 50 ms and with each order."""
     traffic = [Traffic(rate=85, prompt=200, output=60, prefixes=200, shared=512)]
     one = simulate(traffic, 6.0, nodes=24)
     eight = simulate(traffic, 6.0, nodes=24, gateways=8, load_late_s=late_s, event_loss=0.01)
     ttft, crowd = eight.ttft.mean / one.ttft.mean, eight.crowd.mean / one.crowd.mean
-    assert (ttft <= 1.05 and crowd <= 1.1) if not late_s else (ttft <= 4 and crowd <= 2), (ttft, crowd)
+    assert ttft <= ttft_most and crowd <= crowd_most, (ttft, crowd)
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from rayneuron.engine.buckets import Capacity
+from rayneuron.policies.cost import Costs
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
 from rayneuron.sim.jump import JumpHost
@@ -42,7 +43,7 @@ def play(kind: type[ExactHost], seed: int) -> tuple[dict[int, tuple[float, float
                 assert had[progress.key] == outputs[progress.key]
                 last[progress.key] = clock.now_s
 
-    host = kind(clock, c, times, listen, caching)
+    host = kind(clock, c, Costs(times), listen, caching)
     at_s = 0.0
     for key in range(random.randint(1, 25)):
         at_s += random.choice([0.0, random.expovariate(5), random.expovariate(0.5)])

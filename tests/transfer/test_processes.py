@@ -96,7 +96,7 @@ def mapped() -> int:
     return sum("memfd:rayneuron-kv" in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-@pytest.mark.parametrize("way", ["shared", "sockets"])
+@pytest.mark.parametrize("way", ["shared", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_one_that_comes_back_at_the_same_addresses_is_another(tiny, way):
     """Killed with prompts out, at several stages; the next process answers at the very addresses of the one before, with tickets, sums and
     memory of its own. Nothing of the first is taken for the second's."""
@@ -112,7 +112,7 @@ def test_one_that_comes_back_at_the_same_addresses_is_another(tiny, way):
             return d.pulls.ready == ["p"]
 
         epochs, before_any = set(), mapped()
-        for turn, adopted in enumerate((0, 1, 4)):
+        for turn, adopted in enumerate((0, 4)):
             child, (control.to, _, data.to) = start(tiny, data.address)
             stack.callback(child.kill)
             eventually(met, 20)
@@ -130,5 +130,5 @@ def test_one_that_comes_back_at_the_same_addresses_is_another(tiny, way):
                 got = tuple(t for x in deltas for t in x.token_ids), deltas[-1].finish_reason
                 assert got == drain(solo, [ask("solo", request.prompt_ids, 6)])["solo", 0]
             eventually(lambda: at_baseline(d.engine, d.loop), 10, d.engine.snapshot)
-        assert len(epochs) == 3 and d.counts["adopted"] >= 5 and d.counts["failed"] > 0
+        assert len(epochs) == 2 and d.counts["adopted"] >= 4 and d.counts["failed"] > 0
         eventually(lambda: mapped() == before_any, 10, mapped)

@@ -6,20 +6,19 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
-from rayneuron.api.fields import Fields, kind, wrong
+from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai.events import Events, Writers, frame
+from rayneuron.api.openai.messages import read_messages
 from rayneuron.api.openai.prediction import read_prediction
+from rayneuron.api.scan import THINK, Event, Scanner
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # What has its own field, or is not for a client to say at all.
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents", "messages", "conversation")
 RENDERING = (
@@ -33,7 +32,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     fields = Fields(body)
     head, words = read_common(fields, context, CHAT)
     fields.refuse("thinking_token_budget")
-    fields.flag("include_reasoning", True)
+    shown = fields.flag("include_reasoning", True)
     modalities = fields.take("modalities", ["text"])
     if modalities != ["text"]:
         wrong("modalities", '["text"]; this model writes text only', modalities)
@@ -43,6 +42,9 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     asked, name = _max_tokens(fields)
     keep, side = truncate(fields, context, asked or 1)
     predicted = read_prediction(fields, context) if "prediction" in fields else None
+    heard = "tools" in fields and fields.peek("tool_choice") in (None, "auto")
+    many = fields.peek("parallel_tool_calls") is not False
+    scan = context.scan._replace(shown=shown, many=many, tools=context.scan.tools if heard else None)
     ids, role = render(fields, context, keep, side)
     ids = cut(ids, keep, side)
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
@@ -60,6 +62,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         logprobs=logprobs,
         prompt_logprobs=params.prompt_logprobs,
         role=role,
+        scan=scan._replace(opened=scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK)),
         unknown=fields.unknown,
     )
 
@@ -94,7 +97,7 @@ def render(fields: Fields, context: Context, keep: int | None = None, side: str 
         messages,
         add_generation_prompt=prompt,
         continue_final_message=final,
-        tools=_tools(fields),
+        tools=_tools(fields, context.scan.tools is not None),
         documents=_documents(fields),
         chat_template=template,
         add_special_tokens=fields.flag("add_special_tokens"),
@@ -128,8 +131,8 @@ def _documents(fields: Fields) -> list[dict[str, Any]] | None:
     return found
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]] | None:
-    """Tools to show the model: only with tool_choice none, until this server can read the calls it writes."""
+def _tools(fields: Fields, heard: bool) -> list[dict[str, Any]] | None:
+    """Tools to show the model; `heard`: whether this server can read the calls it writes."""
     tools, choice = fields.take("tools"), fields.take("tool_choice")
     fields.flag("parallel_tool_calls", True)
     if choice is not None and not (isinstance(choice, str) and choice in ("none", "auto", "required")):
@@ -148,83 +151,18 @@ def _tools(fields: Fields) -> list[dict[str, Any]] | None:
             wrong(f"tools[{place}]", "{type: function, function: {name, description, parameters}}", tool)
     if isinstance(choice, dict) and all(tool["function"]["name"] != choice["function"]["name"] for tool in tools):
         raise RequestError(f"tool_choice names {choice['function']['name']!r}, which is not among tools", param="tool_choice")
-    if choice != "none":
-        raise RequestError("tools is not supported by this server yet; leave it out, or set tool_choice to none", param="tools")
+    names = [tool["function"]["name"] for tool in tools]
+    for place, tool in enumerate(tools):
+        if names[place] in names[:place]:
+            raise RequestError(f"tools[{place}] has the name {names[place]!r}, as one before it; give it another", param=f"tools[{place}]")
+        if not isinstance(tool["function"].get("parameters", {}), dict | None):
+            wrong(f"tools[{place}].function.parameters", "a JSON schema", tool["function"]["parameters"])
+    if choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice must be auto or none; this server cannot force a call yet", param="tool_choice")
+    if choice != "none" and not heard:
+        said = "tools needs a server whose file says serving.tool_call_parser; leave it out, or set tool_choice to none"
+        raise RequestError(said, param="tools")
     return tools
-
-
-def read_messages(value: object, most: int) -> list[dict[str, Any]]:
-    """Messages with string contents, not more than `most`. RequestError names the message and the part that is wrong."""
-    if not isinstance(value, list):
-        if value is None:
-            raise RequestError("messages is required: an array of {role, content} objects", param="messages")
-        wrong("messages", "an array of {role, content} objects", value)
-    if not value:
-        raise RequestError("messages must hold at least one message", param="messages")
-    if len(value) > most:
-        raise RequestError(f"messages holds {len(value)} messages, more than the {most} tokens this model takes", param="messages")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(value)]
-
-
-def _message(message: object, name: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        wrong(name, "an object with role and content", message)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        wrong(f"{name}.role", "a non-empty string", role)
-    read = {key: value for key, value in message.items() if value is not None}
-    content = read.get("content")
-    if content is None and role not in ("assistant", "tool"):
-        raise RequestError(f"{name}.content is required: a string or an array of text parts", param=f"{name}.content")
-    read["content"] = _content(content, f"{name}.content")
-    if "tool_calls" in read:
-        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{name}.tool_calls")
-    return read
-
-
-def _content(content: object, name: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        wrong(name, "a string or an array of text parts", content)
-    return "\n".join(_part(part, f"{name}[{place}]") for place, part in enumerate(content))
-
-
-def _part(part: object, name: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RequestError(f"{name} must be an object with a type, got {kind(part)}", param=name)
-    key = TEXT_PARTS.get(part["type"])
-    if key is None:
-        said = f"{name} has type {part['type']!r}; this model takes text only, so send {{type: text, text: ...}} parts"
-        raise RequestError(said, param=name)
-    text = part.get(key)
-    if not isinstance(text, str):
-        wrong(f"{name}.{key}", "a string", text)
-    return text
-
-
-def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
-    """Earlier tool calls; templates want their arguments as objects, the API carries them as JSON text."""
-    if not isinstance(value, list):
-        wrong(name, "an array", value)
-    calls = []
-    for place, call in enumerate(value):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            wrong(f"{name}[{place}]", "an object with function.name and function.arguments", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments or "{}")
-            except (msgspec.MsgspecError, RecursionError) as bad:
-                where = f"{name}[{place}].function.arguments"
-                raise RequestError(f"{where} is not valid JSON: {bad}", param=where) from bad
-        calls.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
-    return calls
 
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
@@ -240,11 +178,17 @@ def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
 
 
 def _finished(call: Call, choice: Choice) -> Json:
+    scanner = Scanner(call.scan) if call.scan.on else None
+    said: Json = {"content": choice.text}
+    if scanner is not None:
+        said = {"content": None} | _said(call, choice.index, 0, scanner.push(choice.text, last=True))
+    for each in said.get("tool_calls", ()):
+        del each["index"]
     written: Json = {
         "index": choice.index,
-        "message": {"role": call.role, "content": choice.text, "refusal": None},
+        "message": {"role": call.role, **said, "refusal": None},
         "logprobs": None if call.logprobs is None else chat_logprobs(call, choice.logprobs),
-        "finish_reason": choice.finish_reason,
+        "finish_reason": _why(choice.finish_reason, scanner),
         "stop_reason": choice.stop_reason,
     }
     if call.head.return_token_ids:
@@ -253,17 +197,43 @@ def _finished(call: Call, choice: Choice) -> Json:
 
 
 def _chunk(call: Call, progress: ChoiceState, delta: Delta, echoed: list[TokenLogprobs | None] | None) -> Json:
+    scanner = progress.scanner
+    if scanner is None:
+        said = {"content": delta.text} if delta.text else {}
+    else:
+        before = scanner.calls
+        said = _said(call, progress.index, before, scanner.push(delta.text, last=delta.finish_reason is not None))
     written: Json = {
         "index": progress.index,
-        "delta": {"content": delta.text} if delta.text else {},
+        "delta": said,
         "logprobs": None if call.logprobs is None else chat_logprobs(call, delta.logprobs or ()),
-        "finish_reason": delta.finish_reason,
+        "finish_reason": _why(delta.finish_reason, scanner),
     }
     if delta.finish_reason is not None:
         written["stop_reason"] = delta.stop_reason
     if call.head.return_token_ids:
         written["token_ids"] = delta.token_ids
     return written
+
+
+def _said(call: Call, index: int, calls: int, events: Iterable[Event]) -> Json:
+    """Events as a message or a delta; `calls` came before them. Reasoning has vLLM's name and that of older clients."""
+    said: Json = {}
+    for event in events:
+        if event.kind == "call":
+            name = f"chatcmpl-tool-{call.id.removeprefix('chatcmpl-')}-{index}-{calls}"
+            function = {"name": event.name, "arguments": event.text}
+            said.setdefault("tool_calls", []).append({"index": calls, "id": name, "type": "function", "function": function})
+            calls += 1
+            continue
+        for key in ("content",) if event.kind == "content" else ("reasoning", "reasoning_content"):
+            said[key] = said.get(key, "") + event.text
+    return said
+
+
+def _why(reason: str | None, scanner: Scanner | None) -> str | None:
+    """Why a choice ended: a model that stopped behind a call wants its result."""
+    return "tool_calls" if reason == "stop" and scanner is not None and scanner.calls else reason
 
 
 def _roles(call: Call) -> list[Json]:

@@ -102,7 +102,7 @@ class Events:
                 return b""
             delta, progress.waiting = join(progress.waiting), []
         plain = call.logprobs is None and delta.finish_reason is None and not call.head.return_token_ids and not call.head.continuous_usage
-        if plain and (progress.begun or not call.echo):
+        if plain and progress.scanner is None and (progress.begun or not call.echo):
             progress.begun = True
             if not delta.text:
                 return b""
@@ -110,6 +110,8 @@ class Events:
             return head + _encode(delta.text) + tail
         choice = self._chunks.choice(call, progress, delta, None if progress.begun else self._prompt_logprobs.get(prompt))
         progress.begun = True
+        if plain and progress.scanner is not None and not choice["delta"]:
+            return b""  # what it may become is not settled yet
         return self._event(choice)
 
     def _event(self, choice: Json) -> bytes:

@@ -12,6 +12,7 @@ the host need not have seen it before it starts the step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -40,7 +41,8 @@ def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
     return ("tokens" if border.first else "hidden", "positions", *rows, "blocks", "slots", *last, *sampling)
 
 
-def packed(shape: Shape, border: Border = WHOLE) -> dict[str, list[str]]:
+@lru_cache(256)  # every step asks
+def packed(shape: Shape, border: Border = WHOLE) -> Mapping[str, list[str]]:
     """The fields of a Batch that lie side by side in each packed array [B,n]."""
     names = [n for n in input_names(shape, border) if n != "hidden"]
     return {kind: found for kind, (dtype, _) in _PACKED.items() if (found := [n for n in names if SCHEMA[n].dtype == dtype])}

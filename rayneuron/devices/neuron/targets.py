@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from rayneuron.devices.base import HIDDEN, LOGITS, SAMPLED, Shape
@@ -42,6 +43,7 @@ class Border:
 WHOLE = Border()
 
 
+@lru_cache(256)  # every step asks
 def served(shape: Shape, border: Border = WHOLE) -> Shape:
     """The shape whose graph serves `shape`: sampling computes the last logits anyway, so SAMPLED is the LOGITS graph, left unread.
 
@@ -64,6 +66,7 @@ def targets(shapes: Sequence[Shape], space: KvSpace, border: Border = WHOLE) -> 
     return [*dict.fromkeys(served(s, border) for s in shapes), *moves]
 
 
+@lru_cache(256)
 def aligned(target: Target, space: KvSpace, border: Border = WHOLE) -> bool:
     """Whether row i of the graph is KV row i, so that KV is read where it lies. A stage's micro-batches are any rows, and are gathered."""
     if isinstance(target, Move) or target.tag == "prefill" or not (border.first and border.last):
@@ -76,6 +79,7 @@ def spare_columns(space: KvSpace) -> int:
     return SCRATCH_COLUMNS if space.block >= space.limit else 0
 
 
+@lru_cache(256)
 def name(target: Target) -> str:
     """The graph's name: decode_b4_t1_l128_sampled_logits_last, kv_export_n16."""
     if isinstance(target, Move):

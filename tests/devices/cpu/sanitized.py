@@ -1,6 +1,6 @@
-"""The kernel tests built with address and undefined-behaviour sanitizers: `python -m tests.devices.cpu.sanitized`; a minute, by hand.
+"""The kernel tests built with address and undefined-behaviour sanitizers: `python -m tests.devices.cpu.sanitized`; minutes, by hand.
 
-Exits non-zero when a test fails or a sanitizer speaks.
+Exits non-zero when a test fails, a sanitizer speaks, or there is nothing to test: without kernels most tests skip.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 
 from rayneuron.devices.cpu import library
 
-FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
+FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+LONGEST_S = 1800.0  # of one file: the sanitizers take the compiler several times as long
 PARTS = ("kernels", "panels", "tiles", "families", "carry")
 TESTS = (*(f"tests/devices/cpu/test_{part}.py" for part in PARTS), "tests/engine/test_sampling.py")
 
@@ -32,7 +33,11 @@ def main() -> int:
         told = {"LD_PRELOAD": preloaded(), "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
         os.execve(sys.executable, [sys.executable, "-m", "tests.devices.cpu.sanitized"], {**os.environ, **told})
     library.FLAGS = (*library.FLAGS, *FLAGS)
+    library._LONGEST_S = LONGEST_S
     del os.environ["LD_PRELOAD"]  # the compiler must not run under it
+    if library.library() is None:
+        print("the kernels could not be built with the sanitizers, or do not load under them; the log above says why", file=sys.stderr)
+        return 1
     return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *TESTS]))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_no_sanitizer_speaks_of_the_kernels() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.devices.cpu.sanitized"], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False

@@ -1,0 +1,1 @@
+"""Models that sleep and wake on the cores of a host."""

@@ -1,0 +1,119 @@
+"""Seats in Ray Serve: an application for each, brought and taken away; and what Ray remembers of those there are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayneuron.config import Deployment
+from rayneuron.deployment_file import DEPLOYMENT
+from rayneuron.group_config import SeatSection
+from rayneuron.host.keeper import Keeper
+from rayneuron.host.table import SeatRow
+from rayneuron.placement.layout import CORES
+from rayneuron.serve import readiness
+from rayneuron.serve.app import application_of
+
+log = logging.getLogger(__name__)
+
+KEY = b"rayneuron:seat:"  # what Ray keeps of each
+PATIENCE_S = 2.0  # beyond what streams were given
+
+
+class Seats:
+    """What the arbiter does with Ray. Every call blocks: the arbiter makes them on threads. `owner`: the gateway's application."""
+
+    def __init__(self, owner: str, orphan_s: float) -> None:
+        self._owner, self._orphan_s = owner, orphan_s
+        self._building = threading.Lock()  # Serve notes for the whole process what it pickles by value: two at once take it from each other
+
+    def start(self, row: SeatRow, config: Deployment) -> None:
+        """Bring the application of a seat; it is there when `look` says so. Raises what the builder refuses."""
+        cores = list(range(row.first, row.first + row.size))
+        seat = SeatSection(node=row.node, cores=cores, owner=self._owner, orphan_s=self._orphan_s)
+        serving = config.serving.model_copy(update={"seat": seat})
+        serving.__pydantic_fields_set__.add("seat")
+        placed = config.model_copy(update={"serving": serving})
+        placed.__pydantic_fields_set__.add("serving")
+        said = {"model": row.model, "node": row.node, "cores": cores, "words": words_of(config)}
+        _internal_kv_put(KEY + row.key.encode(), json.dumps(said).encode(), overwrite=True)
+        _internal_kv_del(readiness.KEY + row.key.encode())
+        with self._building:
+            target = serve.RunTarget(application_of(placed), row.key, None)
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def drain(self, key: str, within_s: float) -> None:
+        """Let the streams of a seat end, those that do not go on elsewhere or end with an error, then give its engine back."""
+        handle = serve.get_deployment_handle(DEPLOYMENT, key)
+        handle.broadcast("retire", within_s).results(timeout_s=within_s + PATIENCE_S)
+
+    def delete(self, key: str) -> None:
+        """Take the application away."""
+        _internal_kv_del(KEY + key.encode())
+        serve.delete(key, _blocking=False)
+
+    def look(self) -> dict[str, readiness.State]:
+        """All applications that Serve has."""
+        return readiness.look()
+
+    def seconds(self, key: str) -> dict[str, float]:
+        """What the parts of a seat's start took."""
+        handle = serve.get_deployment_handle(DEPLOYMENT, key)
+        (told,) = handle.broadcast("start_seconds").results(timeout_s=PATIENCE_S)
+        return dict(told)
+
+    def known(self, key: str) -> Mapping[str, Any] | None:
+        """What was said of a seat when it was started, None where the application is none of ours."""
+        said = _internal_kv_get(KEY + key.encode())
+        return None if said is None else json.loads(said)
+
+
+class Keepers:
+    """The keepers of all nodes, as actors there."""
+
+    def __init__(self, instance: str, most: int) -> None:
+        self._instance, self._most = instance, most
+        self._actors: dict[str, Any] = {}
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """What each says of its node; a node that does not answer is not in it, and its keeper is made anew."""
+        there = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(CORES, 0) >= 1}
+        for node in sorted(there)[: self._most]:
+            if node not in self._actors:
+                place = NodeAffinitySchedulingStrategy(there[node], soft=False)
+                made = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=place)
+                self._actors[node] = made.remote(node, self._instance)
+        asked = {node: actor.look.remote() for node, actor in self._actors.items()}
+        told = {}
+        for node, answer in asked.items():
+            try:
+                told[node] = ray.get(answer, timeout=10)
+            except Exception as wrong:
+                log.warning("the keeper of %s does not answer: %r", node, wrong)
+                ray.kill(self._actors.pop(node))
+        return told
+
+    def weights(self, source: str) -> tuple[int, float]:
+        """Bytes of a model's weights, and the share that is in memory, of the node that knows most."""
+        asked = [actor.weights.remote(source) for actor in self._actors.values()]
+        return max(ray.get(asked, timeout=30), default=(0, 0.0))
+
+    def warm(self, sources: list[str], most_bytes: int) -> None:
+        """Have every node read these weights ahead."""
+        for actor in self._actors.values():
+            actor.warm.remote(sources, most_bytes)
+
+
+def words_of(config: Deployment) -> str:
+    """A digest of a model's words: a seat of others is not adopted."""
+    said = json.dumps(config.model_dump(exclude={"serving": {"seat"}}, mode="json"), sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()

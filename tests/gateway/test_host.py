@@ -1,0 +1,119 @@
+"""A model of the host through Ray: asleep, woken by a call, put to sleep again, its cores free; what callers see meanwhile."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayneuron.placement.instances import instance
+from rayneuron.placement.ledger import Ledger
+from rayneuron.serve.profile import profile_env
+from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
+
+pytestmark = pytest.mark.timeout(400)
+GO = {"prompt": "hello there", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def host(tiny: Path) -> Iterator[tuple[str, Path]]:
+    """Two cores; `nap`, which takes both of them, `broken`, which cannot start, and a gateway. The address, and the ledgers."""
+    import ray
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    with tempfile.TemporaryDirectory(prefix="rh", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
+        (Path(folder) / "ray").mkdir()
+        words = {"RAY_TMPDIR": folder, "RAYNEURON_LEDGER": f"{folder}/cores", **profile_env("plain")}
+        for name, value in words.items():
+            patch.setenv(name, value)
+        resources = {"neuron_cores": 2}
+        ray.init(address="local", num_cpus=4, resources=resources, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
+        try:
+            port = free_port()
+            http = {"host": "127.0.0.1", "port": port}
+            serve.start(http_options=http)
+            args = {"model": {"path": str(tiny)}, "dtype": "fp32", "max_model_len": 512, "max_num_seqs": 4, "threads": 1, "seed": 5}
+            args |= {"tensor_parallel": 2, "serving": {"num_cpus": 0.1, "drain_timeout_s": 5}}
+            broken = {**args, "model": {"path": "/nowhere"}, "tensor_parallel": 1}
+            gateway: dict[str, Any] = {
+                "models": [{"name": "nap", "args": args, "idle_s": 5}, {"name": "broken", "args": broken}],
+                "host": {"instance": "cores:2"}, "scaling": {"min_life_s": 0.5, "orphan_s": 5},
+                "serving": {"num_cpus": 0.1, "drain_timeout_s": 5}, "explain": True,
+            }  # fmt: skip
+            entry = {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": gateway}
+            file = ServeDeploySchema.model_validate({"http_options": http, "applications": [entry]})
+            serve.context._get_global_client().deploy_apps(file, _blocking=False)
+            eventually(lambda: serve.status().applications["gateway"].status.value == "RUNNING", 120, serve.status)
+            made = f"http://127.0.0.1:{port}"
+            eventually(lambda: state(made, "nap") == "sleeping", PATIENCE_S, lambda: state(made, "nap"))
+            yield made, Path(folder) / "cores"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def state(url: str, name: str) -> str:
+    cards = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
+    return str(next(card["rayneuron"]["state"] for card in cards if card["id"] == name))
+
+
+def free(cores: Path) -> set[int]:
+    (folder,) = cores.iterdir()
+    return set(Ledger(folder, instance("cores:2")).free())
+
+
+def described(url: str) -> dict[str, Any]:
+    reply = httpx.get(f"{url}/debug/hosts", timeout=PATIENCE_S)
+    assert reply.status_code == 200, reply.text
+    told: dict[str, Any] = reply.json()
+    return told
+
+
+def test_a_call_wakes_its_model_which_then_sleeps_again(host: tuple[str, Path]) -> None:
+    url, cores = host
+    assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200 and described(url)["seats"] == []
+    began_s = time.monotonic()
+    reply = httpx.post(f"{url}/v1/completions", json=GO | {"model": "nap"}, timeout=120)
+    assert reply.status_code == 200, reply.text
+    print(f"woken and answered in {time.monotonic() - began_s:.1f} s, waited {reply.headers['x-rayneuron-waited-ms']} ms")
+    assert reply.json()["usage"]["completion_tokens"] == 12 and state(url, "nap") == "ready"
+    eventually(lambda: [seat["state"] for seat in described(url)["seats"]] == ["ready"], PATIENCE_S)
+    (seat,) = described(url)["seats"]
+    assert (seat["seat"], seat["cores"]) == ("nap.0", [0, 1]) and free(cores) == set()
+    again = httpx.post(f"{url}/v1/completions", json=GO | {"model": "nap"}, timeout=120)
+    assert again.json()["choices"] == reply.json()["choices"] and "x-rayneuron-waited-ms" not in again.headers
+    eventually(lambda: described(url)["seats"] == [], 60, lambda: described(url)["seats"])
+    assert free(cores) == {0, 1} and state(url, "nap") == "sleeping"
+    page = httpx.get(f"{url}/debug/hosts", headers={"accept": "text/html"}, timeout=PATIENCE_S)
+    assert "nap" in page.text and page.headers["content-type"].startswith("text/html")
+
+
+def test_whoever_streams_may_be_told_how_far_it_is(host: tuple[str, Path]) -> None:
+    url, _ = host
+    eventually(lambda: state(url, "nap") == "sleeping", 60)
+    lines = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=GO | {"model": "nap", "stream": True},
+                      headers={"x-rayneuron-progress": "1"}, timeout=120) as stream:  # fmt: skip
+        assert stream.status_code == 200
+        lines = list(stream.iter_lines())
+    comments = [line for line in lines if line.startswith(": nap ")]
+    assert comments and "about" in comments[0], lines[:3]
+    events = sse([line for line in lines if not line.startswith(":")])
+    assert events[-1] == "[DONE]" and sum(bool(json.loads(event)["choices"][0]["text"]) for event in events[:-1])
+
+
+def test_a_start_that_fails_says_why(host: tuple[str, Path]) -> None:
+    url, cores = host
+    reply = httpx.post(f"{url}/v1/completions", json=GO | {"model": "broken"}, timeout=120)
+    assert reply.status_code == 503 and "/nowhere" in reply.json()["error"]["message"], reply.text
+    assert 1 <= float(reply.headers["retry-after"]) <= 120
+    again = httpx.post(f"{url}/v1/completions", json=GO | {"model": "broken"}, timeout=120)
+    assert again.status_code == 503 and "/nowhere" in again.json()["error"]["message"], "at once, from what is known"
+    eventually(lambda: free(cores) >= {1}, 30)

@@ -1,0 +1,35 @@
+"""The shell blocks of docs/ run as they stand, on this machine; those that begin with `# slow` in the slow tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}", marks=[pytest.mark.slow] if block.startswith("# slow\n") else [])
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for number, block in enumerate(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S))
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_it_runs_as_it_is_written(block: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="rb", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "rayneuron").write_text(f'#!/bin/sh\nexec {sys.executable} -m rayneuron "$@"\n')
+        (Path(folder) / "rayneuron").chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled",
+            "RAYNEURON_LEDGER": f"{folder}/cores", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = ["bash", "-e", "-m", "-o", "pipefail", "-c", block]
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stdout[-2000:] + ran.stderr[-2000:]
