@@ -166,10 +166,10 @@ def test_a_masked_draw_is_a_draw_from_masked_logits(how: tuple[float, int, float
             bits = torch.rand(vocab, generator=rng) < share
             bits[vocab // 2] = True
             mask = np.packbits(np.pad(bits.numpy(), (0, -vocab % 32)), bitorder="little").view(np.uint32)
-            args = [torch.tensor([how[0]]), torch.tensor([how[1]]), *(torch.tensor([x]) for x in how[2:]), torch.rand(1, generator=rng)]
-            token = int(sampling.on_host(row, *args, mask))
+            args = (*how, float(torch.rand(1, generator=rng)))
+            token = sampling.on_host(row[0], args, mask)
             masked = torch.where(bits, row, float("-inf"))
-            assert bits[token] and token == int(sampling.on_host(masked, *args))
+            assert bits[token] and token == sampling.on_host(masked[0], args)
             assert torch.equal(sampling.masked(row[0], mask), masked[0])
 
 

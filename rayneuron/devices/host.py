@@ -17,11 +17,11 @@ def prepare() -> None:
     library.present()
 
 
-def draw(logits: Tensor, *how: Tensor, mask: NDArray[np.uint32] | None = None) -> Tensor | None:
-    """Ids [B] of logits [B,V]; `how`: temperature, top_k, top_p, min_p, uniform, each [B]. By the calling thread alone.
-    `mask`: a bit for each id that may come, of a single row."""
-    found = library.present() if draws.fits(logits) else None
-    return None if found is None else draws.draw(found, None, logits, *how, mask=mask)
+def draw(logits: Tensor, how: tuple[float, int, float, float, float], mask: NDArray[np.uint32] | None = None) -> int | None:
+    """The id of a row [V]; `how`: temperature, top_k, top_p, min_p, uniform. `mask`: a bit for each id that may come."""
+    found = library.present() if draws.fits(logits[None]) else None
+    temperature, top_k, top_p, min_p, uniform = how
+    return None if found is None else draws.draw_row(found, logits, draws.DrawFields(temperature, top_p, min_p, uniform, top_k), mask)
 
 
 def describe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

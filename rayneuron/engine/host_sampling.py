@@ -44,13 +44,13 @@ class HostSampling:
         return token
 
     def _draw(self, row: Tensor, sequence: Sequence, mask: Mask | None) -> int:
-        params = sequence.params
-        number = sampling.uniforms([sequence.seed], [len(sequence.ids)])  # the same as `runner.pack` gives the device
-        top_k, top_p, uniform = torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]), torch.from_numpy(number)
-        temperature = torch.tensor([params.temperature])
-        if self._rule is not None:
-            row = row if mask is None else sampling.masked(row, mask)
-            ids, _ = neuron_sampling.sample(row[None], top_k, top_p, temperature, uniform, self._rule)
-        else:
-            ids = sampling.on_host(row[None], temperature, top_k, top_p, torch.tensor([params.min_p]), uniform, mask)
+        params, uniform = sequence.params, 0.0
+        if not params.greedy:
+            uniform = float(sampling.uniforms([sequence.seed], [len(sequence.ids)])[0])  # the same as `runner.pack` gives the device
+        top_k = max(params.top_k, 0)
+        if self._rule is None or params.greedy:
+            return sampling.on_host(row, (params.temperature, top_k, params.top_p, params.min_p, uniform), mask)
+        row = row if mask is None else sampling.masked(row, mask)
+        how = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
+        ids, _ = neuron_sampling.sample(row[None], *how, self._rule)
         return int(ids[0])

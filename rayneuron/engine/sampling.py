@@ -60,17 +60,15 @@ def sample(
     return torch.where(cold, ops.likeliest(logits), drawn), cold | ~filtered | inside | everything
 
 
-def on_host(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
-    mask: NDArray[np.uint32] | None = None,
-) -> Tensor:  # fmt: skip
-    """`sample` with the whole vocabulary as candidates -> ids [B]; by the CPU's kernels where they are built, whatever the device is.
-    `mask`: a bit for each id that may come, of a single row."""
-    how = (temperature, top_k, top_p, min_p, uniform)
-    ids = host.draw(logits, *how, mask=mask)
-    if ids is None and mask is not None:
-        logits = masked(logits[0], mask)[None]
-    return sample(logits, *how, candidates=logits.shape[-1])[0] if ids is None else ids
+def on_host(row: Tensor, how: tuple[float, int, float, float, float], mask: NDArray[np.uint32] | None = None) -> int:
+    """`sample` of one row [V] with the whole vocabulary as candidates; by the CPU's kernels where they are built, whatever the device is.
+    `how`: temperature, top_k, top_p, min_p, uniform. `mask`: a bit for each id that may come."""
+    token = host.draw(row, how, mask)
+    if token is None:
+        row = row if mask is None else masked(row, mask)
+        temperature, top_k, top_p, min_p, uniform = (torch.tensor([value]) for value in how)
+        token = int(sample(row[None], temperature, top_k, top_p, min_p, uniform, candidates=len(row))[0])
+    return token
 
 
 def masked(row: Tensor, mask: NDArray[np.uint32]) -> Tensor:

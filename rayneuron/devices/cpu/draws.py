@@ -30,19 +30,24 @@ def fits(logits: Tensor) -> bool:
 
 def draw(
     found: ctypes.CDLL, team: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
-    *, mask: NDArray[np.uint32] | None = None,
 ) -> Tensor:  # fmt: skip
-    """[B,V] float32 and [B] parameters -> ids [B] int32. `team`: the threads of a rank, None: this one.
-    `mask`: a bit for each id that may come, the same for all rows."""
+    """[B,V] float32 and [B] parameters -> ids [B] int32. `team`: the threads of a rank, None: this one."""
     rows, count = logits.shape
     how = torch.empty(rows, _WORDS)
     for i, values in enumerate((temperature, top_p, min_p, uniform)):
         how[:, i] = values
     how.view(torch.int32)[:, 4] = top_k
     ids = torch.empty(rows, dtype=torch.int32)
-    bits = None if mask is None else mask.ctypes.data
-    found.rn_draw(team, logits.data_ptr(), rows, count, logits.stride(0), how.data_ptr(), bits, ids.data_ptr())
+    found.rn_draw(team, logits.data_ptr(), rows, count, logits.stride(0), how.data_ptr(), None, ids.data_ptr())
     return ids
+
+
+def draw_row(found: ctypes.CDLL, logits: Tensor, how: DrawFields, mask: NDArray[np.uint32] | None) -> int:
+    """The id of a single row [V] by the calling thread. `mask`: a bit for each id that may come."""
+    token, count = ctypes.c_int32(), len(logits)
+    bits = None if mask is None else mask.ctypes.data
+    found.rn_draw(None, logits.data_ptr(), 1, count, count, ctypes.addressof(how), bits, ctypes.addressof(token))
+    return token.value
 
 
 def describe(found: ctypes.CDLL, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
