@@ -37,6 +37,11 @@ class Scan(NamedTuple):
         """Whether anything is."""
         return self.tools is not None or self.reasoning is not None
 
+    @property
+    def inside(self) -> bool:
+        """Whether an answer begins inside reasoning."""
+        return self.opened or self.reasoning == "deepseek_r1"
+
 
 class _Said(msgspec.Struct):
     name: str
@@ -73,7 +78,7 @@ class Scanner:
         elif THINK.startswith(begun) and not self._last:
             return None
         else:
-            self._state = self._reasoning if self._scan.opened or self._scan.reasoning == "deepseek_r1" else self._content
+            self._state = self._reasoning if self._scan.inside else self._content
         return []
 
     def _reasoning(self) -> list[Event] | None:

@@ -221,7 +221,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
         for name, values in {
             "max_new_tokens": [0, "5", 10**9], "temperature": ["x", 9], "top_p": ["x", 5], "top_k": ["x"], "stop": [[5], ["a"] * 5],
             "repetition_penalty": [0], "seed": ["x"], "truncate": [0, "x"], "top_n_tokens": [21], "details": ["x"], "do_sample": ["x"],
-            "best_of": [2], "typical_p": [0.5], "grammar": [{"type": "regex", "value": "a"}], "watermark": [True], "adapter_id": ["a"],
+            "best_of": [2], "typical_p": [0.5], "grammar": [{"type": "odd", "value": "a"}], "watermark": [True], "adapter_id": ["a"],
             "return_full_text": [1], "decoder_input_details": ["x"], "num_beams": [2],
         }.items()
         for value in values
@@ -256,7 +256,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
             ({"prompt": {"id": "p"}}, "prompt"),
             ({"tools": [{"type": "web_search"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
             ({"truncation": "x"}, "truncation"),
-            ({"text": {"format": {"type": "json_object"}}}, "text.format"), ({"temperature": "x"}, "temperature"),
+            ({"text": {"format": {"type": "odd"}}}, "text.format"), ({"temperature": "x"}, "temperature"),
             ({"include": "x"}, "include"),
         )
     ),

@@ -152,7 +152,6 @@ def test_what_is_asked(byte_level: Text) -> None:
         ({}, QWEN, "tools"),
         ({"tools": TOOLS * 2}, BOTH, "tools[1]"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, BOTH, "tools[0].function.parameters"),
-        ({"tool_choice": "required"}, BOTH, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, BOTH, "tool_choice"),
         ({"chat_template": "{{ messages[0]['content'] }}"}, BOTH, "tools"),
     ],

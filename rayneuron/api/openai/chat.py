@@ -13,7 +13,8 @@ from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai.events import Events, Writers, frame
 from rayneuron.api.openai.messages import read_messages
 from rayneuron.api.openai.prediction import read_prediction
-from rayneuron.api.scan import THINK, Event, Scanner
+from rayneuron.api.openai.tools import Tools, read_tools
+from rayneuron.api.scan import THINK, THOUGHT, Event, Scanner
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
@@ -42,11 +43,15 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     asked, name = _max_tokens(fields)
     keep, side = truncate(fields, context, asked or 1)
     predicted = read_prediction(fields, context) if "prediction" in fields else None
-    heard = "tools" in fields and fields.peek("tool_choice") in (None, "auto")
-    many = fields.peek("parallel_tool_calls") is not False
-    scan = context.scan._replace(shown=shown, many=many, tools=context.scan.tools if heard else None)
-    ids, role = render(fields, context, keep, side)
+    tools = _tools(fields, context)
+    scan = context.scan._replace(shown=shown, many=tools.many, tools=tools.form(context.scan) if tools.names else None)
+    ids, role = render(fields, context, keep, side, tools.shown)
     ids = cut(ids, keep, side)
+    scan = scan._replace(opened=scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK))
+    if tools.forced:
+        if "structured_outputs" in words:
+            raise RequestError("tool_choice forces a call, which is a form already; leave the other constraint out", param="tool_choice")
+        words["structured_outputs"] = tools.constraint(context.text.encode(THOUGHT, False) if scan.inside else ())
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
     params = SamplingParams(**words, max_tokens=tokens)
     common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt}
@@ -62,7 +67,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         logprobs=logprobs,
         prompt_logprobs=params.prompt_logprobs,
         role=role,
-        scan=scan._replace(opened=scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK)),
+        scan=scan,
         unknown=fields.unknown,
     )
 
@@ -81,7 +86,9 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-def render(fields: Fields, context: Context, keep: int | None = None, side: str = "left") -> tuple[list[int], str]:
+def render(
+    fields: Fields, context: Context, keep: int | None = None, side: str = "left", tools: list[Json] | None = None
+) -> tuple[list[int], str]:  # fmt: skip
     """Token ids of the body's conversation, and the role that speaks next. `keep`: the caller will cut all but so many, on that `side`."""
     messages = read_messages(fields.take("messages"), context.max_model_len)
     prompt, final = fields.flag("add_generation_prompt", True), fields.flag("continue_final_message")
@@ -97,7 +104,7 @@ def render(fields: Fields, context: Context, keep: int | None = None, side: str 
         messages,
         add_generation_prompt=prompt,
         continue_final_message=final,
-        tools=_tools(fields, context.scan.tools is not None),
+        tools=tools or _tools(fields, context).shown,
         documents=_documents(fields),
         chat_template=template,
         add_special_tokens=fields.flag("add_special_tokens"),
@@ -108,6 +115,13 @@ def render(fields: Fields, context: Context, keep: int | None = None, side: str 
     if not ids:
         raise RequestError("the chat template made an empty prompt of these messages", param="messages")
     return ids, "assistant" if prompt else messages[-1]["role"]
+
+
+def _tools(fields: Fields, context: Context) -> Tools:
+    if "tools" in fields or "tool_choice" in fields:
+        return read_tools(fields, context.scan.tools is not None)
+    fields.flag("parallel_tool_calls")
+    return Tools()
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
@@ -129,40 +143,6 @@ def _documents(fields: Fields) -> list[dict[str, Any]] | None:
         wrong("documents", "an array of objects", documents)
     found: list[dict[str, Any]] | None = documents
     return found
-
-
-def _tools(fields: Fields, heard: bool) -> list[dict[str, Any]] | None:
-    """Tools to show the model; `heard`: whether this server can read the calls it writes."""
-    tools, choice = fields.take("tools"), fields.take("tool_choice")
-    fields.flag("parallel_tool_calls", True)
-    if choice is not None and not (isinstance(choice, str) and choice in ("none", "auto", "required")):
-        named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-        if not isinstance(named, dict) or not isinstance(named.get("name"), str):
-            wrong("tool_choice", "none, auto, required, or {type: function, function: {name}}", choice)
-    if tools is None:
-        if choice not in (None, "none"):
-            raise RequestError("tool_choice needs tools", param="tool_choice")
-        return None
-    if not isinstance(tools, list) or not tools:
-        wrong("tools", "a non-empty array of tools, or absent", tools)
-    for place, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            wrong(f"tools[{place}]", "{type: function, function: {name, description, parameters}}", tool)
-    if isinstance(choice, dict) and all(tool["function"]["name"] != choice["function"]["name"] for tool in tools):
-        raise RequestError(f"tool_choice names {choice['function']['name']!r}, which is not among tools", param="tool_choice")
-    names = [tool["function"]["name"] for tool in tools]
-    for place, tool in enumerate(tools):
-        if names[place] in names[:place]:
-            raise RequestError(f"tools[{place}] has the name {names[place]!r}, as one before it; give it another", param=f"tools[{place}]")
-        if not isinstance(tool["function"].get("parameters", {}), dict | None):
-            wrong(f"tools[{place}].function.parameters", "a JSON schema", tool["function"]["parameters"])
-    if choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice must be auto or none; this server cannot force a call yet", param="tool_choice")
-    if choice != "none" and not heard:
-        said = "tools needs a server whose file says serving.tool_call_parser; leave it out, or set tool_choice to none"
-        raise RequestError(said, param="tools")
-    return tools
 
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
