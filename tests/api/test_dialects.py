@@ -256,7 +256,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
             ({"prompt": {"id": "p"}}, "prompt"),
             ({"tools": [{"type": "web_search"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
             ({"truncation": "x"}, "truncation"),
-            ({"text": {"format": {"type": "odd"}}}, "text.format"), ({"temperature": "x"}, "temperature"),
+            ({"text": {"format": {"type": "odd"}}}, "text.format.type"), ({"temperature": "x"}, "temperature"),
             ({"include": "x"}, "include"),
         )
     ),
