@@ -126,9 +126,11 @@ def open_engine(
         text = reading.result()
         host.prepare()
         kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
+        grammars = Grammars(text, model.arch.vocab)
+        undo.callback(grammars.close)
         engine = Engine(
             runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile,
-            grammars=Grammars(text, model.arch.vocab),
+            grammars=grammars,
             speculation=speculation(drafts, profile, runner.capacity.rows) if (drafts := config.speculative_config) else None,
         )  # fmt: skip
         undo.pop_all()

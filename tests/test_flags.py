@@ -20,6 +20,7 @@ from rayneuron.validation import fields, override
 
 MODEL = "org/name"
 KEYS = {key: field for key, field in fields(Deployment) if key not in ("model", "model.path", "lmi")}
+KEYS = {key: field for key, field in KEYS.items() if not key.startswith("serving.seat.")}  # which only go together
 CANDIDATES: dict[Any, list[Any]] = {
     bool: [True, False],
     int: [0, 1, 2, 3, 16, 2048],
@@ -79,6 +80,7 @@ EXAMPLES: dict[str, list[Any]] = {  # of keys whose values are told by no type
     "pools.prefill": [{"max_num_seqs": 2}],
     "speculative_config": [{"method": "ngram"}],
     "speculative_config.method": ["ngram"],
+    "serving.seat": [{"node": "127.0.0.2", "cores": [0, 1], "owner": "gateway"}],
 }
 
 

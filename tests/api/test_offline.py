@@ -43,6 +43,7 @@ VALUES: dict[str, list[Any]] = {
     "prompt_logprobs": [0, 20],
     "skip_special_tokens": [True, False],
     "spaces_between_special_tokens": [True, False],
+    "structured_outputs": [{"choice": ["a", "b"]}, {"json": {"type": "object"}, "disable_any_whitespace": True}],
 }
 WRONG: dict[str, list[Any]] = {
     "top_k": [2**31, 10**400], "no_repeat_ngram_size": [65, 10**400], "n": [0, 129, 10**400], "max_tokens": [-1, 600, 10**400],

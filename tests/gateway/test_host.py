@@ -31,6 +31,7 @@ def host(tiny: Path) -> Iterator[tuple[str, Path]]:
     with tempfile.TemporaryDirectory(prefix="rh", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
         (Path(folder) / "ray").mkdir()
         words = {"RAY_TMPDIR": folder, "RAYNEURON_LEDGER": f"{folder}/cores", **profile_env("plain")}
+        patch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)  # an engine of this process may have been given cores
         for name, value in words.items():
             patch.setenv(name, value)
         resources = {"neuron_cores": 2}

@@ -118,7 +118,8 @@ def test_who_makes_room() -> None:
     assert not made.dismiss and made.eta_s["x"] == 40.0 + 60.0, "the youngest may go in 40 s"
     hot = [replace(w, rate=1.0) for w in seats]
     assert not decide([node(set())], [*hot, wants], LIMITS).dismiss, "what is in use stays, until somebody has waited long enough"
-    assert decide([node(set())], [*hot, replace(wants, oldest_s=121.0)], LIMITS).dismiss
+    assert not decide([node(set())], [*hot, replace(wants, oldest_s=209.0)], LIMITS).dismiss, "1.5 times 3 missed starts of a minute"
+    assert decide([node(set())], [*hot, replace(wants, oldest_s=211.0)], LIMITS).dismiss
     assert decide([node(set())], [*hot, replace(wants, priority=1)], LIMITS).dismiss
     above = [replace(w, priority=1, seats=(replace(w.seats[0], busy_s=1.0),)) for w in hot]
     assert not decide([node(set())], [*above, replace(wants, oldest_s=1e9)], LIMITS).dismiss

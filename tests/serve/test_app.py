@@ -281,7 +281,8 @@ async def test_a_gateway_in_front_of_both(client: httpx.Client, url: str, tiny: 
         return [line.split()[-1] for line in lines if line.startswith("rayneuron:gateway_replicas{")] == ["2.0"]
 
     eventually(both, PATIENCE_S)
-    assert client.post("/gateway/v1/completions", json=GO).json()["choices"][0]["text"] == expected
+    reply = client.post("/gateway/v1/completions", json=GO)
+    assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == expected, reply.text
     async with httpx.AsyncClient(base_url=f"{url}/gateway", timeout=PATIENCE_S * 2) as http:
         gaps: list[list[float]] = [[] for _ in range(4)]
         wanted = [await streamed(http, number, 160, gaps[number]) for number in range(4)]
