@@ -278,7 +278,8 @@ async def test_a_gateway_in_front_of_both(client: httpx.Client, url: str, tiny: 
 
     def both() -> bool:
         lines = client.get("/gateway/metrics").text.splitlines()
-        return [line.split()[-1] for line in lines if line.startswith("rayneuron:gateway_replicas{")] == ["2.0"]
+        connected = [line.split()[-1] for line in lines if line.startswith("rayneuron:gateway_replicas{")]
+        return connected == ["2.0"] and client.get("/gateway/health").status_code == 200
 
     eventually(both, PATIENCE_S)
     reply = client.post("/gateway/v1/completions", json=GO)
