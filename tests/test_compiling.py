@@ -11,7 +11,7 @@ import yaml
 
 from rayneuron import LLM, SamplingParams, cli
 from rayneuron.deployment_file import IMPORT_PATH
-from tests.devices.neuron.conftest import standin, standin_modules  # noqa: F401
+from tests.devices.neuron.conftest import cold, compiled_once, standin, standin_modules  # noqa: F401
 
 ARGS = {
     "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,
@@ -26,20 +26,20 @@ def written(folder: Path, model: Path, **args) -> Path:
     return path
 
 
-def test_neuron(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_neuron(cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """Compiling takes no cores; another node loads the folder with its cores, and computes."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
-    file, out = written(standin, tiny, device="neuron", tensor_parallel=2), standin / "out"
+    file, out = written(cold, tiny, device="neuron", tensor_parallel=2), cold / "out"
     assert cli.main(["compile", str(file), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "5 graphs:" in said and "decode        1  b2_t1_l64_sampled_logits_last" in said and "kv_export" in said
     assert "MiB of weights and" in said and said.rstrip().endswith(str(out))
     assert json.loads((out / "neuron_config.json").read_text())["neuron_config"]["context_encoding_buckets"] == [16]
-    shutil.rmtree(standin / "cache")
+    shutil.rmtree(cold / "cache")
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0,1")
     with LLM(str(tiny), device="neuron", tensor_parallel=2, compile={"artifact": str(out), "required": True}, **ARGS) as llm:
         got = llm.generate(["x"], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids
-    kept = [len(list((standin / "cache").rglob(name))) for name in ("manifest.json", "profile.json")]
+    kept = [len(list((cold / "cache").rglob(name))) for name in ("manifest.json", "profile.json")]
     assert kept[0] == kept[1] > 0, "step times, and no graph"
     with LLM(str(tiny), **ARGS) as cpu:
         assert got == cpu.generate(["x"], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids

@@ -28,9 +28,15 @@ def standin_modules() -> Iterator[dict[str, object]]:
     yield found
 
 
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One compile cache a session: a graph of one key is compiled by whoever asks for it first."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def standin(standin_modules: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """`device: neuron` works in this test, on eight cores of an Inf2 and with a compile cache of its own."""
+def standin(standin_modules: dict[str, object], compiled_once: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """`device: neuron` works in this test, on eight cores of an Inf2."""
     for name, module in standin_modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.syspath_prepend(str(STANDIN))
@@ -38,5 +44,12 @@ def standin(standin_modules: dict[str, object], monkeypatch: pytest.MonkeyPatch,
     for name in ("RAYNEURON_EXPORTED", "RAYNEURON_RUNTIME"):
         monkeypatch.setenv(name, "")  # as in a process that has loaded nothing, before this test and after it
     monkeypatch.setenv("STANDIN_CORES", str(tmp_path / "cores"))
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(compiled_once))
     return tmp_path
+
+
+@pytest.fixture
+def cold(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with an empty compile cache of the test's own, for what is said of compiling itself."""
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(standin / "cache"))
+    return standin

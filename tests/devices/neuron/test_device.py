@@ -39,27 +39,30 @@ def wide() -> Path:
     return demo.random("tp8", dtype="fp32")
 
 
+@pytest.fixture(scope="module")
+def want(tiny: Path) -> list[list[int]]:
+    """What the CPU says."""
+    with LLM(str(tiny), **OPTIONS) as cpu:
+        return tokens(cpu)
+
+
 def cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", f"0-{count - 1}" if count > 1 else "0")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_are_the_cpu_devices(standin: Path, tiny: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_the_cpu_devices(standin: Path, tiny: Path, want: list[list[int]], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, ranks)
-    with LLM(str(tiny), **OPTIONS) as cpu:
-        want = tokens(cpu)
     with LLM(str(tiny), device="neuron", tensor_parallel=ranks, **OPTIONS) as llm:
         assert tokens(llm) == want
 
 
-def test_prefix_buckets(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_buckets(standin: Path, tiny: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs for prefill x prefix, listed by `compile`, served by a deployment that may build nothing; the same tokens."""
     from rayneuron.compiling import compile_ahead
     from rayneuron.config import parse
 
     cores(monkeypatch, 1)
-    with LLM(str(tiny), **OPTIONS) as cpu:
-        want = tokens(cpu)
     options = OPTIONS | {"device": "neuron", "buckets": {**OPTIONS["buckets"], "prefix": [16, 32]}}
     said: list[str] = []
     compile_ahead(parse({"model": {"path": str(tiny)}, **options}), None, said.append, lambda done, total: None)
@@ -116,12 +119,10 @@ def test_eight_ranks_in_one_process(standin: Path, wide: Path, monkeypatch: pyte
         assert tokens(llm) == want
 
 
-def test_cores_from_the_ledger(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_from_the_ledger(standin: Path, tiny: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment that names its instance takes its cores from the node's ledger and exports them before the SDK is imported."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
     monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
-    with LLM(str(tiny), **OPTIONS) as cpu:
-        want = tokens(cpu)
     with LLM(str(tiny), device="neuron", instance="inf2.xlarge", tensor_parallel=2, **OPTIONS) as llm:
         assert os.environ["NEURON_RT_VISIBLE_CORES"] == "0,1"
         assert tokens(llm) == want
@@ -246,10 +247,10 @@ def test_the_stand_in_refuses_what_the_runtime_refuses(standin: Path, tiny: Path
     assert ran.returncode == 1 and "0 is in use by another process" in ran.stderr
 
 
-def test_a_graph_that_does_not_compile_says_which(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_does_not_compile_says_which(cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 30: model, bucket, flags, and a log that is still there; the next attempt starts afresh and may succeed."""
     cores(monkeypatch, 1)
-    device, program, shapes, _ = opened(standin, tiny, 1, model="chat")
+    device, program, shapes, _ = opened(cold, tiny, 1, model="chat")
     monkeypatch.setenv("STANDIN_FAIL_GRAPH", "decode_b2")
     with pytest.raises(CompileError) as failed:
         device.compile(program, shapes[:1], silent)
@@ -259,14 +260,14 @@ def test_a_graph_that_does_not_compile_says_which(standin: Path, tiny: Path, mon
     assert "neuronx-cc: [F137] was forcibly killed" in text and ". 0 of 4 graphs are compiled and kept. " in text
     assert "Its flags; decode_b2_t1_l32_likeliest_last: --auto-cast=none --model-type=transformer" in text and " -O2 " in text
     log = Path(re.search(r"The compiler's log is (\S+log-neuron-cc\.txt)\.", text)[1])  # type: ignore[index]
-    assert "-O2" in log.read_text() and log.is_relative_to(standin / "cache" / "builds")
+    assert "-O2" in log.read_text() and log.is_relative_to(cold / "cache" / "builds")
     monkeypatch.delenv("STANDIN_FAIL_GRAPH")
     device.compile(program, shapes[:1], silent)
 
 
-def test_a_graph_that_cannot_be_traced_says_which(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_cannot_be_traced_says_which(cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, 1)
-    device, program, shapes, _ = opened(standin, tiny, 1, model="chat")
+    device, program, shapes, _ = opened(cold, tiny, 1, model="chat")
 
     def broken(*args: object, **more: object) -> None:
         raise NotImplementedError("no such operator")
@@ -385,10 +386,10 @@ def test_an_instance_with_another_chip(standin: Path, tiny: Path, monkeypatch: p
     assert devices.open("neuron", ahead=made, dtype=torch.float32).lnc == made.lnc == 2
 
 
-def test_tensor_parallel_the_chip_does_not_know(standin: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_the_chip_does_not_know(cold: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own refusal arrives as ours."""
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
-    device, program, shapes, _ = opened(standin, wide, 4)
+    device, program, shapes, _ = opened(cold, wide, 4)
     cores(monkeypatch, 4)
     from neuronx_distributed.trace import parallel_context
 
@@ -397,41 +398,41 @@ def test_tensor_parallel_the_chip_does_not_know(standin: Path, wide: Path, monke
         device.compile(program, shapes, silent)
 
 
-def test_artifact_and_flags_that_disagree(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_artifact_and_flags_that_disagree(cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """BR-96: an artifact is loaded without compiling, and refused with both sides' words where it does not fit."""
     import shutil
 
     cores(monkeypatch, 2)
-    device, program, shapes, _ = opened(standin, tiny, 2)
+    device, program, shapes, _ = opened(cold, tiny, 2)
     folder = device.artifact(program, device.targets(shapes), silent)
-    out = standin / "out"
+    out = cold / "out"
     shutil.copytree(folder, out)
-    shutil.rmtree(standin / "cache")
-    again, _, _, _ = opened(standin, tiny, 2, artifact=out)
+    shutil.rmtree(cold / "cache")
+    again, _, _, _ = opened(cold, tiny, 2, artifact=out)
     again.compile(program, shapes, silent)
-    assert not (standin / "cache").exists()
+    assert not (cold / "cache").exists()
     said = json.loads((out / "neuron_config.json").read_text())["neuron_config"]
     assert said["tp_degree"] == 2 and said["token_generation_buckets"] == [32] and said["tkg_batch_size"] == 2
-    more, _, _, _ = opened(standin, tiny, 2, artifact=out)
+    more, _, _, _ = opened(cold, tiny, 2, artifact=out)
     with pytest.raises(ConfigError, match=r"do not fit this deployment: graphs has decode_b1_t1_l32_likeliest_last only here"):
         more.compile(program, [*shapes, Shape("decode", 1, 1, 32, LIKELIEST)], silent)
     cores(monkeypatch, 1)
-    one, _, _, _ = opened(standin, tiny, 1, artifact=out)
+    one, _, _, _ = opened(cold, tiny, 1, artifact=out)
     with pytest.raises(ConfigError, match="tp_degree is 2 there, 1 here"):
         one.compile(program, shapes, silent)
     (out / "model.pt").write_bytes(b"x")
     cores(monkeypatch, 2)
-    broken, _, _, _ = opened(standin, tiny, 2, artifact=out)
+    broken, _, _, _ = opened(cold, tiny, 2, artifact=out)
     with pytest.raises(ConfigError, match="is damaged: model.pt"):
         broken.compile(program, shapes, silent)
 
 
-def test_who_waits_for_another_compiler_gives_signs_of_life(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_another_compiler_gives_signs_of_life(cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group ends a worker that makes no progress; waiting an hour for the node that compiles is progress."""
     import threading
 
     cores(monkeypatch, 1)
-    device, program, shapes, _ = opened(standin, tiny, 1)
+    device, program, shapes, _ = opened(cold, tiny, 1)
     targets = device.targets(shapes)
     heard, found = threading.Event(), []
     with device._cache.folder.lock(device.key(program, targets).digest):
@@ -442,13 +443,13 @@ def test_who_waits_for_another_compiler_gives_signs_of_life(standin: Path, tiny:
     assert found and found[0].is_dir()
 
 
-def test_what_is_required_and_absent(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_required_and_absent(cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, 1)
-    device, program, shapes, _ = opened(standin, tiny, 1)
+    device, program, shapes, _ = opened(cold, tiny, 1)
     device.compile(program, shapes, silent)
-    fewer, _, _, _ = opened(standin, tiny, 1, required=True)
+    fewer, _, _, _ = opened(cold, tiny, 1, required=True)
     fewer.compile(program, shapes[::-1], silent)  # the same graphs in another order are the same
-    other, _, _, _ = opened(standin, tiny, 1, required=True, options=CompilerOptions(optimization=3))
+    other, _, _, _ = opened(cold, tiny, 1, required=True, options=CompilerOptions(optimization=3))
     with pytest.raises(CompileError, match=r"nearest differs: flags.decode is .*-O2.* there, .*-O3.* here"):
         other.compile(program, shapes, silent)
 

@@ -45,21 +45,14 @@ class Nodes(Children):
         os.environ.update({name: before.get(name, "") for name in ("STANDIN_CORES", *self._environment)})
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One compile cache for this file."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def nodes(standin: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Two nodes' cores, ledgers, and one compile cache; no child may stay."""
+def nodes(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two nodes' cores and ledgers; no child may stay."""
     from neuronx_distributed.trace.nxd_model import runtime
 
     monkeypatch.setattr(runtime, "CLAIMED", {})  # this process may have claimed for another test
     monkeypatch.setenv("RAYNEURON_LEDGER", str(standin / "ledger"))
     monkeypatch.setenv("STANDIN_CORES", str(standin / "cores-0"))
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(compiled))
     for name in IN_FLIGHT:
         monkeypatch.setenv(name, "")  # taken back at the end, whoever exports it
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
@@ -135,12 +128,12 @@ def test_a_node_that_compiles_for_longer_than_the_group_is_patient(nodes: Path, 
     assert len(list((nodes / "cold").glob("*/graph.neff"))) >= 5
 
 
-def test_sequence_parallel_in_one_process(standin: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_parallel_in_one_process(cold: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank is data: a rank's share of T is cut by a collective. The graphs are others than without."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
     assert tokens(wide, device="neuron", tensor_parallel=4, sequence_parallel=True) == want
     assert tokens(wide, device="neuron", tensor_parallel=4) == want
-    assert len([p for p in (standin / "cache").rglob("neuron_config.json")]) == 2
+    assert len([p for p in (cold / "cache").rglob("neuron_config.json")]) == 2
 
 
 def test_what_compile_writes_serves_every_stage(nodes: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ MOVES = ["kv_copy_n16", "kv_export_n16", "kv_import_n16"]
 
 
 @pytest.fixture
-def compiled(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def compiled(cold: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What the compiler was asked for, by name, and how often."""
     from neuronx_distributed.trace import functions
 
@@ -94,7 +94,7 @@ def test_a_model_is_made_for_the_ranks_of_one_process(standin: Path, tiny: Path,
 
 
 def test_weights_are_laid_out_for_all_graphs_or_for_none(
-    standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cold: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stand-in's priority graph wants half of the matrices transposed: graphs that were not told compute nonsense."""
     from neuronx_distributed.trace import hlo_utils
@@ -103,18 +103,18 @@ def test_weights_are_laid_out_for_all_graphs_or_for_none(
     def turned(folder: Path) -> dict[str, frozenset[str]]:
         return {n: g.turned for n, g in NxDModel.load(str(folder / "model.pt"), 0, 1).graphs.items()}
 
-    with_all = turned(build(standin, tiny, [DECODE, PREFILL]))
+    with_all = turned(build(cold, tiny, [DECODE, PREFILL]))
     assert len(with_all[name(DECODE)]) > 3 and with_all[name(DECODE)] == with_all[name(PREFILL)]
     assert not any(with_all[move] for move in MOVES), "they have no weights, for which the SDK refuses them"
     laid = []
     monkeypatch.setattr(hlo_utils, "apply_layout_transformation", lambda *args: laid.append(args[-1]))
-    build(standin, tiny, [PREFILL, Shape("prefill", 1, 16, 32, SCORES)])
+    build(cold, tiny, [PREFILL, Shape("prefill", 1, 16, 32, SCORES)])
     assert not laid, "no decode graph: weights stay as they are"
     monkeypatch.setattr(pipeline._Compiler, "_laid", lambda *args: pytest.fail("laid out"))
     traced = {graph: SimpleNamespace(weight_name_to_idx={weight: 0}) for graph, weight in ((name(DECODE), "a"), ("other", "b"))}
     job = pipeline.Job("m", [DECODE], [], [""], pipeline.World(1, 1, 1), 1)
     with caplog.at_level("WARNING"):
-        assert pipeline._Compiler(None, None, standin, job)._priority(traced) is None  # type: ignore[arg-type]
+        assert pipeline._Compiler(None, None, cold, job)._priority(traced) is None  # type: ignore[arg-type]
     assert "decode_b2_t1_l32_sampled_logits_last does not use b" in caplog.text
 
 
