@@ -17,7 +17,7 @@ from rayneuron.placement.ledger import Ledger
 from rayneuron.serve.profile import profile_env
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 GO = {"prompt": "hello there", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 

@@ -104,6 +104,7 @@ def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: p
     assert drawn[0] == drawn[1] != default
 
 
+@pytest.mark.slow
 def test_eight_ranks_in_one_process(standin: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(wide), **OPTIONS) as cpu:
         want = tokens(cpu)

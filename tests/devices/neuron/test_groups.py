@@ -128,6 +128,7 @@ def test_a_node_that_compiles_for_longer_than_the_group_is_patient(nodes: Path, 
     assert len(list((nodes / "cold").glob("*/graph.neff"))) >= 5
 
 
+@pytest.mark.slow
 def test_sequence_parallel_in_one_process(cold: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank is data: a rank's share of T is cut by a collective. The graphs are others than without."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
