@@ -110,12 +110,12 @@ class Ran(NamedTuple):
     before: int
 
 
-def run(llm: LLM, source: Path, target: Path) -> Ran:
-    """Answer the lines of `source` that `target` has no answer to, a line each as it ends. A run cut short is gone on with by the next."""
+def run(llm: LLM, asked: Iterable[BatchLine], target: Path) -> Ran:
+    """Answer the lines that `target` has no answer to, a line each as it ends. A run cut short is gone on with by the next."""
     answers = Answers(llm)
     with target.open("a+b") as file:
         known = _answered(file, target)
-        left = [line for line in lines(source) if line.custom_id not in known]
+        left = [line for line in asked if line.custom_id not in known]
         refused = 0
         for line, (status, body) in answers.all(left):
             refused += status != 200

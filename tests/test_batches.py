@@ -59,7 +59,7 @@ def llm(tiny: Path) -> Iterator[LLM]:
 
 async def test_every_line_is_answered_as_by_the_server(tiny: Path, tmp_path: Path, llm: LLM) -> None:
     source, target = written(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
-    assert batches.run(llm, source, target) == (8, 3, 0)
+    assert batches.run(llm, batches.lines(source), target) == (8, 3, 0)
     answers = read(target)
     async with serving(tiny, max_model_len=128) as served:
         for line in LINES:
@@ -70,20 +70,20 @@ async def test_every_line_is_answered_as_by_the_server(tiny: Path, tmp_path: Pat
 
 def test_a_run_cut_short_is_gone_on_with(tmp_path: Path, llm: LLM) -> None:
     source, target = written(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
-    batches.run(llm, source, target)
+    batches.run(llm, batches.lines(source), target)
     whole = read(target)
     kept = target.read_bytes().splitlines(keepends=True)[:3]
     target.write_bytes(b"".join(kept) + b'{"id": "batch_req_1", "custom_id": "line 7", "resp')
-    assert batches.run(llm, source, target).before == 3
+    assert batches.run(llm, batches.lines(source), target).before == 3
     assert target.read_bytes().startswith(b"".join(kept))
     assert bare(read(target)) == bare(whole)
     before = target.read_bytes()
-    assert batches.run(llm, source, target) == (0, 0, 8) and target.read_bytes() == before
+    assert batches.run(llm, batches.lines(source), target) == (0, 0, 8) and target.read_bytes() == before
 
 
 def test_more_lines_than_rows(tmp_path: Path, llm: LLM) -> None:
     many = [{**LINES[1], "custom_id": str(i), "body": {"prompt": f"{i} is", **SAYS}} for i in range(40)]
-    assert batches.run(llm, written(tmp_path / "in", many), tmp_path / "out").answered == 40
+    assert batches.run(llm, batches.lines(written(tmp_path / "in", many)), tmp_path / "out").answered == 40
     alone = llm.generate([f"{i} is" for i in range(40)], SAYS)
     texts = {name: body["choices"][0]["text"] for name, (_, body) in read(tmp_path / "out").items()}
     assert texts == {str(i): output.outputs[0].text for i, output in enumerate(alone)}
@@ -112,7 +112,7 @@ def test_an_output_that_holds_something_else_is_kept(tmp_path: Path, llm: LLM) -
     target = tmp_path / "notes.txt"
     target.write_text("dear diary\n")
     with pytest.raises(ConfigError, match=r"notes.txt:1: no line of a batch's answers"):
-        batches.run(llm, written(tmp_path / "in", LINES), target)
+        batches.run(llm, batches.lines(written(tmp_path / "in", LINES)), target)
     assert target.read_text() == "dear diary\n"
 
 

@@ -6,7 +6,7 @@ import argparse
 from math import inf
 from typing import Any
 
-from rayneuron.cli import flags
+from rayneuron.cli import offline
 from rayneuron.errors import CheckpointError
 
 PROMPTS = ("The capital of France is", "1, 2, 3,", "def add(a, b):", "Once upon a time", "東京は日本の首都です。", "x " * 200)
@@ -15,24 +15,20 @@ ALLOWED = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.5}  # nats; the reference is in
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = commands.add_parser("check", help="compare greedy tokens and logprobs with transformers'", conflict_handler="resolve")
-    flags.add(command, whole=False)
-    command.add_argument("model", metavar="MODEL", help="a model directory, org/name of a hub, s3://bucket/prefix or demo:smollm2")
+    command = offline.command(commands, "check", "compare greedy tokens and logprobs with transformers'")
+    offline.add_model(command)
     command.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times (six of its own)")
     command.add_argument("--max-tokens", type=int, default=16, help="of each prompt's reply (16)")
     command.add_argument("--tolerance", type=float, metavar="NATS", help="of a logprob (0.001 in fp32, 0.05 in fp16, 0.5 in bf16)")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of LLM: dtype=fp32, tensor_parallel=2")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run it. Raises CheckpointError where more than rounding differs."""
-    from rayneuron import LLM, SamplingParams, deployment_file
-    from rayneuron.validation import override
+    from rayneuron import SamplingParams
 
-    options = override({}, {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})})
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, logprobs=0, prompt_logprobs=0)
-    with LLM(args.model, **options) as llm:
+    with offline.opened(args) as llm:
         most = llm.max_model_len - args.max_tokens
         prompts = [{"prompt": text, "prompt_token_ids": llm.text.encode(text)[:most]} for text in args.prompt or PROMPTS]
         outputs, path, dtype = llm.generate(prompts, params), llm.path, llm.chosen["dtype"]

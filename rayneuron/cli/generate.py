@@ -6,14 +6,13 @@ import argparse
 import sys
 from typing import Any
 
-from rayneuron.cli import flags
+from rayneuron.cli import offline
 
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = commands.add_parser("generate", help="generate offline, without Ray", conflict_handler="resolve")
-    flags.add(command, whole=False)
-    command.add_argument("model", metavar="MODEL", help="a model directory, org/name of a hub, s3://bucket/prefix or demo:smollm2")
+    command = offline.command(commands, "generate", "generate offline, without Ray")
+    offline.add_model(command)
     command.add_argument(
         "--prompt", action="append", required=True, metavar="TEXT", help="may be given several times; - reads standard input"
     )
@@ -21,18 +20,16 @@ def add(commands: Any) -> None:
     command.add_argument("--max-tokens", type=int, default=128, help="of each prompt's reply (128)")
     command.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (0)")
     command.add_argument("--seed", type=int, help="of the random numbers, with a temperature (drawn anew)")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of LLM: dtype=fp32, buckets.batch=[4]")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron import LLM, SamplingParams, deployment_file
-    from rayneuron.validation import override
+    from rayneuron import SamplingParams
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
-    with LLM(args.model, **override({}, {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})})) as llm:
+    with offline.opened(args) as llm:
         asked = [_conversation(llm, prompt) for prompt in prompts] if args.chat else prompts
         if len(asked) > 1:
             for result in llm.generate(asked, params):
