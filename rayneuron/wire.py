@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -248,19 +248,6 @@ def listen(ip: str | None = None, backlog: int = 128) -> socket.socket:
         return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=backlog)
     except OSError as problem:
         raise ConfigError(f"{ip} is no address of this host ({problem.strerror}); Ray must know the node by its internal IP") from None
-
-
-def hold(ip: str, ports: Sequence[int]) -> list[socket.socket] | None:
-    """Listeners on these very ports of one address, or None where somebody has one of them."""
-    held: list[socket.socket] = []
-    try:
-        for port in ports:
-            held.append(socket.create_server((ip, port), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1))
-    except OSError:
-        for one in held:
-            one.close()
-        return None
-    return held
 
 
 def address(listener: socket.socket) -> str:

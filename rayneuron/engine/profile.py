@@ -99,9 +99,12 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
 
 
 def outdated(profile: Profile, runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> bool:
-    """Whether one step, of those the profile lists the first, takes far less than it says: others kept the machine busy back then."""
-    rows, length, ms = profile.decode[0]
-    return _took(runner, Point("decode", rows, 1, length), vocab, clock) < QUIETER * ms
+    """Whether a decode or a prefill step takes far less than the profile says: others kept the machine busy back then. How long a chunk
+    may be hangs on both."""
+    rows, length, decode_ms = profile.decode[0]
+    some, tokens, deep, prefill_ms = profile.prefill[len(_some(profile.context)) // 2]  # of the shorter contexts, by tokens
+    known = ((Point("decode", rows, 1, length), decode_ms), (Point("prefill", some, tokens, deep), prefill_ms))
+    return any(_took(runner, point, vocab, clock) < QUIETER * was_ms for point, was_ms in known)
 
 
 def limited(profile: Profile, chunk_ms: float | None) -> Profile:

@@ -228,7 +228,7 @@ class Rank:
         if risk is not None and self.grant is not None:
             log.warning("%s", risk)
         for pair in ports.pairs(pool, self.grant.cores[0] if self.grant is not None else 0):
-            held = wire.hold(ip, pair)
+            held = ports.hold(ip, pair)
             if held is not None:
                 self._probes = [self._held.enter_context(probe) for probe in held]
                 return pair

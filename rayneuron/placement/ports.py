@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rayneuron.errors import ConfigError
@@ -28,6 +29,21 @@ def pairs(ports: range, core: int) -> Iterator[tuple[int, int]]:
     for i in range(count):
         first = 2 * ((core + i) % count)
         yield ports[first], ports[first + 1]
+
+
+def hold(ip: str, ports: Sequence[int]) -> list[socket.socket] | None:
+    """Sockets bound to these very ports of one address, or None where somebody has one of them. They do not listen: who comes early is
+    refused and tries again, where a listener would take the call and drop it in the end. (SO_REUSEADDR would let two of them bind.)"""
+    held: list[socket.socket] = []
+    try:
+        for port in ports:
+            held.append(socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET))
+            held[-1].bind((ip, port))
+    except OSError:
+        for one in held:
+            one.close()
+        return None
+    return held
 
 
 def endangered(ports: range, root: Path = Path("/")) -> str | None:

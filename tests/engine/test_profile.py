@@ -11,7 +11,7 @@ import pytest
 
 from rayneuron.devices.base import Ended, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity, inventory
-from rayneuron.engine.profile import BUDGET_S, HALF_LIFE, MOST_OFF, StepInfo, Timing, limited, measure
+from rayneuron.engine.profile import BUDGET_S, HALF_LIFE, MOST_OFF, StepInfo, Timing, limited, measure, outdated
 from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.types import Profile, Request, SamplingParams
@@ -114,6 +114,14 @@ def test_a_slow_model_is_measured_no_longer(slower: int) -> None:
         assert ms[tokens, length] >= ms[tokens, 512]
     rows = len(profile.decode) // 2
     assert all(long >= short for (*_, short), (*_, long) in zip(profile.decode[:rows], profile.decode[rows:], strict=True))
+
+
+@pytest.mark.parametrize("busy", ["", "decode", "prefill"])
+@pytest.mark.parametrize("name", CAPACITIES)
+def test_times_taken_on_a_busier_machine_are_out_of_date(name: str, busy: str) -> None:
+    profile, _ = measured(CAPACITIES[name], lambda plan: by_tokens(plan) * (1.5 if plan.tag == busy else 1))
+    quiet = Slow(CAPACITIES[name], by_tokens)
+    assert outdated(profile, quiet, 512, quiet.clock) == bool(busy) and len(quiet.plans) <= 2
 
 
 def test_a_prefill_step_lasts_as_long_as_four_decode_steps_of_some_rows() -> None:

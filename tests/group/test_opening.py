@@ -24,6 +24,7 @@ from rayneuron.group import links
 from rayneuron.group.messages import Begin, Place
 from rayneuron.group.opening import open_rank
 from rayneuron.group.rank import Rank
+from rayneuron.placement import ports
 from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
 
@@ -180,7 +181,7 @@ def test_a_rank_of_a_group(part: str, model: Path, tmp_path: Path, monkeypatch: 
             listen, left = wire.listen, iter(range(("listener", "store").index(part)))
             patch.setattr(wire, "listen", lambda *args, **kw: listen(*args, **kw) if next(left, None) is not None else refused_port())
         elif part in ("port", "second port"):
-            patch.setattr(wire, "hold", partial(hold_beside_another, wire.hold, ("port", "second port").index(part)))
+            patch.setattr(ports, "hold", partial(hold_beside_another, ports.hold, ("port", "second port").index(part)))
         elif part == "keys":
             begin = {"config": {"model": {"path": str(model)}, "devise": "cpu"}}
         elif part == "next stage":

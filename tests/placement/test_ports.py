@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rayneuron import wire
 from rayneuron.errors import ConfigError
 from rayneuron.group.messages import Place
 from rayneuron.group.rank import Rank
@@ -50,7 +49,7 @@ def test_ports_the_kernel_gives_away(tmp_path: Path, local: str, reserved: str, 
 
 def test_a_rank_holds_its_ports_until_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of one machine, the second of which finds the first's ports taken; a third finds none."""
-    taken = wire.hold("127.0.0.1", (0,))
+    taken = ports.hold("127.0.0.1", (0,))
     assert taken is not None
     first = taken[0].getsockname()[1]
     monkeypatch.setenv("RAYNEURON_ROOT_PORTS", f"{first}-{first + 3}")
@@ -59,6 +58,8 @@ def test_a_rank_holds_its_ports_until_it_loads(monkeypatch: pytest.MonkeyPatch) 
     assert rank.place(place).ports == (first + 2, first + 3), "the first pair is not free"
     with pytest.raises(OSError):
         socket.create_server(("127.0.0.1", first + 2))
+    with pytest.raises(ConnectionRefusedError):  # taken and dropped later would be a lost rank: only a refused one comes again
+        socket.create_connection(("127.0.0.1", first + 2))
     with pytest.raises(ConfigError, match=f"all ports {first}-{first + 3} of 127.0.0.1 are taken; write RAYNEURON_ROOT_PORTS=FIRST-LAST"):
         other.place(place)
 
