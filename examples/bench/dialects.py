@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What a dialect costs: the same streams in each of them, by 16 clients of one server, as tokens a second against OpenAI's.
 
-Those that put a prompt into the chat template are held against chat, those that take it as it is against completions. The rounds of all dialects alternate; prompts are as long and new each time, and clients only count bytes, so that a dialect is not charged
-for what it takes to read its events. Tokens are those the server says it has made. CPU a token is that of everything the server started.
+Those that put a prompt into the chat template are held against chat, those that take it as it is against completions. The rounds of all
+dialects alternate; prompts are as long and new each time, and clients only count bytes, so that a dialect is not charged for what it takes
+to read its events. Tokens are those the server says it has made. CPU a token is that of everything the server started.
 """
 
 from __future__ import annotations
