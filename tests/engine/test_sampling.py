@@ -5,12 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from rayneuron.devices.cpu import draws, library
 from rayneuron.engine.logits import describe
-from rayneuron.engine.sampling import sample, uniforms
+from rayneuron.engine.sampling import sample, typical, uniforms
 from rayneuron.models.choice import likeliest
 
 VOCAB = 50
@@ -212,6 +220,18 @@ def test_the_kernels_reach_both_ends_of_what_is_kept():
         allowed = set(kept[0].isfinite().nonzero()[:, 0].tolist())
         assert set(ids.tolist()) - allowed == set()
         assert len(set(ids.tolist())) > 0.9 * len(allowed)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.01, 0.99), st.sampled_from([{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 20}]))
+@settings(max_examples=60, deadline=None)
+def test_typical_ids_are_transformers(seed, mass, others):
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, 80).astype(np.float32))
+    scores = TemperatureLogitsWarper(0.7)(None, logits[None].double())
+    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        scores = warper(others[name])(None, scores) if name in others else scores
+    wanted = TypicalLogitsWarper(mass)(None, scores)[0]
+    row = typical(logits, (0.7, others.get("top_k", 0), others.get("top_p", 1.0), others.get("min_p", 0.0), 0.0), mass)
+    assert torch.allclose(row.double(), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("march", ["native", "x86-64-v3"])
