@@ -18,8 +18,8 @@ def prepare() -> None:
 
 
 def draw(logits: Tensor, how: tuple[float, int, float, float, float], mask: NDArray[np.uint32] | None = None) -> int | None:
-    """The id of a row [V]; `how`: temperature, top_k, top_p, min_p, uniform. `mask`: a bit for each id that may come."""
-    found = library.present() if draws.fits(logits[None]) else None
+    """The id of a row [V]; `how`: temperature, top_k, top_p, min_p, uniform. `mask`: a bit for each id that may come; -1 where none can."""
+    found = library.present() if draws.fits(logits) else None
     temperature, top_k, top_p, min_p, uniform = how
     return None if found is None else draws.draw_row(found, logits, draws.DrawFields(temperature, top_p, min_p, uniform, top_k), mask)
 

@@ -38,12 +38,13 @@ class HostSampling:
     def _allowed(self, row: Tensor, sequence: Sequence, mask: Mask) -> int:
         """The same choice among the ids that a constraint allows."""
         token = self._draw(row, sequence, mask)
-        if not mask[token // 32] >> (token % 32) & 1 or row[token] == logits.BANNED:
+        if token < 0:
             said = "no token is left to choose: what the output must match allows only what ids, words or n-grams forbid"
             raise RequestError(said, param=sequence.params.structured_outputs.field if sequence.params.structured_outputs else None)
         return token
 
     def _draw(self, row: Tensor, sequence: Sequence, mask: Mask | None) -> int:
+        """-1 where a mask leaves nothing."""
         params, uniform = sequence.params, 0.0
         if not params.greedy:
             uniform = float(sampling.uniforms([sequence.seed], [len(sequence.ids)])[0])  # the same as `runner.pack` gives the device
@@ -52,9 +53,12 @@ class HostSampling:
             how = (params.temperature, top_k, params.top_p, params.min_p, uniform)
             if params.greedy or params.typical_p == 1.0:
                 return sampling.on_host(row, how, mask)
-            row = sampling.typical(row if mask is None else sampling.masked(row, mask), how, params.typical_p)
+            if mask is not None and (row := sampling.masked(row, mask)).max() == logits.BANNED:
+                return -1
+            row = sampling.typical(row, how, params.typical_p)
             return sampling.on_host(row, (1.0, 0, 1.0, 0.0, uniform))
-        row = row if mask is None else sampling.masked(row, mask)
+        if mask is not None and (row := sampling.masked(row, mask)).max() == logits.BANNED:
+            return -1
         told = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
         ids, _ = neuron_sampling.sample(row[None], *told, self._rule)
         return int(ids[0])

@@ -24,8 +24,8 @@ _WORDS = len(DrawFields._fields_)  # each 4 bytes
 
 
 def fits(logits: Tensor) -> bool:
-    """Whether the kernels read these logits [B,V] as they lie."""
-    return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.dim() == 2 and logits.stride(1) == 1
+    """Whether the kernels read these logits [V] or [B,V] as they lie."""
+    return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(-1) == 1
 
 
 def draw(
@@ -43,7 +43,7 @@ def draw(
 
 
 def draw_row(found: ctypes.CDLL, logits: Tensor, how: DrawFields, mask: NDArray[np.uint32] | None) -> int:
-    """The id of a single row [V] by the calling thread. `mask`: a bit for each id that may come."""
+    """The id of a single row [V] by the calling thread. `mask`: a bit for each id that may come; -1 where none can."""
     token, count = ctypes.c_int32(), len(logits)
     bits = None if mask is None else mask.ctypes.data
     found.rn_draw(None, logits.data_ptr(), 1, count, count, ctypes.addressof(how), bits, ctypes.addressof(token))

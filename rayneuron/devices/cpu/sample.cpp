@@ -227,8 +227,7 @@ int32_t draw(const float* x, int n, const Draw& how) {
 }
 
 int32_t draw_allowed(const float* x, int n, const Draw& how, const uint32_t* mask) {
-    if (how.temperature <= 0)
-        if (const int id = first_largest_allowed(x, n, mask); id >= 0) return id;
+    if (how.temperature <= 0) return first_largest_allowed(x, n, mask);
     thread_local std::vector<float> allowed;
     allowed.assign(x, x + n);
     for (int i = 0; i < n; i += 32) {  // most words are all of one kind
@@ -239,7 +238,8 @@ int32_t draw_allowed(const float* x, int n, const Draw& how, const uint32_t* mas
             for (int j = 0; j < count; j++)
                 if (!(bits >> j & 1)) allowed[i + j] = -INFINITY;
     }
-    return draw(allowed.data(), n, how);
+    const int32_t id = draw(allowed.data(), n, how);
+    return allowed[id] == -INFINITY ? -1 : id;
 }
 
 void describe(const float* x, int n, int token, int count, double* logprob, int32_t* rank, int32_t* ids, double* logprobs) {
