@@ -115,4 +115,4 @@ def meet(store: Any, address: str, ip: str, rank: int, ranks: int, timeout_s: fl
         return Gloo(gloo(store, rank, ranks, options))
     except (RuntimeError, dist.DistError) as problem:
         reason = " ".join(str(problem).split())[:300]
-        raise WorkerLost(f"rank {rank} of {ranks} on {ip} did not meet the others at {address} within {timeout_s:g} s: {reason}") from None
+        raise WorkerLost(f"rank {rank} of {ranks} on {ip} did not meet the others at {address} within {min(timeout_s, step_timeout_s):g} s: {reason}") from None

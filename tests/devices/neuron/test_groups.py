@@ -126,11 +126,11 @@ ENDS: dict[str, tuple[dict[str, float], str]] = {
     "KILL forward 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),  # while it warms up
     "KILL forward 9": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
     "STOP to_neuron 1": ({"load_s": 3}, "the Neuron runtime has loaded nothing for 3 s: the other ranks are awaited"),
-    "STOP forward 9": ({"step_s": 3}, "a call into the Neuron runtime has not ended within 3 s"),
+    "STOP forward 9": ({"step_s": 20}, "a call into the Neuron runtime has not ended within 20 s"),
 }
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("ends", [n if n == "KILL to_neuron 1" else pytest.param(n, marks=pytest.mark.slow) for n in ENDS])
 def test_a_rank_that_ends_inside_the_runtime_ends_the_group(ends: str, nodes: Path, wide: Path) -> None:
     """The runtime waits for ever for one that is gone, and says nothing. Killed, the group knows at once; stopped, by its own limits."""
@@ -141,7 +141,7 @@ def test_a_rank_that_ends_inside_the_runtime_ends_the_group(ends: str, nodes: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_a_rank_that_ends_while_another_compiles(nodes: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compilers of the other end too."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(nodes / "here"))
