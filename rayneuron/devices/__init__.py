@@ -98,8 +98,8 @@ def stages_kv(name: str) -> bool:
     return name == "neuron"
 
 
-def staged(device: Device, blocks: int, *, shared: bool) -> Staged | None:
-    """A place for copies of `blocks` blocks in the host's memory, which others may map if it is `shared`; None where KV lies there itself."""
+def stage_kv(device: Device, blocks: int, *, shared: bool) -> Staged | None:
+    """A place for copies of `blocks` blocks in the host's memory, which others may map if `shared`; None where KV lies there itself."""
     from rayneuron.devices.staged import Staged
 
     return None if isinstance(device, HostKv) else Staged(device, blocks, shared=shared)

@@ -28,9 +28,7 @@ class Staged:
             os.ftruncate(written, layers * self._stride)
             fcntl.fcntl(written, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._fd = os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC)  # a seal against writing would keep all pages
-        flags, self._how = (
-            (mmap.MAP_SHARED, mmap.MADV_REMOVE) if shared else (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.MADV_DONTNEED)
-        )
+        flags, self._how = (mmap.MAP_SHARED, mmap.MADV_REMOVE) if shared else (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.MADV_DONTNEED)
         self._map = mmap.mmap(written, layers * self._stride, flags)
         if shared:
             os.close(written)

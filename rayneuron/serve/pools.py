@@ -234,7 +234,7 @@ def _parts(
     said, runner = _pools(config), opened.engine.runner
     group = runner if isinstance(runner, Group) else None
     device: Any = getattr(runner if group is None else group.rank.runner, "device", None)
-    staged = devices.staged(device, opened.engine.capacity.space.total, shared=lends and said.transport != "sockets")
+    staged = devices.stage_kv(device, opened.engine.capacity.space.total, shared=lends and said.transport != "sockets")
     memory = devices.kv_memory(staged or device)
     layout: KvLayout = _layout(config, opened, memory, 1 if staged is not None else None)
     how: dict[str, Any] = {"way": said.transport, "streams": said.streams, "stall_s": said.stall_s}

@@ -75,8 +75,8 @@ def layout_of(
     arch: Arch, space: KvSpace, memory: KvMemory, *, model: str, dtype: str, kv_dtype: str, quantization: str, numerics: str,
     ranks: int = 1, stages: int = 1, workers: int | None = None,
 ) -> KvLayout:  # fmt: skip
-    """Of a group of `ranks` x `stages` that hold the KV of `arch`; `memory`: any worker's; `workers`: who share the ranks of a stage evenly,
-    each with the heads of its ranks side by side (None: one has one)."""
+    """Of a group of `ranks` x `stages` that hold the KV of `arch`; `memory`: any worker's; `workers`: share the ranks of a stage evenly,
+    each with the heads of its ranks side by side (None: a rank each)."""
     plan = head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
     each = ranks // (workers or ranks)
     held = [stage_layers(arch.layers, stage, stages) for stage in range(stages)]

@@ -34,7 +34,8 @@ from rayneuron.models.kv import KvShape
 
 log = logging.getLogger(__name__)
 
-Padded, Made = TypeVar("Padded"), TypeVar("Made")
+Padded = TypeVar("Padded")
+Made = TypeVar("Made")
 
 class Neuron:
     """`ranks` tensor-parallel ranks, of which this process drives `local_ranks` from `start_rank` on. Its cores end with the process."""
@@ -261,8 +262,7 @@ class Neuron:
         self._calls.close()
 
     def _call(self, work: Callable[[], Made]) -> Made:
-        """What other processes can hold up is called so that it can be given up."""
-        return work() if self._together else self._calls(work)
+        return work() if self._together else self._calls(work)  # what other processes may hold up can be given up
 
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
