@@ -23,7 +23,6 @@ from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
 from rayneuron.devices.neuron.calls import Calls
 from rayneuron.devices.neuron.ending import Unwanted
 from rayneuron.devices.neuron.graphs import Graph
-from rayneuron.devices.neuron.pipeline import Job, World
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, sdk, start
 from rayneuron.devices.neuron.started import Started, running
@@ -266,11 +265,12 @@ class Neuron:
 
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
-        if self._model is None:
+        model = self._model
+        if model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
-        forward: Callable[[], list[list[Tensor]]] = partial(self._model.forward, model_name=name(target), forward_mode=self._mode, **ranked)
         with running(partial(self._where, target)):
-            return self._call(forward)
+            made: list[list[Tensor]] = self._call(lambda: model.forward(model_name=name(target), forward_mode=self._mode, **ranked))
+        return made
 
     def _where(self, target: Target) -> str:
         return f"{self._name}: {bucket(target)} on cores {settings.visible_cores()}"
@@ -287,14 +287,14 @@ class Neuron:
         return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
     @property
-    def _world(self) -> World:
-        return World(self.comm.ranks, self.local_ranks, self.lnc)
+    def _world(self) -> pipeline.World:
+        return pipeline.World(self.comm.ranks, self.local_ranks, self.lnc)
 
     def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress) -> None:
         graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
         workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
-        job = Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
+        job = pipeline.Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
         work = self._cache.folder.root / "builds" / key.digest
         pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets)), self._stop)
         artifact.write(draft, key, targets)
