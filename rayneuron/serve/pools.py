@@ -116,7 +116,8 @@ class Prefiller:
         layout, lenders, staged = _parts(self.config, opened, token, epoch, ip, lends=True)
         self._chosen = opened.chosen
         self._engine = EngineLoop(opened.engine, self._deliver, on_step=self.telemetry.timed)
-        self._offers = Offers(self if staged is None else StagedLends(self, staged), layout, lenders, token, epoch, ip, limits)
+        lends = self if staged is None else StagedLends(self, staged, self._between)
+        self._offers = Offers(lends, layout, lenders, token, epoch, ip, limits)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -192,6 +193,15 @@ class Prefiller:
         if engine is not None and offers is not None:
             await asyncio.to_thread(offers.close)
             await asyncio.to_thread(engine.close)
+
+    def _between(self, work: Callable[[], None]) -> None:
+        """Have something done between two steps. What fails is told here: nobody waits for it."""
+
+        def done(answer: Future[None]) -> None:
+            if (wrong := answer.exception()) is not None:
+                log.error("KV could not be copied out, and is computed where it was asked for: %r", wrong)
+
+        self._ready()[0].ask(lambda engine: work()).add_done_callback(done)
 
     def _ready(self) -> tuple[EngineLoop, Offers]:
         if self._engine is None or self._offers is None:

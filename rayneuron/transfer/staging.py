@@ -1,11 +1,12 @@
 """Where the host cannot address the device's KV: blocks are copied out before they are lent, and in after they have come.
 
-Both on the engine's thread, between its steps. What is copied in takes a share of the time between two steps, so that those who decode
-are not held up.
+Both on the engine's thread, between its steps: what was computed once its tokens are out, what has come in a share of the time between two
+steps, so that those who decode are not held up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from rayneuron.engine.remote import Absent, Arrived, First, Lent, Loan, Prefill, Prefills
+from rayneuron.errors import NotReady
 from rayneuron.news import KvNews
 from rayneuron.transfer.base import Lends
 from rayneuron.types import Request
@@ -39,8 +41,9 @@ class Stages(Protocol):
 class StagedLends:
     """`Lends` of an engine whose blocks are lent as copies. A block that several tickets have is kept until the last of them is over."""
 
-    def __init__(self, engine: Lends, stages: Stages) -> None:
-        self._engine, self._stages = engine, stages
+    def __init__(self, engine: Lends, stages: Stages, later: Callable[[Callable[[], None]], object]) -> None:
+        """`later`: has something done on the engine's thread before its next step. Raises NotReady where there is none."""
+        self._engine, self._stages, self._later = engine, stages, later
         self._lock = threading.Lock()
         self._lent: dict[bytes, list[int]] = {}  # of every ticket: the blocks that were copied out
         self._tickets: Counter[int] = Counter()  # by block: how many have it
@@ -52,7 +55,7 @@ class StagedLends:
         with self._lock:
             self._lent[loan.ticket] = []
         try:
-            self._engine.submit(request, Loan(loan.ticket, partial(self._told, loan.told)))
+            self._engine.submit(request, Loan(loan.ticket, partial(self._settled, loan.told)))
         except BaseException:
             self._forget(loan.ticket)
             raise
@@ -70,7 +73,11 @@ class StagedLends:
         """As `Lends`."""
         return self._engine.news(epoch, number)
 
-    def _told(self, told: Callable[[Lent], None], news: Lent) -> None:
+    def _settled(self, told: Callable[[Lent], None], news: Lent) -> None:
+        with contextlib.suppress(NotReady):
+            self._later(partial(self._copied, told, news))  # the tokens of this step go out first
+
+    def _copied(self, told: Callable[[Lent], None], news: Lent) -> None:
         with self._lock:
             lent = self._lent.get(news.ticket)
             if lent is None:

@@ -60,7 +60,8 @@ def request(name: str) -> Request:
 def test_what_is_told_has_been_copied_and_is_kept_until_the_last_ticket_is_over(seed: int) -> None:
     """Tickets that share leading blocks, told of in steps and ended in any order, some before all was told."""
     rng, engine, places = random.Random(seed), LendingEngine(), Places()
-    lends = StagedLends(engine, places)
+    between: list[Any] = []  # done before the engine's next step
+    lends = StagedLends(engine, places, between.append)
     told: Counter[bytes] = Counter()
     chains: dict[bytes, tuple[int, ...]] = {}
 
@@ -78,19 +79,30 @@ def test_what_is_told_has_been_copied_and_is_kept_until_the_last_ticket_is_over(
         if alive[ticket] < len(chains[ticket]) and rng.random() < 0.7:
             alive[ticket] = rng.randint(alive[ticket] + 1, len(chains[ticket]))
             engine.loans[ticket].told(Lent(ticket, alive[ticket], chains[ticket][: alive[ticket]]))
+            before = told[ticket]
+            while between:
+                between.pop(0)()
+            assert told[ticket] == before + 1
         elif rng.random() < 0.5:
+            before, late = told[ticket], rng.random() < 0.5
+            if late:
+                engine.loans[ticket].told(Lent(ticket, 99, chains[ticket]))
             lends.unpin(ticket)
             del alive[ticket]
-            before = told[ticket]
-            engine.loans[ticket].told(Lent(ticket, 99, chains[ticket]))  # the engine has not heard of it yet
+            if not late:
+                engine.loans[ticket].told(Lent(ticket, 99, chains[ticket]))  # the engine has not heard of it yet
+            between.pop()()
             assert told[ticket] == before
         assert places.held == {block for one, count in alive.items() for block in chains[one][:count]}
     assert not places.held and not lends._tickets
 
 
 def test_the_rest_is_the_engines() -> None:
+    def ended(work: Any) -> None:
+        raise NotReady("the engine is closed")
+
     engine = LendingEngine()
-    lends = StagedLends(engine, Places())
+    lends = StagedLends(engine, Places(), ended)
     with pytest.raises(NotReady):
         lends.submit(request("refused"), Loan(b"t", lambda news: None))
     assert not lends._lent
@@ -98,6 +110,8 @@ def test_the_rest_is_the_engines() -> None:
     lends.abort("own")
     lends.news(3, 4)
     assert engine.calls == [("abort", "own"), ("news", (3, 4))]
+    lends.submit(request("lent"), Loan(b"t", lambda news: pytest.fail("told")))
+    engine.loans[b"t"].told(Lent(b"t", 1, (5,)))
 
 
 class Others:
