@@ -108,9 +108,11 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
 def _check_prefill(config: Deployment, path: Path | None) -> None:
     try:
         there = prefill_of(config)
-        if not (devices.shares_kv(config.device) and devices.shares_kv(there.device)):
-            said = "KV is handed over in host memory, where this device's is not; on it pools can be planned, not served; leave pools out"
-            raise ConfigError(said)
+        for pool in (config, there):
+            layout = group_layout(pool, devices.ranks_per_process(pool.device))
+            if devices.stages_kv(pool.device) and (len(layout.workers) > 1 or pool.shard_over_sequence):
+                said = "KV of this device is copied through the host's memory by one process that drives all ranks, which hold whole heads"
+                raise ConfigError(f"{said}; leave nodes, pipeline_parallel and shard_over_sequence out, or pools")
         group_layout(there, devices.ranks_per_process(there.device))
         _check_model(there, path)
     except (ConfigError, CheckpointError) as wrong:

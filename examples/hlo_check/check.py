@@ -321,6 +321,8 @@ def main() -> int:
         import sharding
 
         listed.append(("shard_checkpoint of NxD", partial(sharding.check, args.nxd)))
+    today = time.strftime("%Y-%m-%d")
+    print(f"# Run of {today}: {len(listed)} checks, torch {torch.__version__}, torch-xla {torch_xla.__version__}.", flush=True)
     for name, check in listed:
         started = time.perf_counter()
         try:

@@ -114,5 +114,5 @@ def meet(store: Any, address: str, ip: str, rank: int, ranks: int, timeout_s: fl
         options._threads = 2
         return Gloo(gloo(store, rank, ranks, options))
     except (RuntimeError, dist.DistError) as problem:
-        reason = " ".join(str(problem).split())[:300]
-        raise WorkerLost(f"rank {rank} of {ranks} on {ip} did not meet the others at {address} within {timeout_s:g} s: {reason}") from None
+        reason, limit_s = " ".join(str(problem).split())[:300], min(timeout_s, step_timeout_s)
+        raise WorkerLost(f"rank {rank} of {ranks} on {ip} did not meet the others at {address} within {limit_s:g} s: {reason}") from None

@@ -18,6 +18,7 @@ from rayneuron.models import Progress
 
 if TYPE_CHECKING:
     from rayneuron.compile_cache.cache import Cache
+    from rayneuron.devices.staged import Staged
 
 NAMES = ("cpu", "neuron")
 # Keys of a deployment's `compile` that mean nothing to a device. The CPU compiles no graphs, and keeps its kernels in a place of its own.
@@ -92,13 +93,20 @@ def ranks_per_process(name: str) -> int:
     return 1024 if name == "neuron" else 1
 
 
-def shares_kv(name: str) -> bool:
-    """Whether the device's KV lies where the host, and so another process, can read it."""
-    return name == "cpu"
+def stages_kv(name: str) -> bool:
+    """Whether the device's KV lies where the host cannot address it: what is handed over is copied by its one process."""
+    return name == "neuron"
+
+
+def stage_kv(device: Device, blocks: int, *, shared: bool) -> Staged | None:
+    """A place for copies of `blocks` blocks in the host's memory, which others may map if `shared`; None where KV lies there itself."""
+    from rayneuron.devices.staged import Staged
+
+    return None if isinstance(device, HostKv) else Staged(device, blocks, shared=shared)
 
 
 def kv_memory(device: object) -> KvMemory:
-    """Where that is. Raises ConfigError where the device was not opened so, or cannot be."""
+    """Where KV can be read. Raises ConfigError where it cannot be."""
     if not isinstance(device, HostKv):
         raise ConfigError("pools hand KV over in host memory, and this device keeps it to itself; leave pools out", param="pools")
     return device.kv_memory()

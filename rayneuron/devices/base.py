@@ -188,6 +188,17 @@ class HostKv(Protocol):
         """Where it lies, from the load on."""
 
 
+@runtime_checkable
+class Meets(Protocol):
+    """A device inside whose runtime ranks of several processes wait for each other, where only the device can end the wait."""
+
+    def patience(self, load_s: float, step_s: float) -> None:
+        """How long loading may do nothing, and how long anything else may take."""
+
+    def abort(self) -> None:
+        """End every wait, and compilers at work. For any thread."""
+
+
 class Device(Protocol):
     """A processor that holds one rank's weights and KV, and runs the listed shapes of one step function.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import devices, settings, sources, wire
 from rayneuron.config import Deployment, parse
-from rayneuron.devices.base import Ended, Pending, StepOutput
+from rayneuron.devices.base import Ended, Meets, Pending, StepOutput
 from rayneuron.devices.neuron import releases
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group.messages import Begin, HandOver, Place, Placed
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from rayneuron.models.collectives import Collectives
 
 log = logging.getLogger(__name__)
+
+_REACH_S = 10.0  # a packet that a firewall drops is sent again for minutes
 
 Check = Callable[[], None]  # raises when the group is lost
 
@@ -92,6 +94,9 @@ class Rank:
         """Check and export the environment, then join the stage's collectives and the neighbouring stages. Raises ConfigError."""
         self._begin, self._config = begin, parse(begin.config)
         self._export(begin.environment, self._config)
+        root = begin.environment.get(releases.ROOT)
+        if root is not None and begin.hosts > 1 and devices.ranks_per_process(self._config.device) > 1:
+            ports.reach(root, min(_REACH_S, begin.timeout_s))
         import torch
 
         torch.set_num_threads(begin.threads)
@@ -118,6 +123,10 @@ class Rank:
             model, begin.threads, progress, stage=begin.stage, worker=begin.rank, workers=begin.ranks, comm=self._comm
         )  # fmt: skip
         self._held.callback(self.runner.close)
+        device = self.runner.device
+        if isinstance(device, Meets):
+            device.patience(config.group.load_s, begin.step_timeout_s)
+            self._aborts.append(device.abort)
 
     def prepare(self, progress: Progress) -> None:
         """Find or compile the graphs."""

@@ -49,7 +49,7 @@ def serve_rank(invitation: Invitation) -> None:
     allow_files(invitation.files)
     channel = _join(invitation)
     rank = Rank()
-    threading.Thread(target=_watch, args=(channel, invitation), name="rayneuron-watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(channel, invitation, rank), name="rayneuron-watch", daemon=True).start()
     try:
         _serve(channel, rank)
     except wire.Closed:
@@ -128,7 +128,7 @@ def _reporter(channel: wire.Channel[messages.ToWorker]) -> Progress:
     return report
 
 
-def _watch(channel: wire.Channel[messages.ToWorker], invitation: Invitation) -> None:
+def _watch(channel: wire.Channel[messages.ToWorker], invitation: Invitation, rank: Rank) -> None:
     """End this process when worker 0 is gone, whatever the other thread is doing: computing, loading, or waiting for a dead rank."""
     poll = select.poll()
     wire.hang_up(poll, channel.fileno())
@@ -136,7 +136,10 @@ def _watch(channel: wire.Channel[messages.ToWorker], invitation: Invitation) -> 
         poll.register(os.pidfd_open(invitation.leader[0]), select.POLLIN)  # its socket may live on in a process it has forked
     poll.poll()
     if channel.fileno() >= 0:  # else it was closed here, after Stop
-        os._exit(LOST)
+        try:
+            rank.abort()  # compilers would go on without us
+        finally:
+            os._exit(LOST)
 
 
 def _tell(channel: wire.Channel[messages.ToWorker], message: Failed) -> None:

@@ -16,6 +16,7 @@ _OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "prefill_chunk_tokens": 32}
 _TOKENS = 64
 _PROMPT = [5, 9, 100, 3, 17, 42]
 _WITHIN = 0.10  # of what is planned
+_OURS_MS = 0.3  # of a step
 _MEMORY = "neuron*/neuron_core*/stats/memory_usage/device_mem"
 CODE = "from rayneuron.neuron_check.child import main; main()"
 
@@ -131,7 +132,7 @@ def host_time(machine: Machine) -> str:
         f"the SDK's call, which takes {said['call_ms']:.3f} ms until the device has its inputs; {said['fetch_ms']:.3f} ms to fetch its "
         f"outputs (medians of {said['steps']} steps)"
     )
-    if said["host_ms"] + said["call_ms"] > 2:
+    if said["host_ms"] > _OURS_MS or said["host_ms"] + said["call_ms"] > 2:
         raise Differs(text)
     return text
 

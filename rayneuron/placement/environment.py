@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from rayneuron.config import Deployment
 from rayneuron.devices.neuron import releases
-from rayneuron.devices.neuron.releases import VISIBLE
+from rayneuron.devices.neuron.releases import ROOT, VISIBLE
 from rayneuron.errors import ConfigError
 from rayneuron.placement.cores import COUNT, NOSET, visible
 from rayneuron.placement.instances import Instance
@@ -101,7 +101,7 @@ def environment(
 def _rendezvous(layout: Layout, worker: Worker, endpoints: Endpoints) -> dict[str, str]:
     out = {}
     if layout.tensor_parallel > 1:
-        out["NEURON_RT_ROOT_COMM_ID"] = _root(layout, worker.stage, endpoints)
+        out[ROOT] = _root(layout, worker.stage, endpoints)
     if layout.nodes > 1 or layout.pipeline_parallel > 1:
         out["NEURON_RANK_ID"] = str(layout.place(worker))
     if layout.nodes_per_stage > 1:

@@ -46,6 +46,21 @@ def hold(ip: str, ports: Sequence[int]) -> list[socket.socket] | None:
     return held
 
 
+def reach(meeting: str, within_s: float) -> None:
+    """Raise ConfigError where a packet does not get to the host of a meeting: its runtime would wait for ever. A port that nobody listens
+    on yet refuses, and that is an answer."""
+    ip, _, port = meeting.rpartition(":")
+    try:
+        socket.create_connection((ip.strip("[]"), int(port)), within_s).close()
+    except ConnectionRefusedError:
+        return
+    except OSError as problem:
+        raise ConfigError(
+            f"this node cannot reach {meeting}, where the ranks of its stage meet ({problem or 'nothing answers'}); let the nodes of a "
+            "deployment send each other everything: a security group that allows all traffic from itself, on every port"
+        ) from None
+
+
 def endangered(ports: range, root: Path = Path("/")) -> str | None:
     """What to do where the kernel may give one of `ports` to any program that connects; None where it may not."""
     try:

@@ -31,6 +31,7 @@ from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.offers import LendingLimits, Offers
 from rayneuron.transfer.pulling import Puller
 from rayneuron.transfer.pulls import Pulls
+from rayneuron.transfer.staging import StagedLends, StagedPrefills, Stages
 from rayneuron.types import Request, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -45,11 +46,11 @@ Addresses = Mapping[str, Sequence[str]]  # prefill replicas by name, and where e
 def borrow(config: Deployment, opened: Opened, token: bytes) -> Pulls:
     """Let others compute the prompts of an engine that has no loop yet, as soon as some are known (`follow`)."""
     said = _pools(config)
-    layout, pullers = _parts(config, opened, token, 0, None, lends=False)
+    layout, pullers, staged = _parts(config, opened, token, 0, None, lends=False)
     local = None if said.local_tokens == "auto" else said.local_tokens
     rates = _rates(opened)
     pulls = Pulls(pullers, layout, token, stall_s=said.stall_s, local_tokens=local, rates=rates, load=opened.engine.snapshot)
-    opened.engine.scheduler.prefills = pulls
+    opened.engine.scheduler.prefills = pulls if staged is None else StagedPrefills(pulls, staged, opened.engine.capacity.block)
     return pulls
 
 
@@ -112,10 +113,11 @@ class Prefiller:
         capacity = opened.engine.capacity
         waiting = WAITING_CHUNKS * capacity.chunk if said.max_waiting_tokens is None else said.max_waiting_tokens
         limits = LendingLimits(said.lease_s, int(said.max_pinned * capacity.blocks), waiting)
-        layout, lenders = _parts(self.config, opened, token, epoch, ip, lends=True)
+        layout, lenders, staged = _parts(self.config, opened, token, epoch, ip, lends=True)
         self._chosen = opened.chosen
         self._engine = EngineLoop(opened.engine, self._deliver, on_step=self.telemetry.timed)
-        self._offers = Offers(self, layout, lenders, token, epoch, ip, limits)
+        lends = self if staged is None else StagedLends(self, staged, self._between)
+        self._offers = Offers(lends, layout, lenders, token, epoch, ip, limits)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -192,6 +194,15 @@ class Prefiller:
             await asyncio.to_thread(offers.close)
             await asyncio.to_thread(engine.close)
 
+    def _between(self, work: Callable[[], None]) -> None:
+        """Have something done between two steps. What fails is told here: nobody waits for it."""
+
+        def done(answer: Future[None]) -> None:
+            if (wrong := answer.exception()) is not None:
+                log.error("KV could not be copied out, and is computed where it was asked for: %r", wrong)
+
+        self._ready()[0].ask(lambda engine: work()).add_done_callback(done)
+
     def _ready(self) -> tuple[EngineLoop, Offers]:
         if self._engine is None or self._offers is None:
             raise NotReady("the prefill replica is not ready")
@@ -222,24 +233,30 @@ def _pools(config: Deployment) -> Pools:
     return config.pools
 
 
-def _parts(config: Deployment, opened: Opened, token: bytes, epoch: int, ip: str | None, lends: bool) -> tuple[KvLayout, list[Any]]:
-    """How an engine's KV lies, and what reads or lends the part of each of its workers. Raises ConfigError."""
+def _parts(
+    config: Deployment, opened: Opened, token: bytes, epoch: int, ip: str | None, lends: bool
+) -> tuple[KvLayout, list[Any], Stages | None]:
+    """How an engine's KV lies, what reads or lends the part of each of its workers, and where copies lie if KV itself lies out of reach.
+    Raises ConfigError."""
     from rayneuron.group.group import Group
     from rayneuron.group.messages import HandOver
 
     said, runner = _pools(config), opened.engine.runner
     group = runner if isinstance(runner, Group) else None
     device: Any = getattr(runner if group is None else group.rank.runner, "device", None)
-    memory = devices.kv_memory(device)
-    layout: KvLayout = _layout(config, opened, memory)
+    staged = devices.stage_kv(device, opened.engine.capacity.space.total, shared=lends and said.transport != "sockets")
+    memory = devices.kv_memory(staged or device)
+    layout: KvLayout = _layout(config, opened, memory, 1 if staged is not None else None)
     how: dict[str, Any] = {"way": said.transport, "streams": said.streams, "stall_s": said.stall_s}
     mine: Any = Lender(memory, token, epoch, ip, shared=said.transport != "sockets") if lends else Puller(memory, layout, token, **how)
+    if staged is not None:
+        staged.close()  # of what others map the lender has a number of its own
     if group is None:
-        return layout, [mine]
-    return layout, [mine, *group.exchange(HandOver(token=token, layout=layout, lends=lends, epoch=epoch, ip=ip, **how))]
+        return layout, [mine], staged
+    return layout, [mine, *group.exchange(HandOver(token=token, layout=layout, lends=lends, epoch=epoch, ip=ip, **how))], staged
 
 
-def _layout(config: Deployment, opened: Opened, memory: KvMemory) -> KvLayout:
+def _layout(config: Deployment, opened: Opened, memory: KvMemory, workers: int | None) -> KvLayout:
     dtype = str(opened.chosen.get("dtype", config.dtype))
     return layout_of(
         opened.arch,
@@ -252,4 +269,5 @@ def _layout(config: Deployment, opened: Opened, memory: KvMemory) -> KvLayout:
         numerics=f"{config.device} on {platform.machine()}",
         ranks=config.tensor_parallel,
         stages=config.pipeline_parallel,
+        workers=workers,
     )

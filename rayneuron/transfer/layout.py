@@ -73,10 +73,12 @@ class Reading(msgspec.Struct, frozen=True):
 
 def layout_of(
     arch: Arch, space: KvSpace, memory: KvMemory, *, model: str, dtype: str, kv_dtype: str, quantization: str, numerics: str,
-    ranks: int = 1, stages: int = 1,
+    ranks: int = 1, stages: int = 1, workers: int | None = None,
 ) -> KvLayout:  # fmt: skip
-    """Of a group of `ranks` x `stages` workers that hold the KV of `arch`; `memory`: any worker's."""
+    """Of a group of `ranks` x `stages` that hold the KV of `arch`; `memory`: any worker's; `workers`: share the ranks of a stage evenly,
+    each with the heads of its ranks side by side (None: a rank each)."""
     plan = head_plan(arch.heads, arch.kv_heads, ranks, arch.gqa, arch.sequence_shards)
+    each = ranks // (workers or ranks)
     held = [stage_layers(arch.layers, stage, stages) for stage in range(stages)]
     return KvLayout(
         model=model,
@@ -94,7 +96,7 @@ def layout_of(
         format=memory.format,
         numerics=numerics,
         stages=tuple((layers.start, layers.stop) for layers in held),
-        heads=tuple(plan.kv_of(rank) for rank in range(ranks)),
+        heads=tuple(tuple(head for rank in range(at, at + each) for head in plan.kv_of(rank)) for at in range(0, ranks, each)),
     )
 
 

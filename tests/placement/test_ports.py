@@ -74,3 +74,15 @@ def test_a_rank_holds_its_ports_until_it_loads(monkeypatch: pytest.MonkeyPatch) 
     rank.warm(lambda done, total: None)
     rank.close()
     taken[0].close()
+
+
+def test_a_node_that_cannot_be_reached_is_said_before_anything_is_compiled() -> None:
+    """A held port refuses, which is an answer; where packets are dropped (here: the queue of a listener is full) there is none."""
+    held = ports.hold("127.0.0.1", (0,))
+    assert held is not None
+    ports.reach(f"127.0.0.1:{held[0].getsockname()[1]}", 1.0)
+    held[0].close()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        meeting = f"127.0.0.1:{full.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"cannot reach {meeting}, .*\(timed out\); let the nodes of a deployment send each other"):
+            ports.reach(meeting, 0.2)

@@ -6,7 +6,7 @@ B rows, T new tokens, H KV heads of a rank, D head size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
 from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Shape, Weights
 from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
+from rayneuron.devices.neuron.calls import Calls
+from rayneuron.devices.neuron.ending import Unwanted
 from rayneuron.devices.neuron.graphs import Graph
-from rayneuron.devices.neuron.pipeline import Job, Ticker, World
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, sdk, start
 from rayneuron.devices.neuron.started import Started, running
@@ -33,6 +34,7 @@ from rayneuron.models.kv import KvShape
 log = logging.getLogger(__name__)
 
 Padded = TypeVar("Padded")
+Made = TypeVar("Made")
 
 class Neuron:
     """`ranks` tensor-parallel ranks, of which this process drives `local_ranks` from `start_rank` on. Its cores end with the process."""
@@ -77,6 +79,7 @@ class Neuron:
         self.overlaps = async_mode
         self._border = border
         self._model: Any = None
+        self._calls, self._stop = Calls(), Unwanted()
         self._targets: frozenset[Target] = frozenset()
         self._compiled: tuple[Key, Path] | None = None
         self._kv: KvShape | None = None
@@ -84,6 +87,15 @@ class Neuron:
         self._wider: dict[Shape, list[Shape]] = {}  # the graphs of more rows than one has, itself first
         self._blank: dict[Shape, dict[str, Tensor]] = {}  # what idle rows are given
         self._held: list[Weights] = []
+
+    def patience(self, load_s: float, step_s: float) -> None:
+        """How long loading may do nothing, and how long anything else may take."""
+        self._calls.load_s, self._calls.step_s = load_s, step_s
+
+    def abort(self) -> None:
+        """End every wait for ranks of other processes, and compilers at work. For any thread."""
+        self._calls.abort()
+        self._stop.set()
 
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Take the weights of every local rank (`weights["ranks"]`), or one's to compile with, and the shape of one rank's KV."""
@@ -104,8 +116,8 @@ class Neuron:
         visible, targets = settings.visible_cores() or "", self.targets(shapes)
         path, weights = self.artifact(program, targets, progress), [dict(graphs.named(w)) for w in self._held]
         settings.bind(visible, self._name)
-        with Ticker(lambda: progress(0, len(shapes))):  # hundreds of GB of weights, and a meeting of nodes, tell nobody
-            self._model = start(self.sdk, path, self.start_rank, weights, self._name, visible)
+        load = partial(start, self.sdk, path, self.start_rank, weights, self._name, visible)
+        self._model = self._calls.load(load, lambda: progress(0, len(shapes)))  # hundreds of GB, and a meeting of nodes, tell nobody
         self._targets, self._vocab = frozenset(targets), artifact.vocabulary(program)
         self._held = []
         for i, shape in enumerate(shapes):
@@ -164,7 +176,8 @@ class Neuron:
         outputs = self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})
         if not self._together:
             outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
-        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, partial(self._where, target))
+        asked = target if target.want == HIDDEN else asked
+        return Started(outputs, asked, inputs, seats, self._vocab, partial(self._where, target), self._call)
 
     def _seated(self, target: Shape, blocks: Tensor, inputs: dict[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor | None]:
         """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle. None: all sit there."""
@@ -214,24 +227,22 @@ class Neuron:
         return self._kv
 
     @property
-    def _at_once(self) -> int:
-        return moved_at_once(self._shape.space)
-
-    @property
     def _together(self) -> bool:
         return self.local_ranks == self.comm.ranks
 
     def _parts(self, items: Sequence[Padded], padding: Padded) -> Iterator[list[Padded]]:
-        for at in range(0, len(items), self._at_once):
-            part = list(items[at : at + self._at_once])
-            yield part + [padding] * (self._at_once - len(part))
+        each = moved_at_once(self._shape.space)
+        for at in range(0, len(items), each):
+            part = list(items[at : at + each])
+            yield part + [padding] * (each - len(part))
 
     def _move(self, tag: Any, inputs: Mapping[str, Tensor], **ranked: list[Tensor]) -> list[Tensor]:
         """What every local rank gave. Waits for the end: a failure belongs to this call, and the inputs may be given back."""
         same = {n: [t] * self.local_ranks for n, t in inputs.items()}
-        move = Move(tag, self._at_once)
+        move = Move(tag, moved_at_once(self._shape.space))
         with running(partial(self._where, move)):
-            return [t.cpu() for t in self._forward(move, {**same, **ranked})[0]]
+            given = self._forward(move, {**same, **ranked})[0]
+            return self._call(lambda: [t.cpu() for t in given])
 
     def state(self, name: str, rank: int) -> Tensor:
         """A copy of one local rank's state by its name in the graph: kv_0_k."""
@@ -247,14 +258,19 @@ class Neuron:
     def close(self) -> None:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
         self._model, self._held, self._targets = None, [], frozenset()
+        self._calls.close()
+
+    def _call(self, work: Callable[[], Made]) -> Made:
+        return work() if self._together else self._calls(work)  # what other processes may hold up can be given up
 
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
-        if self._model is None:
+        model = self._model
+        if model is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
         with running(partial(self._where, target)):
-            outputs: list[list[Tensor]] = self._model.forward(model_name=name(target), forward_mode=self._mode, **ranked)
-        return outputs
+            made: list[list[Tensor]] = self._call(lambda: model.forward(model_name=name(target), forward_mode=self._mode, **ranked))
+        return made
 
     def _where(self, target: Target) -> str:
         return f"{self._name}: {bucket(target)} on cores {settings.visible_cores()}"
@@ -271,14 +287,14 @@ class Neuron:
         return releases.arguments(target.tag, self._length, self.sdk.chip, self.lnc, float8, self._options)
 
     @property
-    def _world(self) -> World:
-        return World(self.comm.ranks, self.local_ranks, self.lnc)
+    def _world(self) -> pipeline.World:
+        return pipeline.World(self.comm.ranks, self.local_ranks, self.lnc)
 
     def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress) -> None:
         graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
         workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
-        job = Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
+        job = pipeline.Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
         work = self._cache.folder.root / "builds" / key.digest
-        pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets)))
+        pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets)), self._stop)
         artifact.write(draft, key, targets)

@@ -12,8 +12,9 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from rayneuron.compile_cache import cache as caching
 from rayneuron.compile_cache.cache import Cache
+from rayneuron.devices.neuron.ending import Ticker, Unwanted
 from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.sdk import MODEL, Sdk
 from rayneuron.devices.neuron.targets import Target, bucket, name
-from rayneuron.errors import CompileError, RayNeuronError
+from rayneuron.errors import CompileError
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +61,18 @@ class Job:
         return [name(t) for t in self.targets]
 
 
-def build(sdk: Sdk, graph: Graph, job: Job, draft: Path, work: Path, cache: Cache, progress: Callable[[int], None]) -> None:
+def build(
+    sdk: Sdk, graph: Graph, job: Job, draft: Path, work: Path, cache: Cache, progress: Callable[[int], None], stop: Unwanted
+) -> None:
     """Trace and compile into `draft`. `work`: where the compiler works, kept on failure; `cache`: where each graph is kept;
     `progress`: graphs compiled so far, told every second.
 
     Raises CompileError: model, graph, flags, where the log is.
     """
     shutil.rmtree(work, ignore_errors=True)
-    compiler = _Compiler(sdk, cache, work, job)
-    with Ticker(lambda: progress(compiler.done)):
-        traced = _traced(sdk, graph, job)
-        compiler.run(traced)
+    compiler = _Compiler(sdk, cache, work, job, stop)
+    traced = _traced(sdk, graph, job, progress, stop)
+    compiler.run(traced, progress)
     try:
         made = sdk["NxDModel"](job.world.ranks, start_rank=0, local_ranks_size=job.world.local, layout_transformer=compiler.layout)
         for name in job.names:
@@ -80,15 +83,16 @@ def build(sdk: Sdk, graph: Graph, job: Job, draft: Path, work: Path, cache: Cach
     shutil.rmtree(work, ignore_errors=True)
 
 
-def _traced(sdk: Sdk, graph: Graph, job: Job) -> dict[str, Any]:
+def _traced(sdk: Sdk, graph: Graph, job: Job, progress: Callable[[int], None], stop: Unwanted) -> dict[str, Any]:
     world, out = job.world, {}
     try:
         state = sdk["NxDParallelState"](world_size=world.ranks, tensor_model_parallel_size=world.ranks, lnc_size=world.lnc)
     except Exception as problem:
         raise CompileError(f"{job.model}: {world.ranks} ranks: {_said(problem)}; write another tensor_parallel") from problem
-    with state:
+    with state, Ticker(lambda: progress(0)):
         for name, target, inputs, flags in zip(job.names, job.targets, job.examples, job.flags, strict=True):
             graph.shown = target
+            stop.check()
             try:
                 out[name] = sdk["trace"](graph, kwargs=inputs)
             except Exception as problem:
@@ -102,36 +106,55 @@ def _traced(sdk: Sdk, graph: Graph, job: Job) -> dict[str, Any]:
 class _Compiler:
     """The compiler's work on one job. `neffs` by name, `layout` of the weights (None: as they are), `done`: graphs ready."""
 
-    def __init__(self, sdk: Sdk, cache: Cache, work: Path, job: Job) -> None:
+    def __init__(self, sdk: Sdk, cache: Cache, work: Path, job: Job, stop: Unwanted) -> None:
         self.neffs: dict[str, Any] = {}
         self.layout: Any = None
         self._failed = threading.Event()
-        self._sdk, self._cache, self._work, self._job = sdk, cache, work, job
+        self._sdk, self._cache, self._work, self._job, self._stop = sdk, cache, work, job, stop
         self._flags = dict(zip(job.names, job.flags, strict=True))
 
     @property
     def done(self) -> int:
         return len(self.neffs)
 
-    def run(self, traced: Mapping[str, Any]) -> None:
+    def run(self, traced: Mapping[str, Any], progress: Callable[[int], None]) -> None:
         """The first decode graph decides the layout of the weights, for all; then the others, a few at a time. Raises CompileError.
 
-        After a failure no graph is begun; those under way are finished and kept.
+        After a failure no graph is begun; those under way are finished and kept. What `progress` raises ends them.
         """
         first = self._priority(traced)
-        wlo = self._laid(first, traced[first]) if first is not None else None
-        failed: dict[str, Exception] = {}
         with ThreadPoolExecutor(self._job.workers, "rayneuron-compile") as pool:
-            begun = {pool.submit(self._one, n, t, traced.get(first or ""), wlo): n for n, t in traced.items() if n != first}
-            for future in as_completed(begun):
+            try:
+                if first is not None:
+                    self._finished({pool.submit(self._one, first, partial(self._laid, first, traced[first])): first}, progress)
+                wlo, rest = self.neffs.get(first or ""), [n for n in traced if n != first]
+                made = {n: partial(self._compiled, n, traced[n], traced.get(first or ""), wlo) for n in rest}
+                self._finished({pool.submit(self._one, n, make): n for n, make in made.items()}, progress)
+            except CompileError:
+                raise
+            except BaseException:  # the group's loss, Ctrl-C: the pool would compile all that is left of the list first
+                self._stop.set()
+                raise
+
+    def _finished(self, begun: Mapping[Future[None], str], progress: Callable[[int], None]) -> None:
+        """Wait for graphs, with a sign of life every second. Raises CompileError with those that failed."""
+        failed: dict[str, Exception] = {}
+        left = set(begun)
+        while left:
+            ended, left = wait(left, 1.0, FIRST_COMPLETED)
+            for future in ended:
                 problem = future.exception()
                 if isinstance(problem, Exception):
                     failed[begun[future]] = problem
                     log.error("%s could not be compiled: %s", begun[future], _said(problem))
                 elif begun[future] in self.neffs:
-                    log.info("compiled %d of %d graphs", self.done, len(traced))
+                    log.info("compiled %d of %d graphs", self.done, len(self._job.targets))
+            if self._stop.is_set():
+                self._stop.set()
+            progress(self.done)
         if failed:
             raise self._error(failed)
+        self._stop.check()
 
     def _priority(self, traced: Mapping[str, Any]) -> str | None:
         """The first decode graph. None where another uses a weight that it does not: the layout's transformer would know nothing of it."""
@@ -145,32 +168,27 @@ class _Compiler:
     def _laid(self, name: str, traced: Any) -> Any:
         """Compile the graph that decides the layout of the weights, and what lays them out."""
         sdk, flags, lnc = self._sdk, self._flags[name], self._job.world.lnc
-        try:
-            sdk["mark_weights_for_wlo"](traced, traced.weight_names_to_skip)
-            entry = self._kept(
-                "neff", lambda: _files(sdk["compile_wlo"](traced.hlo, traced.metaneff, self._work, flags, name)),
-                hlo=_digest(traced.hlo), flags=flags, decides_layout=True,
+        sdk["mark_weights_for_wlo"](traced, traced.weight_names_to_skip)
+        entry = self._kept(
+            "neff", lambda: _files(sdk["compile_wlo"](traced.hlo, traced.metaneff, self._work, flags, name)),
+            hlo=_digest(traced.hlo), flags=flags, decides_layout=True,
+        )  # fmt: skip
+        wrapped = entry / _WRAPPED
+        wlo = sdk["WLOArtifacts"](str(entry / _NEFF), str(wrapped) if wrapped.is_file() else None)
+        if wrapped.is_file():
+            made = self._kept(
+                "layout", lambda: _files(sdk["compile_layout_transformer"](wlo, traced.weight_name_to_idx, self._work, lnc)),
+                hlo=hashlib.sha256(wrapped.read_bytes()).hexdigest(), parameters=dict(traced.weight_name_to_idx), lnc=lnc,
             )  # fmt: skip
-            wrapped = entry / _WRAPPED
-            wlo = sdk["WLOArtifacts"](str(entry / _NEFF), str(wrapped) if wrapped.is_file() else None)
-            if wrapped.is_file():
-                made = self._kept(
-                    "layout", lambda: _files(sdk["compile_layout_transformer"](wlo, traced.weight_name_to_idx, self._work, lnc)),
-                    hlo=hashlib.sha256(wrapped.read_bytes()).hexdigest(), parameters=dict(traced.weight_name_to_idx), lnc=lnc,
-                )  # fmt: skip
-                self.layout = sdk["LayoutTransformerArtifacts"](*(str(made / n) for n in (_HLO, _NEFF, _METANEFF)))
-        except RayNeuronError:
-            raise
-        except Exception as problem:
-            raise self._error({name: problem}) from problem
-        self.neffs[name] = wlo
+            self.layout = sdk["LayoutTransformerArtifacts"](*(str(made / n) for n in (_HLO, _NEFF, _METANEFF)))
         return wlo
 
-    def _one(self, name: str, traced: Any, first: Any, wlo: Any) -> None:
-        if self._failed.is_set():
+    def _one(self, name: str, make: Callable[[], Any]) -> None:
+        if self._failed.is_set() or self._stop.is_set():
             return
         try:
-            self.neffs[name] = self._compiled(name, traced, first, wlo)
+            with self._stop.compiling():
+                self.neffs[name] = make()
         except Exception:
             self._failed.set()
             raise
@@ -192,7 +210,8 @@ class _Compiler:
             for file in make():
                 shutil.copy2(file, draft / file.name)
 
-        return self._cache.get_or_build(caching.key(kind, compiler=dict(self._sdk.versions), device=self._sdk.chip, **fields), fill)
+        key = caching.key(kind, compiler=dict(self._sdk.versions), device=self._sdk.chip, **fields)
+        return self._cache.get_or_build(key, fill, lambda what, waited_s: self._stop.check())
 
     def _error(self, failed: Mapping[str, Exception]) -> CompileError:
         targets = [t for t in self._job.targets if name(t) in failed]
@@ -227,29 +246,3 @@ def _digest(hlo: Any) -> str:
 def _said(problem: BaseException) -> str:
     cause = f" ({problem.__cause__})" if problem.__cause__ else ""
     return f"{problem}{cause}"
-
-
-class Ticker:
-    """Calls `tell` every second, on a thread, while something is at work that tells nobody. What `tell` raises is raised at the end."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._ended = threading.Event()
-        self._problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rayneuron-ticker", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            while not self._ended.wait(1.0):
-                self._tell()
-        except BaseException as problem:
-            self._problem = problem
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        if self._problem is not None and kind is None:
-            raise self._problem

@@ -26,6 +26,7 @@ class Started:
     seats: Tensor | None = None  # where each row of the batch is in the graph, if not in its own place
     vocab: int | None = None
     where: Callable[[], str] = lambda: "the model"  # whose step it is, for messages
+    call: Callable[[Callable[[], StepOutput]], StepOutput] = lambda work: work()  # how the runtime is waited for
 
     def wait(self) -> StepOutput:
         """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
@@ -33,7 +34,7 @@ class Started:
         Raises DeviceError.
         """
         with running(self.where):
-            return self._fetched()
+            return self.call(self._fetched)
 
     def _fetched(self) -> StepOutput:
         want = self.shape.want

@@ -12,6 +12,7 @@ import pytest
 from rayneuron import SamplingParams, demo, loading
 from rayneuron.config import parse
 from rayneuron.devices.neuron.releases import IN_FLIGHT
+from rayneuron.errors import WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.group.group import Group
 from rayneuron.group.worker import Invitation
@@ -58,11 +59,14 @@ def nodes(standin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
     yield standin
     pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert not [pid for pid in pids if process_started(int(pid)) is not None and b"parallel.worker" in _command(pid)]
+    assert not [pid for pid in pids if process_started(int(pid)) is not None and b"group.worker" in _command(pid)]
 
 
 def _command(pid: str) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended
 
 
 def tokens(model: Path, processes: Children | None = None, **options: Any) -> list[list[int]]:
@@ -114,6 +118,43 @@ QUICK = ("tp8 over two nodes", "two stages of tp2 on two nodes")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in GROUPS])
 def test_tokens_are_the_cpu_devices(name: str, nodes: Path, wide: Path, want: list[list[int]]) -> None:
     assert tokens(wide, Nodes(nodes), device="neuron", **GROUPS[name]) == want
+
+
+PATIENT = {"start_s": 120, "load_s": 900, "step_s": 900, "cores_s": 5}  # whoever waits so long fails by its own time
+ENDS: dict[str, tuple[dict[str, float], str]] = {
+    "KILL to_neuron 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
+    "KILL forward 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),  # while it warms up
+    "KILL forward 9": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
+    "STOP to_neuron 1": ({"load_s": 3}, "the Neuron runtime has loaded nothing for 3 s: the other ranks are awaited"),
+    "STOP forward 9": ({"step_s": 20}, "a call into the Neuron runtime has not ended within 20 s"),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ends", [n if n == "KILL to_neuron 1" else pytest.param(n, marks=pytest.mark.slow) for n in ENDS])
+def test_a_rank_that_ends_inside_the_runtime_ends_the_group(ends: str, nodes: Path, wide: Path) -> None:
+    """The runtime waits for ever for one that is gone, and says nothing. Killed, the group knows at once; stopped, by its own limits."""
+    limits, said = ENDS[ends]
+    options = {"device": "neuron", **GROUPS["tp8 over two nodes"], "group": {**PATIENT, **limits}}
+    with pytest.raises(WorkerLost, match=said):
+        tokens(wide, Nodes(nodes, STANDIN_ENDS=ends), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_rank_that_ends_while_another_compiles(nodes: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compilers of the other end too."""
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(nodes / "here"))
+    monkeypatch.setenv("STANDIN_COMPILE_S", "900.5")
+    there = {"NEURON_COMPILE_CACHE_URL": str(nodes / "there"), "STANDIN_COMPILE_S": "1", "STANDIN_ENDS": "KILL compile 2"}
+    with pytest.raises(WorkerLost, match=r"worker 1, rank 1 of stage 0 .* is gone"):
+        tokens(wide, Nodes(nodes, **there), device="neuron", tensor_parallel=2, nodes=2, instance="cores:1", group=PATIENT)
+    assert not sleeping("900.5")
+
+
+def sleeping(seconds: str) -> list[str]:
+    """Compilers that take so long."""
+    return [p.parent.name for p in Path("/proc").glob("[0-9]*/cmdline") if _command(p.parent.name) == f"sleep\0{seconds}\0".encode()]
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def test_the_command_writes_a_report(standin: Path, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_stages_on_the_stand_in(standin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that needs no devices: flags, each verb alone, whole models in processes of their own over 1, 2 and 8 ranks."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "standin"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ import torch
 from rayneuron import LLM, SamplingParams
 from rayneuron.devices.base import LOGITS, SCORES, Shape
 from rayneuron.devices.neuron import pipeline, releases
-from rayneuron.devices.neuron.pipeline import Ticker
+from rayneuron.devices.neuron.ending import Ticker, Unwanted
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, sdk
 from rayneuron.devices.neuron.targets import name
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models import hub
 from tests.devices.neuron.test_device import OPTIONS, PARAMS, PROMPTS, cores, opened, silent, tokens
+from tests.devices.neuron.test_groups import sleeping
 from tests.models import cases
 
 DECODE, PREFILL = Shape("decode", 2, 1, 32, LOGITS), Shape("prefill", 1, 16, 32, LOGITS)
@@ -112,9 +114,9 @@ def test_weights_are_laid_out_for_all_graphs_or_for_none(
     assert not laid, "no decode graph: weights stay as they are"
     monkeypatch.setattr(pipeline._Compiler, "_laid", lambda *args: pytest.fail("laid out"))
     traced = {graph: SimpleNamespace(weight_name_to_idx={weight: 0}) for graph, weight in ((name(DECODE), "a"), ("other", "b"))}
-    job = pipeline.Job("m", [DECODE], [], [""], pipeline.World(1, 1, 1), 1)
+    job, stop = pipeline.Job("m", [DECODE], [], [""], pipeline.World(1, 1, 1), 1), Unwanted()
     with caplog.at_level("WARNING"):
-        assert pipeline._Compiler(None, None, cold, job)._priority(traced) is None  # type: ignore[arg-type]
+        assert pipeline._Compiler(None, None, cold, job, stop)._priority(traced) is None  # type: ignore[arg-type]
     assert "decode_b2_t1_l32_sampled_logits_last does not use b" in caplog.text
 
 
@@ -196,6 +198,36 @@ def test_as_many_compilers_as_memory_and_processors_allow(tmp_path: Path) -> Non
     assert pipeline.resources(tmp_path / "memory.max")[0] == gib
     (tmp_path / "memory.max").write_text("max\n")
     assert pipeline.resources(tmp_path / "memory.max") == pipeline.resources(tmp_path / "none")
+
+
+def test_what_nobody_wants_is_not_compiled(cold: Path, tiny: Path, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler under way is killed, and no other begun. What progress raises (the loss of a group, Ctrl-C) does the same."""
+    monkeypatch.setenv("STANDIN_COMPILE_S", "900.25")
+    device, program, _, _ = opened(cold, tiny, 1, options=CompilerOptions(workers=1))
+
+    def begun() -> bool:
+        return bool(sleeping("900.25"))
+
+    def end() -> None:
+        while not begun():
+            time.sleep(0.02)
+        device.abort()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(CompileError, match=r"kv_export_n16 \(.*could not be compiled.* was forcibly killed"):
+        device.artifact(program, device.targets([]), silent)
+    ending.join()
+    assert not begun() and compiled == Counter(["kv_export_n16"])
+    again, program, _, _ = opened(cold, tiny, 1, options=CompilerOptions(workers=1))
+
+    def interrupted(done: int, total: int) -> None:
+        if begun():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        again.artifact(program, again.targets([]), interrupted)
+    assert not begun() and compiled == Counter({"kv_export_n16": 2})
 
 
 def test_what_a_ticker_is_told_to_say_may_fail() -> None:

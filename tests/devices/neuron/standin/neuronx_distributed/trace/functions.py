@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import pickle
-import time
+import subprocess
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from neuronx_distributed.trace.model_builder_utils import (
     TraceArtifacts,
     WLOArtifacts,
 )  # fmt: skip
+from neuronx_distributed.trace.nxd_model import runtime
 
 NARROW = (torch.int32, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)
 
@@ -121,7 +122,9 @@ def _defaults(flags):
 def _neff(hlo, folder, flags, key):
     log = folder / "log-neuron-cc.txt"
     log.write_text(flags)
-    time.sleep(float(os.environ.get("STANDIN_COMPILE_S") or 0))
+    runtime.moment("compile")
+    if (seconds := os.environ.get("STANDIN_COMPILE_S")) and subprocess.run(["sleep", seconds], check=False).returncode:
+        raise RuntimeError("neuronx-cc: [F137] was forcibly killed - This most commonly occurs due to insufficient system memory.")
     try:
         said = compiler.check(hlo.executable, flags, key)
         if key.startswith(os.environ.get("STANDIN_FAIL_GRAPH", "none of them")):

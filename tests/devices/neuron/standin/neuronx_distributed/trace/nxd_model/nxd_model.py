@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +18,14 @@ class Queue:
     """Steps run one after the other on a thread of their own. At most `most` are under way; 0: every call waits for its own."""
 
     def __init__(self, most):
-        self._pool, self._most, self._under_way = ThreadPoolExecutor(1), most, []
+        self._lane, self._most, self._under_way = runtime.Lane(), most, []
 
     def put(self, work, outputs=None, ranks=0):
         """A future of the outputs, or with `outputs` a buffer an output and rank that is read with .cpu()."""
         self._under_way = [f for f in self._under_way if not f.done()]
         while self._most and len(self._under_way) >= self._most:
             self._under_way.pop(0).exception()
-        future = self._pool.submit(work)
+        future = self._lane.submit(work)
         self._under_way.append(future)
         if outputs is None or not self._most:
             future.result()
@@ -108,6 +107,7 @@ class NxDModel(torch.nn.Module):
                 raise RuntimeError(f"SPMDModel {key} was built for {count} local ranks, and given those of {self.local_ranks_size}")
         runtime.check(self.graphs.values(), self.layout)
         cores = runtime.claim(self.local_ranks_size)
+        runtime.moment("to_neuron")
         shapes = {name: about for g in self.graphs.values() for name, about in g.shapes.items()}
         self.states = [
             {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in self.state_names} for _ in range(self.local_ranks_size)
@@ -158,6 +158,7 @@ class NxDModel(torch.nn.Module):
         return [list(outputs) for outputs in zip(*ranked, strict=True)]
 
     def _run(self, graph, kwargs):
+        runtime.moment("forward")
         for before in BEFORE:
             before(graph)
         ring = mappings.Ring(self.local_ranks_size, self.fabric)
@@ -173,8 +174,8 @@ class NxDModel(torch.nn.Module):
 
         if self.local_ranks_size == 1:
             return [one(0)]
-        with ThreadPoolExecutor(self.local_ranks_size) as pool:
-            return list(pool.map(one, range(self.local_ranks_size)))
+        under_way = [runtime.Lane().submit(one, rank) for rank in range(self.local_ranks_size)]
+        return [future.result() for future in under_way]
 
     def save(self, path_to_save, save_weights=False):
         fields = (self.world_size, self.graphs, self.built_for, self.model_params, self.input_shape_map, self.state_names, self.layout)
