@@ -104,6 +104,11 @@ class SeatTable:
         state: SeatState = "starting" if keep else "draining"
         self.rows[key] = SeatRow(key, model, node, min(cores), len(cores), state, now_s, now_s)
 
+    def state(self, key: str) -> SeatState | None:
+        """Of a seat; None where there is none."""
+        row = self.rows.get(key)
+        return None if row is None else row.state
+
     def progress(self, key: str, said: str, now_s: float) -> None:
         """How far a start has come."""
         row = self.rows.get(key)
@@ -174,7 +179,7 @@ class SeatTable:
             if bring.instead is not None:
                 self._become(self.rows[bring.instead], "moving", now_s)
                 self._moved_s = now_s
-            key = self._key(bring.model)
+            key = self._key(bring.model, present)
             self.rows[key] = SeatRow(key, bring.model, bring.node, bring.first, bring.size, "reserved", now_s, now_s)
         for row in [row for row in self.rows.values() if row.state == "reserved"]:
             actions += self._begin(row, free.get(row.node, frozenset()), now_s)
@@ -246,6 +251,8 @@ class SeatTable:
                     cores = packing.compact(row.seen(now_s).cores)
                     log.error("%s has gone, but cores %s of %s are held: see `rayneuron doctor` there", row.key, cores, row.node)
                 del self.rows[row.key]
+        elif row.state == "stopping" and age_s > ENDED_S:
+            return [self._end(row, now_s)]  # it was not heard
         elif free is None and row.state not in ("stopping", "draining"):
             return [self._end(row, now_s)]
         elif row.state == "moving" and not any(
@@ -282,9 +289,9 @@ class SeatTable:
     def _become(self, row: SeatRow, state: SeatState, now_s: float) -> None:
         row.state, row.since_s = state, now_s
 
-    def _key(self, model: str) -> str:
+    def _key(self, model: str, present: set[str]) -> str:
         """A seat's name is that of its application; a small number, so that Serve's metrics do not grow for ever."""
-        return next(key for n in itertools.count() if (key := f"{model}.{n}") not in self.rows)
+        return next(key for n in itertools.count() if (key := f"{model}.{n}") not in self.rows and key not in present)
 
     def _count(self, model: str, what: str) -> None:
         self.counts[model, what] = self.counts.get((model, what), 0) + 1

@@ -72,3 +72,97 @@ async def test_what_a_host_measures(tiny: Path) -> None:
         assert value(await measured(), "rayneuron:host_cores", state="foreign") == 1
         heads = [line for line in text.splitlines() if line.startswith("# HELP")]
         assert len(heads) == len(set(heads)), "every family once"
+
+
+async def test_an_arbiter_that_is_replaced_in_the_middle_of_a_wake(tiny: Path) -> None:
+    """The one after it goes on with the start that is under way: one start, one seat, and the held call is answered."""
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        call = asked(made, http, "a")
+        await made.until(lambda: made.stage.states)
+        made.arbiter.close()
+        made.arbiter = made.arise()
+        await made.arbiter.open()
+        assert made.rows() == {"a.0": "starting"}
+        made.stage.gate.set()
+        assert (await call).json()["choices"][0]["text"] == "hello"
+        await made.until(lambda: made.rows() == {"a.0": "ready"})
+        assert made.stage.given == [("a.0", (0, 1))]
+        assert not made.arbiter.table.models["a"].parts, "what it has not seen begin it does not learn from"
+
+
+async def test_an_arbiter_that_is_replaced_while_a_seat_goes(tiny: Path) -> None:
+    """Serve still runs a seat whose engine has been told to end: it is no seat to adopt."""
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        assert (await asked(made, http, "a")).status_code == 200
+        await made.until(lambda: made.rows() == {"a.0": "ready"})
+        made.arbiter.close()
+        await asyncio.to_thread(made.stage.drain, "a.0", 1.0)
+        made.arbiter = made.arise()
+        await made.arbiter.open()
+        call = asked(made, http, "a")
+        await made.until(lambda: "a.1" in made.rows() or made.rows() == {"a.0": "starting"})
+        assert (await call).json()["choices"][0]["text"] == "hello"
+        await made.until(lambda: list(made.rows().values()) == ["ready"])
+        assert len(made.stage.given) == 2
+
+
+async def test_a_seat_of_an_arbiter_that_has_been_replaced_is_found_later_too(tiny: Path) -> None:
+    """What the old one began in its last moment; what is of another gateway, or nobody's, is left alone, and its name is not taken."""
+    async with hosted(tiny, {"a": 2, "gone": 1}) as made, client(application(made.catalogues[0])) as http:
+        for key, owner in (("a.0", "other"), ("gone.7", "gateway")):
+            row = made.arbiter.table.rows.setdefault(key, _row(key, made))
+            await asyncio.to_thread(made.stage.start, row, made.arbiter._configs[row.model])
+            made.stage.told[key] = {**made.stage.told[key], "owner": owner, "words": "others"}
+            del made.arbiter.table.rows[key]
+        await made.until(lambda: "gone.7" not in made.stage.states)
+        assert (await asked(made, http, "a")).json()["choices"][0]["text"] == "hello"
+        assert "a.0" in made.stage.states and list(made.rows()) == ["a.1"]
+
+
+def _row(key: str, made: Hosted) -> Any:
+    from rayneuron.host.table import SeatRow
+
+    first, size = (0, 2) if key.startswith("a") else (2, 1)
+    return SeatRow(key, key.partition(".")[0], "n", first, size, "ready", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("what", ["start", "drain", "delete"])
+async def test_what_serve_does_not_do_is_tried_again(what: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayneuron.host.table.ENDED_S", 0.3)
+    monkeypatch.setattr("rayneuron.host.table.BACKOFF_S", 0.3)
+    async with hosted(tiny, {"a": 4, "b": 4}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.refuse = {what: 1}
+        first = await asked(made, http, "a")
+        if what == "start":
+            assert first.status_code == 503 and "TimeoutError" in first.text
+            await made.until(lambda: made.rows() == {})
+            await asyncio.sleep(0.4)
+            first = await asked(made, http, "a")
+        assert first.json()["choices"][0]["text"] == "hello"
+        assert (await asked(made, http, "b")).json()["choices"][0]["text"] == "hello", "the cores of a have come back"
+        assert list(made.rows()) == ["b.0"]
+
+
+async def test_a_call_may_say_how_long_it_waits(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        reply = await http.post("/v1/completions", json={**GO, "model": "a"}, headers={"x-request-timeout-seconds": "0.4"})
+        assert reply.status_code == 408 and "a was not awake within" in reply.text, reply.text
+        await made.until(lambda: not made.catalogues[0].waking._sleepers["a"].held)
+
+
+@pytest.mark.parametrize(("body", "commented"), [({"stream": True}, True), ({}, False)])
+async def test_comments_go_to_streams_of_events_alone(body: Any, commented: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayneuron.gateway.waking.SAY_S", 0.1)
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        made.stage.progress = "weights 3/9"
+        headers = {"x-rayneuron-progress": "1"}
+        call = asyncio.ensure_future(http.post("/v1/completions", json={**GO, "model": "a", **body}, headers=headers))
+        await made.until(lambda: made.catalogues[0].waking._sleepers["a"].replicas.standing.why == "weights 3/9")
+        await asyncio.sleep(0.3)  # three times as long as between two comments
+        made.stage.gate.set()
+        reply = await call
+        assert reply.status_code == 200 and (": a loading weights 3/9, about " in reply.text) == commented, reply.text
+        assert reply.headers["content-type"].startswith("text/event-stream" if commented else "application/json")
