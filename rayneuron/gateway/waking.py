@@ -164,6 +164,8 @@ class Waking:
             said_s = began_s
             while entry.state != "ready":
                 now_s = time.monotonic()
+                if entry.left is not None:
+                    raise entry.left
                 if limit_s is not None and now_s - began_s >= limit_s:
                     raise RequestTimeout(f"{entry.name} was not awake within the {limit_s:g} s of this request")
                 self._judge(sleeper, now_s - began_s)

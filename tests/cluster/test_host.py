@@ -5,6 +5,7 @@ After each: what was held is answered, no core is given twice (by the nodes' led
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -43,6 +44,7 @@ class Home(Cluster):
         return {
             "models": models, "host": {"instance": "cores:4", "nodes": 2}, "explain": True,
             "scaling": {"min_life_s": 0.5, "orphan_s": 8, "drain_s": 20}, "serving": {"num_cpus": 0.1, "drain_timeout_s": 5},
+            "replay": {"hold_s": 100},
         }  # fmt: skip
 
     def deploy(self, args: dict[str, Any]) -> None:
@@ -185,15 +187,12 @@ def test_the_gateway_killed_while_a_model_wakes(home: Home) -> None:
 def test_a_model_killed_while_it_is_awake(home: Home) -> None:
     """Its stream waits for it to come again on the same cores and goes on: every token once."""
     assert home.ask("nap").status_code == 200
-    long = GO | {"model": "nap", "max_tokens": 300}
-    whole = home.ask("nap", **long).json()["choices"][0]["text"]
-    client = Client(home, long | {"stream": True})
+    whole = home.ask("nap", max_tokens=300).json()["choices"][0]["text"]
+    client = Client(home, GO | {"model": "nap", "max_tokens": 300, "stream": True})
     assert client.begun.wait(60)
     at_s = kill(home.of("nap.0"))
     client.join(WAIT_S)
     assert client.error_s is None and client.lines[-2:] and sse(client.lines)[-1] == "[DONE]", (client.broken, client.lines[-3:])
-    import json
-
     text = "".join(json.loads(event)["choices"][0]["text"] for event in sse(client.lines)[:-1])
     print(f"killed, and ended {client.ended_s - at_s:.1f} s later")
     assert text == whole

@@ -166,3 +166,76 @@ async def test_comments_go_to_streams_of_events_alone(body: Any, commented: bool
         reply = await call
         assert reply.status_code == 200 and (": a loading weights 3/9, about " in reply.text) == commented, reply.text
         assert reply.headers["content-type"].startswith("text/event-stream" if commented else "application/json")
+
+
+async def sent(app: Any, body: bytes, gone: asyncio.Event, **headers: str) -> int:
+    """The status of a call whose client leaves when it is told to; 0 where none was sent."""
+    status, parts = 0, [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if parts:
+            return parts.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    path = "/v1/completions"
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in ({"content_type": "application/json"} | headers).items()]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+    await app({**scope, "headers": pairs, "http_version": "1.1", "scheme": "http", "client": None, "server": None}, receive, send)
+    return status
+
+
+async def test_whoever_leaves_while_held_is_forgotten_and_the_start_goes_on(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}) as made:
+        app, gone = application(made.catalogues[0]), asyncio.Event()
+        made.stage.gate.clear()
+        held = made.catalogues[0].waking._sleepers["a"].held
+        calls = [asyncio.ensure_future(sent(app, b'{"model": "a", "prompt": "say:x"}', gone)) for _ in range(20)]
+        await made.until(lambda: len(held) == 20 and made.rows() == {"a.0": "starting"})
+        gone.set()
+        assert await asyncio.gather(*calls) == [0] * 20
+        assert not held
+        made.stage.gate.set()
+        await made.until(lambda: made.rows() == {"a.0": "ready"})
+
+
+async def test_bodies_that_are_wrong_wake_nobody(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}, serving={"max_body_bytes": 4096}) as made, client(application(made.catalogues[0])) as http:
+        wrong = {b"{": 400, b"[]": 400, b"\xff": 400, b"[" * 4000: 400, b"x" * 5000: 413, b'{"model": "b"}': 404}
+        for content, status in wrong.items():
+            reply = await http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+            assert reply.status_code == status and "error" in reply.json(), (content[:20], reply.text)
+        assert (await http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})).status_code == 415
+        assert (await http.post("/m/a/v1/nothing", json={})).status_code == 404
+        assert (await http.get("/m/a/health")).status_code == 503
+        assert not made.stage.given and not made.rows()
+
+
+async def test_two_gateways_wake_it_once_and_each_may_leave_alone(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}, gateways=2) as made:
+        made.stage.gate.clear()
+        one, other = (client(application(catalogue)) for catalogue in made.catalogues)
+        calls = [asked(made, http, "a") for http in (one, other) for _ in range(3)]
+        await made.until(lambda: [len(c.waking._sleepers["a"].held) for c in made.catalogues] == [3, 3] and made.rows())
+        made.catalogues[0].leave()  # what SIGTERM does first
+        for reply in await asyncio.gather(*calls[:3]):
+            assert reply.status_code == 503 and "shutting down" in reply.text and int(reply.headers["retry-after"]) >= 1
+        assert (await asked(made, one, "a")).status_code == 503
+        made.stage.gate.set()
+        assert [reply.status_code for reply in await asyncio.gather(*calls[3:])] == [200, 200, 200]
+        assert made.stage.given == [("a.0", (0, 1))]
+
+
+async def test_more_than_may_be_held_are_told_so(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}, scaling={"max_held": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        calls = [asked(made, http, "a") for _ in range(3)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        (full,) = [call.result() for call in done]
+        assert full.status_code == 429 and "2 calls wait for a to wake" in full.text and int(full.headers["retry-after"]) >= 1
+        made.stage.gate.set()
+        assert sorted(reply.status_code for reply in await asyncio.gather(*calls)) == [200, 200, 429]
