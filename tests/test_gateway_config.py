@@ -105,7 +105,8 @@ def test_every_kind_of_drift_names_its_key() -> None:
         ({"models": [{"name": "a", "args": MODEL}], "host": {"instance": "inf9.large"}}, "inf9.large"),
         ({"models": [{"name": "a", "args": {**MODEL, "tensor_parallel": 4}}], "host": {"instance": "cores:2"}}, "tensor_parallel"),
         (
-            {"models": [{"name": n, "args": {**MODEL, "tensor_parallel": 2}, "pinned": True} for n in "ab"], "host": {"instance": "cores:2"}},
+            {"models": [{"name": n, "args": {**MODEL, "tensor_parallel": 2}, "pinned": True} for n in "ab"],
+             "host": {"instance": "cores:2"}},
             "always awake",
         ),
     ],

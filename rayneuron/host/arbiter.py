@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 WARM_S = 10.0
+SETTLE_S = 60.0  # for the nodes of a host to come
 GIB = 2**30
 
 
@@ -71,6 +72,7 @@ class Arbiter:
         self.table = SeatTable({name: self._hosted(name) for name in config.hosted}, limits)
         self._nodes: dict[str, dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opened_s = clock()
         self._strangers: set[str] = set()  # applications that are none of our seats
         self._warmed_s = 0.0
 
@@ -115,6 +117,9 @@ class Arbiter:
         """Once: see, decide, do."""
         told, there = await asyncio.gather(asyncio.to_thread(self._watchers.look), asyncio.to_thread(self._stage.look))
         await self._adopt(there)
+        assert self.config.host is not None
+        young = self._clock() - self._opened_s < SETTLE_S
+        self.table.blind = any(one.get("silent") for one in told.values()) or (len(told) < self.config.host.nodes and young)
         self._nodes, now_s = told, self._clock()
         actions: list[Action] = []
         for key, row in list(self.table.rows.items()):
@@ -136,7 +141,7 @@ class Arbiter:
             self._spawn(self._do(action))
         if self._clock() - self._warmed_s > WARM_S:
             self._warmed_s = self._clock()
-            await asyncio.to_thread(self._warm)
+            self._spawn(self._look_at_weights())
 
     async def _do(self, action: Action) -> None:
         row = action.row
@@ -174,6 +179,13 @@ class Arbiter:
         except Exception as wrong:
             log.warning("%s does not say what its start took: %r", key, wrong)
             return {}
+
+    async def _look_at_weights(self) -> None:
+        """Beside the looks: a keeper may be long in saying what it has."""
+        try:
+            await asyncio.to_thread(self._warm)
+        except Exception as wrong:
+            log.warning("weights could not be looked at: %r", wrong)
 
     def _warm(self) -> None:
         """See how much of each model is in memory, and read ahead what will be woken first, within the budget."""

@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 KEY = b"rayneuron:seat:"  # what Ray keeps of each
 CLAIM = b"rayneuron:arbiter:"  # and whose they are
-LOOK_S = 5.0  # for a keeper to say what it sees
+LOOK_S, SILENT_S = 1.0, 60.0  # how long a look waits for a keeper; and until it is given up, which may have been started a moment ago
 PATIENCE_S = 2.0  # beyond what streams were given
 
 
@@ -109,29 +110,44 @@ class Keepers:
         self._instance, self._most = instance, most
         self._actors: dict[str, Any] = {}
         self._seen: dict[str, dict[str, Any]] = {}
+        self._asked: dict[str, tuple[float, Any]] = {}  # since when each is asked, and its answer to be
 
     def look(self) -> dict[str, dict[str, Any]]:
-        """What each says of its node. Where one does not answer, nothing there counts as free, and it is made anew; only a node that Ray
-        has lost is not in it."""
+        """What each says of its node. Where one does not answer yet, nothing there counts as free (`silent`); one that has died, or says
+        nothing for long, is made anew. Only a node that Ray has lost is not in it."""
         there = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get(CORES, 0) >= 1}
         for gone in self._actors.keys() - there.keys():
-            ray.kill(self._actors.pop(gone))
+            self._drop(gone)
         for node in sorted(there, key=lambda node: (node not in self._actors, node))[: self._most]:
             if node not in self._actors:
                 place = NodeAffinitySchedulingStrategy(there[node], soft=False)
                 made = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=place)
                 self._actors[node] = made.remote(node, self._instance)
-        asked = {node: actor.look.remote() for node, actor in self._actors.items()}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_S) if asked else None
-        told = {}
-        for node, answer in asked.items():
-            try:
-                told[node] = self._seen[node] = ray.get(answer, timeout=0)
-            except Exception as wrong:
-                log.warning("the keeper of %s does not answer: %r", node, wrong)
-                ray.kill(self._actors.pop(node))
-                told[node] = {**self._seen.get(node, {"left": [], "holders": []}), "free": []}
-        return told
+        for node, actor in self._actors.items():
+            if node not in self._asked:
+                self._asked[node] = (time.monotonic(), actor.look.remote())
+        if self._asked:
+            ray.wait([answer for _, answer in self._asked.values()], num_returns=len(self._asked), timeout=LOOK_S)
+        return {node: self._told(node) for node in list(self._actors)}
+
+    def _told(self, node: str) -> dict[str, Any]:
+        since_s, answer = self._asked[node]
+        try:
+            self._seen[node] = ray.get(answer, timeout=0)
+            del self._asked[node]
+            return self._seen[node]
+        except ray.exceptions.GetTimeoutError:
+            if time.monotonic() - since_s > SILENT_S:
+                log.warning("the keeper of %s says nothing, and is made anew", node)
+                self._drop(node)
+        except Exception as wrong:
+            log.warning("the keeper of %s has died, and is made anew: %r", node, wrong)
+            self._drop(node)
+        return {**self._seen.get(node, {"left": [], "holders": []}), "free": [], "silent": True}
+
+    def _drop(self, node: str) -> None:
+        self._asked.pop(node, None)
+        ray.kill(self._actors.pop(node))
 
     def weights(self, source: str) -> tuple[int, float]:
         """Bytes of a model's weights, and the share that is in memory, of the node that knows most."""

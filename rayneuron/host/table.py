@@ -78,6 +78,7 @@ class SeatTable:
         self.limits = limits
         self.rows: dict[str, SeatRow] = {}
         self.counts: dict[tuple[str, str], int] = {}
+        self.blind = False  # what nodes have is not known in full: what cannot be had now may be there in a moment
         self._heard: dict[bytes, tuple[float, Mapping[str, Asked]]] = {}
         self._moved_s = self._looked_s = -math.inf
         self._eta_s: Mapping[str, float] = {}
@@ -208,6 +209,8 @@ class SeatTable:
         planned = any(row.state == "reserved" for row in rows)
         state = "ready" if seats else "loading" if coming else "waiting for cores" if planned else "sleeping"
         why = next((row.progress for row in coming if row.progress), "") if coming else self._reason.get(name, "")
+        if self.blind and eta_s == math.inf:
+            eta_s = self.start_s(name)
         failed = self.models[name].failed
         return Standing(state, seats, [row.key for row in coming], eta_s if eta_s < math.inf else None, why, failed)
 

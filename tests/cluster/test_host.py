@@ -241,7 +241,8 @@ def test_a_keeper_killed_costs_nobody_its_seat(home: Home) -> None:
     assert len(keepers) == 2
     kill(keepers)
     eventually(lambda: len(set(home.pids("ray::Keeper")) - set(keepers)) == 2, 60, lambda: home.pids("ray::Keeper"))
-    assert home.ask("wide").status_code == 200, "and seats are given again"
+    reply = home.ask("wide")
+    assert reply.status_code == 200, ("and seats are given again", reply.text)
     assert home.of("nap.0") == before and home.seats()["nap.0"] == "ready"
 
 
@@ -251,7 +252,8 @@ def test_cores_are_free_soon_after_the_last_stream(home: Home) -> None:
     args["host"]["nodes"] = 1
     home.deploy(args)
     eventually(lambda: len(home.told().get("nodes", ())) == 1, WAIT_S, home.told)
-    assert home.ask("nap").status_code == 200
+    reply = home.ask("nap")
+    assert reply.status_code == 200, reply.text
     client = Client(home, GO | {"model": "nap", "max_tokens": 400, "stream": True})
     assert client.begun.wait(60)
     before = home.of("nap.0")

@@ -239,3 +239,19 @@ async def test_more_than_may_be_held_are_told_so(tiny: Path) -> None:
         assert full.status_code == 429 and "2 calls wait for a to wake" in full.text and int(full.headers["retry-after"]) >= 1
         made.stage.gate.set()
         assert sorted(reply.status_code for reply in await asyncio.gather(*calls)) == [200, 200, 429]
+
+
+async def test_calls_wait_for_nodes_that_have_not_answered_yet(tiny: Path) -> None:
+    """A gateway that has just come, or a keeper that has: what cannot be had now may be there in a moment."""
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        look = made.arbiter._watchers.look
+        for blind in ({}, {"n": {"free": [], "left": [0, 1, 2, 3], "holders": [], "silent": True}}):
+            made.arbiter._watchers.look = lambda blind=blind: blind  # type: ignore[method-assign]
+            await made.until(lambda blind=blind: made.arbiter._nodes == blind)
+            call = asked(made, http, "a")
+            await asyncio.wait([call], timeout=1.0)
+            assert not call.done() and not made.stage.given, "held"
+            call.cancel()
+        call = asked(made, http, "a")
+        made.arbiter._watchers.look = look  # type: ignore[method-assign]
+        assert (await call).json()["choices"][0]["text"] == "hello"
