@@ -144,6 +144,8 @@ class GatewayConfig(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"models: the application {twice} stands there twice; leave one of them out")
+        if self.host is not None and not self.hosted:
+            raise ValueError("host is for models that may sleep, and none is listed; write name: NAME with args, or leave it out")
         if self.hosted and self.host is None:
             raise ValueError(f"models: {next(iter(self.hosted))} may sleep, and no host has cores for it; write host: {{instance: TYPE}}")
         return self

@@ -161,6 +161,11 @@ def test_llama405b_over_two_of_its_four_nodes(name: str, changed: dict[str, int]
         remove(cluster)
 
 
+def test_llama8b_inf2(expected: str) -> None:
+    with serving("llama8b_inf2", *ON_CPU) as (url, process):
+        assert answers(url, "chat", process) == expected
+
+
 @pytest.mark.parametrize("name", ["tiny", "smollm2", "handle_call"])
 def test_cpu_files_as_they_are(name: str, smollm2: Path) -> None:
     with serving(name) as (url, process):

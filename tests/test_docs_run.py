@@ -26,8 +26,9 @@ def test_it_runs_as_it_is_written(block: str) -> None:
         (Path(folder) / "ray").mkdir()
         (Path(folder) / "rayneuron").write_text(f'#!/bin/sh\nexec {sys.executable} -m rayneuron "$@"\n')
         (Path(folder) / "rayneuron").chmod(0o755)
+        paths = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = os.environ | {
-            "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled",
+            "PATH": paths, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled",
             "RAYNEURON_LEDGER": f"{folder}/cores", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = ["bash", "-e", "-m", "-o", "pipefail", "-c", block]

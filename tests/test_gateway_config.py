@@ -57,6 +57,15 @@ def test_what_is_set_reaches_the_copy_in_the_gateway(read: Any) -> None:
     ("gateway", "other", "message"),
     [
         ({"models": [{"application": "three"}]}, {}, r"no application here is called three; there are: one, two"),
+        ({"models": [{"application": "one"}], "host": {"instance": "inf2.48xlarge"}}, {}, "host is for models that may sleep, and none"),
+        ({"models": [{"name": "a.b", "args": MODEL}], "host": {"instance": "inf2.48xlarge"}}, {}, r"models\.0\.name"),
+        ({"models": [{"name": "a", "args": MODEL, "min": 2}], "host": {"instance": "inf2.48xlarge"}}, {}, "min 2 and max 1"),
+        ({"models": [{"name": "a", "args": MODEL}]}, {}, "no host has cores for it; write host: {instance: TYPE}"),
+        ({"models": [{"name": "a", "args": {**MODEL, "max_model_len": 0}}], "host": {"instance": "inf2.48xlarge"}}, {}, "max_model_len"),
+        ({"models": [{"name": "one", "args": MODEL}], "host": {"instance": "inf2.48xlarge"}}, {}, "an application here is also called one"),
+        ({"models": [{"name": "a", "args": MODEL}], "host": {"instance": "inf2.48xlarge", "nodes": 0}}, {}, "host.nodes"),
+        ({"models": [{"name": "a", "args": MODEL}], "host": {"instance": "cores:2"}, "scaling": {"hold_s": -1}}, {}, "scaling.hold_s"),
+        ({"models": [{"name": "a", "args": MODEL}], "host": {"instance": "cores:2"}, "scaling": {"holds": 1}}, {}, "did you mean hold_s"),
         ({"models": []}, {}, "models: must be a list with at least 1 entry"),
         ({"models": [{"application": "one"}, {"application": "one"}]}, {}, "stands there twice"),
         ({"models": [{"application": "one"}], "default_model": "x"}, {}, "default_model x is none of: one, chat"),
@@ -88,3 +97,24 @@ def test_every_kind_of_drift_names_its_key() -> None:
     ):
         assert gateway_config.drift(parse_model({**MODEL, **changed}), base) == key
     assert isinstance(base, Deployment)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "message"),
+    [
+        ({"models": [{"name": "a", "args": MODEL}], "host": {"instance": "inf9.large"}}, "inf9.large"),
+        ({"models": [{"name": "a", "args": {**MODEL, "tensor_parallel": 4}}], "host": {"instance": "cores:2"}}, "tensor_parallel"),
+        (
+            {"models": [{"name": n, "args": {**MODEL, "tensor_parallel": 2}, "pinned": True} for n in "ab"],
+             "host": {"instance": "cores:2"}},
+            "always awake",
+        ),
+    ],
+)
+def test_a_host_that_could_never_be_is_refused_by_the_builder_too(gateway: dict[str, Any], message: str) -> None:
+    """`serve deploy` of such a file ends there, and what ran before runs on."""
+    from rayneuron.gateway.app import build
+    from rayneuron.serve.app import Refused
+
+    with pytest.raises(Refused, match=message):
+        build(gateway)

@@ -73,6 +73,30 @@ def gateway(args: dict[str, Any], profile: str = "plain", urgent: bool = False) 
     return Server(f"gateway {profile}", command, {**env, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}, folder, urgent)
 
 
+def host(args: dict[str, Any], urgent: bool = False) -> tuple[Server, Path]:
+    """`rayneuron serve` of a gateway with a host; and where the ledgers of its nodes are. What is kept between starts is this user's, but
+    for how long starts have taken: nobody knows that yet."""
+    from rayneuron import settings
+    from rayneuron.serve.profile import profile_env
+
+    folder = _folder()
+    (folder / "ray").mkdir()
+    (folder / "cache").mkdir()
+    for kept in settings.cache_dir().iterdir():
+        if kept.name != "starts.json":
+            (folder / "cache" / kept.name).symlink_to(kept)
+    env = profile_env("plain") | {"PYTHONPATH": str(CHECKOUT), "RAYNEURON_LEDGER": str(folder / "ledger"), "RAY_TMPDIR": str(folder)}
+    env |= {"RAYNEURON_CACHE": str(folder / "cache"), "RAY_AUTH_MODE": "disabled"}
+    front = {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": args}
+
+    def command(port: int) -> list[str]:
+        config = folder / "deployment.yaml"
+        config.write_text(yaml.safe_dump({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [front]}))
+        return [sys.executable, "-m", "rayneuron", "serve", str(config), "--grace", "5"]
+
+    return Server("host", command, env, folder, urgent), folder / "ledger"
+
+
 def ray_llm(model: Path, name: str, rows: int, length: int, threads: int, urgent: bool = False, venvs: Path = VENVS) -> Server:
     """`serve run` of ray.serve.llm's OpenAI application over vLLM's CPU build, in bf16, prefix caching off."""
     vllm = peers(threads)["vllm"]

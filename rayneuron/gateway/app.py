@@ -61,6 +61,7 @@ def build(args: dict[str, Any]) -> Application:
     """The application of a gateway. `args` are gateway_config.GatewayConfig's keys. Raises Refused, a ConfigError."""
     try:
         config = gateway_config.parse(args)
+        arbiter = [] if config.host is None else [arbiter_of(config)]
     except RayNeuronError as wrong:
         raise Refused(wrong.message, param=wrong.param) from None
     serving = config.serving
@@ -75,5 +76,4 @@ def build(args: dict[str, Any]) -> Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         ray_actor_options={"num_cpus": serving.num_cpus},
     )
-    said = config.model_dump(exclude_unset=True)
-    return wanted.bind(said) if config.host is None else wanted.bind(said, arbiter_of(config))
+    return wanted.bind(config.model_dump(exclude_unset=True), *arbiter)

@@ -123,7 +123,7 @@ class CatalogueEntry(Handles):
         self._listed, self._gateway = listed, gateway
         self._eras: dict[str, Routed] = {}  # by the application's words, the newest last
         self._user_config: dict[str, Any] | None = None
-        self._leaving = False
+        self.left: NotReady | None = None  # why no call is taken any more
         self.standing: Standing | None = None  # of a model that may sleep
         self._there: set[bytes] = set()  # replicas that were connected at the last look
         self._changed_s = 0.0
@@ -191,7 +191,7 @@ class CatalogueEntry(Handles):
                 del self._eras[key]
                 await era.close()
         ready = [era for era in self._eras.values() if era.remote.fleet.able]
-        if self._leaving:
+        if self.left is not None:
             return
         self.now = ready[-1] if ready else self._shut("has no replica that is ready") if self._eras else self._shut("is still loading")
 
@@ -234,7 +234,8 @@ class CatalogueEntry(Handles):
 
     def leave(self, why: str) -> None:
         """Refuse new calls from now on."""
-        self._leaving, self.now = True, self._shut(why)
+        self.now = shut = self._shut(why)
+        self.left = shut.refusal
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
         """Let the open calls finish for so long, then end the others."""

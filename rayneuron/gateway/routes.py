@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -22,6 +23,9 @@ from rayneuron.serve.ingress import METRICS_TYPE, ROUTES, assembled
 from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.served import LONG_BYTES
 
+Told = TypeVar("Told")
+PROGRESS = "x-rayneuron-progress"  # whoever says 1 is told how far a model has come that wakes for it
+EVENTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")  # whose streams are events in every case
 TARGET = "x-amzn-sagemaker-target-model"  # SageMaker's way to name a model
 
 
@@ -29,6 +33,12 @@ class Named(msgspec.Struct):
     """What a body says of whom it is for; all else is for the model to read."""
 
     model: str | None = None
+
+
+class Streamed(msgspec.Struct):
+    """Whether a body asks for a stream."""
+
+    stream: bool = False
 
 
 def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette:
@@ -49,8 +59,8 @@ def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette
 async def _chosen(endpoint: Endpoint, catalogue: Catalogue, exchange: Exchange) -> None:
     entry = await choose(catalogue, exchange)
     if catalogue.waking is not None and exchange.method == "POST":
-        await exchange.json_body(catalogue.door.max_body_bytes, catalogue.door.body_timeout_s)
-        await catalogue.waking.hold(entry, exchange)
+        body = await exchange.json_body(catalogue.door.max_body_bytes, catalogue.door.body_timeout_s)
+        await catalogue.waking.hold(entry, exchange, exchange.header(PROGRESS) == "1" and await _of(body, _streams, exchange.path))
     await endpoint(entry, exchange)
 
 
@@ -63,7 +73,20 @@ async def choose(catalogue: Catalogue, exchange: Exchange) -> CatalogueEntry:
     if exchange.method != "POST":
         return catalogue.named(None)
     body = await exchange.json_body(catalogue.door.max_body_bytes, catalogue.door.body_timeout_s)
-    return catalogue.named(_name(body) if len(body) <= LONG_BYTES else await asyncio.to_thread(_name, body))
+    return catalogue.named(await _of(body, _name))
+
+
+async def _of(body: bytes, read: Callable[..., Told], *more: str) -> Told:
+    """What is read of a body, on a thread where it is long."""
+    return read(body, *more) if len(body) <= LONG_BYTES else await asyncio.to_thread(read, body, *more)
+
+
+def _streams(body: bytes, path: str) -> bool:
+    """Whether events answer it, among which comments may be."""
+    try:
+        return path.endswith(EVENTS) and msgspec.json.decode(body, type=Streamed).stream
+    except msgspec.MsgspecError:
+        return False
 
 
 def _name(body: bytes) -> str | None:

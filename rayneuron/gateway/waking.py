@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rayneuron.errors import Busy, NotReady
+from rayneuron.errors import Busy, NotReady, RequestTimeout
 from rayneuron.frames import Asked, Card, Order, Settled, Standing, Wanting
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
 from rayneuron.gateway_config import GatewayConfig
@@ -26,7 +26,6 @@ ASK_S, IDLE_S = 0.2, 1.0  # how often the arbiter is told, while somebody waits 
 LOOK_S = 0.05  # how often coming seats are asked for their cards while somebody waits
 SAY_S = 2.0  # between two comments of progress
 MOST_RETRY_S = 120.0  # clients obey no longer one
-PROGRESS = "x-rayneuron-progress"
 
 
 class ArbiterCalls(Protocol):
@@ -148,23 +147,27 @@ class Waking:
         finally:
             del sleeper.held[key]
 
-    async def hold(self, entry: CatalogueEntry, exchange: Exchange) -> None:
-        """Wait until the model of a call is awake. Raises NotReady where that takes too long, Busy where too many wait."""
+    async def hold(self, entry: CatalogueEntry, exchange: Exchange, comments: bool) -> None:
+        """Wait until the model of a call is awake. `comments`: say meanwhile how far it is. Raises NotReady where that takes too long, or
+        longer than the call may (RequestTimeout), Busy where too many wait."""
         sleeper = self._sleepers.get(entry.name)
         if sleeper is None:
             return
         sleeper.arrived += 1
         if entry.state == "ready":
             return
-        began_s = time.monotonic()
+        began_s, limit_s = time.monotonic(), exchange.time_limit_s(None)
         with self._holding(sleeper):
             task = asyncio.current_task()
             assert task is not None
             exchange.watch(task)
             said_s = began_s
-            comments = exchange.header(PROGRESS) == "1"
             while entry.state != "ready":
                 now_s = time.monotonic()
+                if entry.left is not None:
+                    raise entry.left
+                if limit_s is not None and now_s - began_s >= limit_s:
+                    raise RequestTimeout(f"{entry.name} was not awake within the {limit_s:g} s of this request")
                 self._judge(sleeper, now_s - began_s)
                 if comments and now_s - said_s >= SAY_S:
                     said_s = now_s

@@ -11,6 +11,7 @@ from rayneuron import gateway_config
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.host.arbiter import Arbiter
 from rayneuron.host.seats import Keepers, Seats
+from rayneuron.placement import hosting
 from rayneuron.serve.deployed import HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, log_through_serve
 
 
@@ -31,7 +32,9 @@ class ServedArbiter(Arbiter):
 
 
 def arbiter_of(config: GatewayConfig) -> Application:
-    """The arbiter of a gateway's models that may sleep."""
+    """The arbiter of a gateway's models that may sleep. Raises ConfigError for those that could never be awake, or not at once."""
+    assert config.host is not None
+    hosting.check(config.host.instance, config.host.nodes, hosting.wanted_of(config))
     made = serve.deployment(
         ServedArbiter,
         name="Arbiter",

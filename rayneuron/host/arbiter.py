@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +27,14 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 WARM_S = 10.0
+SETTLE_S = 60.0  # for the nodes of a host to come
 GIB = 2**30
 
 
 class SeatCalls(Protocol):
     """Where seats are: `host.seats.Seats`, of Ray."""
+
+    def claim(self) -> None: ...
 
     def start(self, row: Any, config: Deployment) -> None: ...
 
@@ -68,6 +72,8 @@ class Arbiter:
         self.table = SeatTable({name: self._hosted(name) for name in config.hosted}, limits)
         self._nodes: dict[str, dict[str, Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opened_s = clock()
+        self._strangers: set[str] = set()  # applications that are none of our seats
         self._warmed_s = 0.0
 
     def _hosted(self, name: str) -> HostedModel:
@@ -77,18 +83,27 @@ class Arbiter:
         return HostedModel(Wish(name, config.tensor_parallel, (), *words), load_s=config.group.load_s, parts=parts)
 
     async def open(self) -> None:
-        """Find the seats that are there: those of the same words stay, the others end. Then keep the host until told to end."""
-        there = await asyncio.to_thread(self._stage.look)
-        for key in there:
-            said = await asyncio.to_thread(self._stage.known, key)
-            if said is None or key.rpartition(".")[0] != said["model"]:
-                continue
-            keep = said["model"] in self._configs and said["words"] == words_of(self._configs[said["model"]])
-            if said["model"] in self._configs:
-                self.table.adopt(key, said["model"], said["node"], said["cores"], self._clock(), keep)
-            if not keep:
-                self._spawn(self._leave(key))
+        """Find the seats that are there, then keep the host until told to end."""
+        await asyncio.to_thread(self._stage.claim)
+        await self._adopt(await asyncio.to_thread(self._stage.look))
         self._spawn(self._run())
+
+    async def _adopt(self, there: Iterable[str]) -> None:
+        """Seats that this table has not begun, of an arbiter before it: those of the same words stay, the others end."""
+        self._strangers.intersection_update(there)
+        for key in there:
+            if key in self.table.rows or key in self._strangers:
+                continue
+            said = await asyncio.to_thread(self._stage.known, key)
+            model = None if said is None else said["model"]
+            if said is None or model not in self._configs:
+                self._strangers.add(key)
+            else:
+                keep = said["words"] == words_of(self._configs[model])
+                self.table.adopt(key, model, said["node"], said["cores"], self._clock(), keep)
+            if said is not None and self.table.state(key) != "starting":
+                log.info("%s was there before, and goes", key)
+                self._spawn(self._leave(key))
 
     async def _run(self) -> None:
         while True:
@@ -101,6 +116,10 @@ class Arbiter:
     async def look(self) -> None:
         """Once: see, decide, do."""
         told, there = await asyncio.gather(asyncio.to_thread(self._watchers.look), asyncio.to_thread(self._stage.look))
+        await self._adopt(there)
+        assert self.config.host is not None
+        young = self._clock() - self._opened_s < SETTLE_S
+        self.table.blind = any(one.get("silent") for one in told.values()) or (len(told) < self.config.host.nodes and young)
         self._nodes, now_s = told, self._clock()
         actions: list[Action] = []
         for key, row in list(self.table.rows.items()):
@@ -111,7 +130,7 @@ class Arbiter:
             elif row.state == "starting" and state.status == "RUNNING" and state.ready:
                 self.table.ready(key, await self._seconds(key), self._clock())
                 self._remember(row.model)
-            elif row.state == "starting" and state.status == "DEPLOY_FAILED":
+            elif row.state == "starting" and _failed(state):
                 actions += self.table.failed(key, cause(state.message), now_s)
             elif row.state == "starting":
                 self.table.progress(key, state.progress, now_s)
@@ -122,7 +141,7 @@ class Arbiter:
             self._spawn(self._do(action))
         if self._clock() - self._warmed_s > WARM_S:
             self._warmed_s = self._clock()
-            await asyncio.to_thread(self._warm)
+            self._spawn(self._look_at_weights())
 
     async def _do(self, action: Action) -> None:
         row = action.row
@@ -136,7 +155,7 @@ class Arbiter:
         except Exception as wrong:
             log.exception("%s: %s did not work", row.key, action.what)
             if action.what == "start":
-                for then in self.table.failed(row.key, str(wrong).splitlines()[0], self._clock()):
+                for then in self.table.failed(row.key, cause(str(wrong) or repr(wrong)), self._clock()):
                     await self._do(then)
 
     async def _leave(self, key: str) -> None:
@@ -146,7 +165,11 @@ class Arbiter:
         except Exception as wrong:
             log.warning("%s did not say that its streams have ended: %r", key, wrong)
         if self.table.rows.get(key) is None:
-            return await asyncio.to_thread(self._stage.delete, key)
+            try:
+                return await asyncio.to_thread(self._stage.delete, key)
+            except Exception as wrong:
+                log.warning("%s could not be taken away, and is looked at again: %r", key, wrong)
+                return self._strangers.discard(key)
         for action in self.table.drained(key, self._clock()):
             await self._do(action)
 
@@ -156,6 +179,13 @@ class Arbiter:
         except Exception as wrong:
             log.warning("%s does not say what its start took: %r", key, wrong)
             return {}
+
+    async def _look_at_weights(self) -> None:
+        """Beside the looks: a keeper may be long in saying what it has."""
+        try:
+            await asyncio.to_thread(self._warm)
+        except Exception as wrong:
+            log.warning("weights could not be looked at: %r", wrong)
 
     def _warm(self) -> None:
         """See how much of each model is in memory, and read ahead what will be woken first, within the budget."""
@@ -179,7 +209,9 @@ class Arbiter:
     def _remember(self, model: str) -> None:
         file = _starts_file()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**_remembered(), words_of(self._configs[model]): self.table.models[model].parts}))
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({**_remembered(), words_of(self._configs[model]): self.table.models[model].parts}))
+        draft.replace(file)
 
     def close(self) -> None:
         """Look no more; the seats stay."""
@@ -218,6 +250,11 @@ class Arbiter:
         counts = [{"model": model, "what": what, "count": count} for (model, what), count in self.table.counts.items()]
         nodes = {name: {"instance": self._kind.name, "cores": self._kind.cores, **one} for name, one in self._nodes.items()}
         return {"nodes": nodes, "seats": seats, "models": models, "counts": counts}
+
+
+def _failed(state: State) -> bool:
+    """Whether a start has come to nothing: Serve says so of a first one, and tries a later one, of a replica that was lost, for ever."""
+    return state.status == "DEPLOY_FAILED" or (not state.ready and "The deployment failed to start" in state.message)
 
 
 def _starts_file() -> Path:

@@ -78,6 +78,7 @@ class SeatTable:
         self.limits = limits
         self.rows: dict[str, SeatRow] = {}
         self.counts: dict[tuple[str, str], int] = {}
+        self.blind = False  # what nodes have is not known in full: what cannot be had now may be there in a moment
         self._heard: dict[bytes, tuple[float, Mapping[str, Asked]]] = {}
         self._moved_s = self._looked_s = -math.inf
         self._eta_s: Mapping[str, float] = {}
@@ -103,6 +104,11 @@ class SeatTable:
         """A seat that was there before this table: it stays, or ends."""
         state: SeatState = "starting" if keep else "draining"
         self.rows[key] = SeatRow(key, model, node, min(cores), len(cores), state, now_s, now_s)
+
+    def state(self, key: str) -> SeatState | None:
+        """Of a seat; None where there is none."""
+        row = self.rows.get(key)
+        return None if row is None else row.state
 
     def progress(self, key: str, said: str, now_s: float) -> None:
         """How far a start has come."""
@@ -174,7 +180,7 @@ class SeatTable:
             if bring.instead is not None:
                 self._become(self.rows[bring.instead], "moving", now_s)
                 self._moved_s = now_s
-            key = self._key(bring.model)
+            key = self._key(bring.model, present)
             self.rows[key] = SeatRow(key, bring.model, bring.node, bring.first, bring.size, "reserved", now_s, now_s)
         for row in [row for row in self.rows.values() if row.state == "reserved"]:
             actions += self._begin(row, free.get(row.node, frozenset()), now_s)
@@ -203,6 +209,8 @@ class SeatTable:
         planned = any(row.state == "reserved" for row in rows)
         state = "ready" if seats else "loading" if coming else "waiting for cores" if planned else "sleeping"
         why = next((row.progress for row in coming if row.progress), "") if coming else self._reason.get(name, "")
+        if self.blind and eta_s == math.inf:
+            eta_s = self.start_s(name)
         failed = self.models[name].failed
         return Standing(state, seats, [row.key for row in coming], eta_s if eta_s < math.inf else None, why, failed)
 
@@ -246,6 +254,8 @@ class SeatTable:
                     cores = packing.compact(row.seen(now_s).cores)
                     log.error("%s has gone, but cores %s of %s are held: see `rayneuron doctor` there", row.key, cores, row.node)
                 del self.rows[row.key]
+        elif row.state == "stopping" and age_s > ENDED_S:
+            return [self._end(row, now_s)]  # it was not heard
         elif free is None and row.state not in ("stopping", "draining"):
             return [self._end(row, now_s)]
         elif row.state == "moving" and not any(
@@ -282,9 +292,9 @@ class SeatTable:
     def _become(self, row: SeatRow, state: SeatState, now_s: float) -> None:
         row.state, row.since_s = state, now_s
 
-    def _key(self, model: str) -> str:
+    def _key(self, model: str, present: set[str]) -> str:
         """A seat's name is that of its application; a small number, so that Serve's metrics do not grow for ever."""
-        return next(key for n in itertools.count() if (key := f"{model}.{n}") not in self.rows)
+        return next(key for n in itertools.count() if (key := f"{model}.{n}") not in self.rows and key not in present)
 
     def _count(self, model: str, what: str) -> None:
         self.counts[model, what] = self.counts.get((model, what), 0) + 1

@@ -41,6 +41,9 @@ class Stage:
 
     # As `host.seats.Seats`, called on threads.
 
+    def claim(self) -> None:
+        self._maybe("claim")
+
     def start(self, row: Any, config: Deployment) -> None:
         self._maybe("start")
         cores = set(range(row.first, row.first + row.size))
@@ -53,6 +56,7 @@ class Stage:
 
     def drain(self, key: str, within_s: float) -> None:
         self._maybe("drain")
+        self.told[key] = {**self.told[key], "words": ""}
         for member in self.wired[key].members:
             asyncio.run_coroutine_threadsafe(member.replica.drain(within_s), self.loop).result(within_s + PATIENCE_S)
 
@@ -68,7 +72,8 @@ class Stage:
         return {"weights": 0.1}
 
     def known(self, key: str) -> Mapping[str, Any] | None:
-        return self.told.get(key)
+        told = self.told.get(key)
+        return told if told and told["owner"] == "gateway" else None
 
     # As `host.seats.Keepers`.
 

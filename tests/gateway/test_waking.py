@@ -72,3 +72,186 @@ async def test_what_a_host_measures(tiny: Path) -> None:
         assert value(await measured(), "rayneuron:host_cores", state="foreign") == 1
         heads = [line for line in text.splitlines() if line.startswith("# HELP")]
         assert len(heads) == len(set(heads)), "every family once"
+
+
+async def test_an_arbiter_that_is_replaced_in_the_middle_of_a_wake(tiny: Path) -> None:
+    """The one after it goes on with the start that is under way: one start, one seat, and the held call is answered."""
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        call = asked(made, http, "a")
+        await made.until(lambda: made.stage.states)
+        made.arbiter.close()
+        made.arbiter = made.arise()
+        await made.arbiter.open()
+        assert made.rows() == {"a.0": "starting"}
+        made.stage.gate.set()
+        assert (await call).json()["choices"][0]["text"] == "hello"
+        await made.until(lambda: made.rows() == {"a.0": "ready"})
+        assert made.stage.given == [("a.0", (0, 1))]
+        assert not made.arbiter.table.models["a"].parts, "what it has not seen begin it does not learn from"
+
+
+async def test_an_arbiter_that_is_replaced_while_a_seat_goes(tiny: Path) -> None:
+    """Serve still runs a seat whose engine has been told to end: it is no seat to adopt."""
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        assert (await asked(made, http, "a")).status_code == 200
+        await made.until(lambda: made.rows() == {"a.0": "ready"})
+        made.arbiter.close()
+        await asyncio.to_thread(made.stage.drain, "a.0", 1.0)
+        made.arbiter = made.arise()
+        await made.arbiter.open()
+        call = asked(made, http, "a")
+        await made.until(lambda: "a.1" in made.rows() or made.rows() == {"a.0": "starting"})
+        assert (await call).json()["choices"][0]["text"] == "hello"
+        await made.until(lambda: list(made.rows().values()) == ["ready"])
+        assert len(made.stage.given) == 2
+
+
+async def test_a_seat_of_an_arbiter_that_has_been_replaced_is_found_later_too(tiny: Path) -> None:
+    """What the old one began in its last moment; what is of another gateway, or nobody's, is left alone, and its name is not taken."""
+    async with hosted(tiny, {"a": 2, "gone": 1}) as made, client(application(made.catalogues[0])) as http:
+        for key, owner in (("a.0", "other"), ("gone.7", "gateway")):
+            row = made.arbiter.table.rows.setdefault(key, _row(key, made))
+            await asyncio.to_thread(made.stage.start, row, made.arbiter._configs[row.model])
+            made.stage.told[key] = {**made.stage.told[key], "owner": owner, "words": "others"}
+            del made.arbiter.table.rows[key]
+        await made.until(lambda: "gone.7" not in made.stage.states)
+        assert (await asked(made, http, "a")).json()["choices"][0]["text"] == "hello"
+        assert "a.0" in made.stage.states and list(made.rows()) == ["a.1"]
+
+
+def _row(key: str, made: Hosted) -> Any:
+    from rayneuron.host.table import SeatRow
+
+    first, size = (0, 2) if key.startswith("a") else (2, 1)
+    return SeatRow(key, key.partition(".")[0], "n", first, size, "ready", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("what", ["start", "drain", "delete"])
+async def test_what_serve_does_not_do_is_tried_again(what: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayneuron.host.table.ENDED_S", 0.3)
+    monkeypatch.setattr("rayneuron.host.table.BACKOFF_S", 0.3)
+    async with hosted(tiny, {"a": 4, "b": 4}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.refuse = {what: 1}
+        first = await asked(made, http, "a")
+        if what == "start":
+            assert first.status_code == 503 and "TimeoutError" in first.text
+            await made.until(lambda: made.rows() == {})
+            await asyncio.sleep(0.4)
+            first = await asked(made, http, "a")
+        assert first.json()["choices"][0]["text"] == "hello"
+        assert (await asked(made, http, "b")).json()["choices"][0]["text"] == "hello", "the cores of a have come back"
+        assert list(made.rows()) == ["b.0"]
+
+
+async def test_a_call_may_say_how_long_it_waits(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        reply = await http.post("/v1/completions", json={**GO, "model": "a"}, headers={"x-request-timeout-seconds": "0.4"})
+        assert reply.status_code == 408 and "a was not awake within" in reply.text, reply.text
+        await made.until(lambda: not made.catalogues[0].waking._sleepers["a"].held)
+
+
+@pytest.mark.parametrize(("body", "commented"), [({"stream": True}, True), ({}, False)])
+async def test_comments_go_to_streams_of_events_alone(body: Any, commented: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayneuron.gateway.waking.SAY_S", 0.1)
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        made.stage.progress = "weights 3/9"
+        headers = {"x-rayneuron-progress": "1"}
+        call = asyncio.ensure_future(http.post("/v1/completions", json={**GO, "model": "a", **body}, headers=headers))
+        await made.until(lambda: made.catalogues[0].waking._sleepers["a"].replicas.standing.why == "weights 3/9")
+        await asyncio.sleep(0.3)  # three times as long as between two comments
+        made.stage.gate.set()
+        reply = await call
+        assert reply.status_code == 200 and (": a loading weights 3/9, about " in reply.text) == commented, reply.text
+        assert reply.headers["content-type"].startswith("text/event-stream" if commented else "application/json")
+
+
+async def sent(app: Any, body: bytes, gone: asyncio.Event, **headers: str) -> int:
+    """The status of a call whose client leaves when it is told to; 0 where none was sent."""
+    status, parts = 0, [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if parts:
+            return parts.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    path = "/v1/completions"
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in ({"content_type": "application/json"} | headers).items()]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+    await app({**scope, "headers": pairs, "http_version": "1.1", "scheme": "http", "client": None, "server": None}, receive, send)
+    return status
+
+
+async def test_whoever_leaves_while_held_is_forgotten_and_the_start_goes_on(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}) as made:
+        app, gone = application(made.catalogues[0]), asyncio.Event()
+        made.stage.gate.clear()
+        held = made.catalogues[0].waking._sleepers["a"].held
+        calls = [asyncio.ensure_future(sent(app, b'{"model": "a", "prompt": "say:x"}', gone)) for _ in range(20)]
+        await made.until(lambda: len(held) == 20 and made.rows() == {"a.0": "starting"})
+        gone.set()
+        assert await asyncio.gather(*calls) == [0] * 20
+        assert not held
+        made.stage.gate.set()
+        await made.until(lambda: made.rows() == {"a.0": "ready"})
+
+
+async def test_bodies_that_are_wrong_wake_nobody(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}, serving={"max_body_bytes": 4096}) as made, client(application(made.catalogues[0])) as http:
+        wrong = {b"{": 400, b"[]": 400, b"\xff": 400, b"[" * 4000: 400, b"x" * 5000: 413, b'{"model": "b"}': 404}
+        for content, status in wrong.items():
+            reply = await http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+            assert reply.status_code == status and "error" in reply.json(), (content[:20], reply.text)
+        assert (await http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})).status_code == 415
+        assert (await http.post("/m/a/v1/nothing", json={})).status_code == 404
+        assert (await http.get("/m/a/health")).status_code == 503
+        assert not made.stage.given and not made.rows()
+
+
+async def test_two_gateways_wake_it_once_and_each_may_leave_alone(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}, gateways=2) as made:
+        made.stage.gate.clear()
+        one, other = (client(application(catalogue)) for catalogue in made.catalogues)
+        calls = [asked(made, http, "a") for http in (one, other) for _ in range(3)]
+        await made.until(lambda: [len(c.waking._sleepers["a"].held) for c in made.catalogues] == [3, 3] and made.rows())
+        made.catalogues[0].leave()  # what SIGTERM does first
+        for reply in await asyncio.gather(*calls[:3]):
+            assert reply.status_code == 503 and "shutting down" in reply.text and int(reply.headers["retry-after"]) >= 1
+        assert (await asked(made, one, "a")).status_code == 503
+        made.stage.gate.set()
+        assert [reply.status_code for reply in await asyncio.gather(*calls[3:])] == [200, 200, 200]
+        assert made.stage.given == [("a.0", (0, 1))]
+
+
+async def test_more_than_may_be_held_are_told_so(tiny: Path) -> None:
+    async with hosted(tiny, {"a": 2}, scaling={"max_held": 2}) as made, client(application(made.catalogues[0])) as http:
+        made.stage.gate.clear()
+        calls = [asked(made, http, "a") for _ in range(3)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        (full,) = [call.result() for call in done]
+        assert full.status_code == 429 and "2 calls wait for a to wake" in full.text and int(full.headers["retry-after"]) >= 1
+        made.stage.gate.set()
+        assert sorted(reply.status_code for reply in await asyncio.gather(*calls)) == [200, 200, 429]
+
+
+async def test_calls_wait_for_nodes_that_have_not_answered_yet(tiny: Path) -> None:
+    """A gateway that has just come, or a keeper that has: what cannot be had now may be there in a moment."""
+    async with hosted(tiny, {"a": 2}) as made, client(application(made.catalogues[0])) as http:
+        look = made.arbiter._watchers.look
+        for blind in ({}, {"n": {"free": [], "left": [0, 1, 2, 3], "holders": [], "silent": True}}):
+            made.arbiter._watchers.look = lambda blind=blind: blind  # type: ignore[method-assign]
+            await made.until(lambda blind=blind: made.arbiter._nodes == blind)
+            call = asked(made, http, "a")
+            await asyncio.wait([call], timeout=1.0)
+            assert not call.done() and not made.stage.given, "held"
+            call.cancel()
+        call = asked(made, http, "a")
+        made.arbiter._watchers.look = look  # type: ignore[method-assign]
+        assert (await call).json()["choices"][0]["text"] == "hello"
