@@ -10,11 +10,12 @@ from rayneuron.api.body import cut, fit, read_common, read_logprob_ids, read_log
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, wrong
+from rayneuron.api.forms import FORMS, THINK, THOUGHT
 from rayneuron.api.openai.events import Events, Writers, frame
 from rayneuron.api.openai.messages import read_messages
 from rayneuron.api.openai.prediction import read_prediction
 from rayneuron.api.openai.tools import Tools, read_tools
-from rayneuron.api.scan import THINK, THOUGHT, Event, Scanner
+from rayneuron.api.scan import Event, Scanner
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
 from rayneuron.errors import RequestError
@@ -48,11 +49,14 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     scan = context.scan._replace(shown=shown, many=tools.many, tools=tools.form(context.scan) if tools.names else None)
     ids, role = render(fields, context, keep, side, tools.shown)
     ids = cut(ids, keep, side)
-    scan = scan._replace(opened=scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK))
+    opened = scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK)
+    marks = map(context.text.special, scan.marks)
+    scan = scan._replace(opened=opened, kept=frozenset(mark for mark in marks if mark is not None))
     if tools.forced:
         if "structured_outputs" in words:
             raise RequestError("tool_choice forces a call, which is a form already; leave the other constraint out", param="tool_choice")
-        words["structured_outputs"] = tools.constraint(context.text.encode(THOUGHT, False) if scan.inside else ())
+        after = context.text.encode(THOUGHT, False) if scan.inside else ()
+        words["structured_outputs"] = tools.constraint(FORMS[scan.tools or ""], context.text, after)
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
     params = SamplingParams(**words, max_tokens=tokens)
     common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt}
@@ -202,19 +206,23 @@ def _said(call: Call, index: int, calls: int, events: Iterable[Event]) -> Json:
     said: Json = {}
     for event in events:
         if event.kind == "call":
-            name = f"chatcmpl-tool-{call.id.removeprefix('chatcmpl-')}-{index}-{calls}"
-            function = {"name": event.name, "arguments": event.text}
+            name = call.scan.call_id("chatcmpl-tool-", f"{call.id.removeprefix('chatcmpl-')}-{index}", calls)
+            function = {"name": event.name, "arguments": ""}
             said.setdefault("tool_calls", []).append({"index": calls, "id": name, "type": "function", "function": function})
             calls += 1
-            continue
-        for key in ("content",) if event.kind == "content" else ("reasoning", "reasoning_content"):
-            said[key] = said.get(key, "") + event.text
+        elif event.kind == "arguments":
+            if "tool_calls" not in said:
+                said["tool_calls"] = [{"index": calls - 1, "function": {"arguments": ""}}]
+            said["tool_calls"][-1]["function"]["arguments"] += event.text
+        else:
+            for key in ("content",) if event.kind == "content" else ("reasoning", "reasoning_content"):
+                said[key] = said.get(key, "") + event.text
     return said
 
 
 def _why(reason: str | None, scanner: Scanner | None) -> str | None:
     """Why a choice ended: a model that stopped behind a call wants its result."""
-    return "tool_calls" if reason == "stop" and scanner is not None and scanner.calls else reason
+    return "tool_calls" if reason == "stop" and scanner is not None and scanner.whole else reason
 
 
 def _roles(call: Call) -> list[Json]:
