@@ -68,7 +68,7 @@ class Scanner(Lookahead):
     its arguments come as they are written, and end where their object does.
     """
 
-    __slots__ = ("_events", "_form", "_reading", "_scan", "calls", "whole")
+    __slots__ = ("_events", "_form", "_reading", "_scan", "calls", "phase", "whole")
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
@@ -77,6 +77,7 @@ class Scanner(Lookahead):
         self._events: list[Event] = []
         self._reading = self._answer()
         self.calls = self.whole = 0
+        self.phase: Literal["start", "reasoning", "answer"] = "start" if scan.reasoning is not None else "answer"
 
     def push(self, text: str, last: bool = False) -> list[Event]:
         """The events `text` completes; with the `last` of it, all that are left."""
@@ -101,7 +102,9 @@ class Scanner(Lookahead):
             if found:
                 self._text = self._text[at:]
             if found or self._scan.inside:
+                self.phase = "reasoning"
                 yield from self._until("reasoning", THOUGHT)
+            self.phase = "answer"
         form = self._form
         if form is not None and form.bare:
             found, at = yield from self._next(0, form.bare, *([form.begin] if form.begin else []))

@@ -76,7 +76,7 @@ def test_a_forced_python_call_leaves_out_what_may_be_left_out(byte_level: Text) 
     from rayneuron.structured import Grammars
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"const": "x"}}, "required": ["b"]}
-    said = tools(schema).constraint(FORMS["pythonic"], byte_level, ())
+    said = tools(schema).constraint(FORMS["pythonic"], byte_level)
     grammars = Grammars(byte_level, byte_level.vocab_size)
     matcher = grammars.begin(said).result()
     for written, whole in (
@@ -93,5 +93,5 @@ def test_a_forced_python_call_leaves_out_what_may_be_left_out(byte_level: Text) 
 def test_what_python_cannot_name_is_refused(byte_level: Text) -> None:
     for schema in ({"type": "object", "properties": {"a-b": {}}}, {"type": "object", "properties": {}, "required": ["a"]}):
         with pytest.raises(RequestError) as wrong:
-            tools(schema).constraint(FORMS["pythonic"], byte_level, ())
+            tools(schema).constraint(FORMS["pythonic"], byte_level)
         assert wrong.value.param == "tool_choice"

@@ -149,3 +149,50 @@ async def test_the_chat_template_tells_the_form(tiny: Path, template: str, form:
         with pytest.raises(ConfigError, match="tool_call_parser: auto"):
             async with serving(tiny, model=model, serving={"tool_call_parser": "auto"}):
                 pass
+
+
+async def test_the_dialects_tell_the_same_call(hermes: Server) -> None:
+    """Responses by its SDK, streamed and whole; Messages; LMI's route; whose errors are each one's own."""
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    sampling = {"seed": 5, "temperature": 1.0}
+    chat = {"messages": USER, "tools": TOOLS, "tool_choice": named, "max_tokens": 150, **sampling}
+    expected = []
+    for path in ("/v1/chat/completions", "/invocations"):
+        reply = json.loads((await hermes.post(path, json.dumps(chat).encode()))[1])
+        expected.append(reply["choices"][0]["message"]["tool_calls"][0]["function"])
+    assert expected[0] == expected[1] and expected[0]["name"] == "weather"
+    ask: Any = {"model": "tiny", "input": "hello", "max_output_tokens": 150, "temperature": 1.0, "extra_body": {"seed": 5}}
+    ask |= {"tools": [{"type": "function", "name": name, "parameters": schema, "strict": False} for name, schema in SCHEMAS.items()]}
+    ask |= {"tool_choice": {"type": "function", "name": "weather"}}
+    response = await client(hermes).responses.create(**ask)
+    (item,) = response.output
+    assert item.type == "function_call" and {"name": item.name, "arguments": item.arguments} == expected[0]
+    async with client(hermes).responses.stream(**ask) as stream:
+        parts = "".join([event.delta async for event in stream if event.type == "response.function_call_arguments.delta"])
+        final = await stream.get_final_response()
+    assert parts == item.arguments and final.output[0].arguments == parts  # type: ignore[union-attr]
+    body = {"messages": USER, "max_tokens": 150, "tool_choice": {"type": "tool", "name": "weather"}, **sampling}
+    body |= {"tools": [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]}
+    told = json.loads((await hermes.post("/v1/messages", json.dumps(body).encode()))[1])
+    assert told["stop_reason"] == "tool_use" and told["content"][0]["input"] == json.loads(expected[0]["arguments"])
+    prompt = {name: body[name] for name in ("messages", "tools")}
+    counted = json.loads((await hermes.post("/v1/messages/count_tokens", json.dumps(prompt).encode()))[1])
+    assert counted["input_tokens"] == told["usage"]["input_tokens"]
+    shown = {"messages": USER, "tools": TOOLS}
+    tokens = json.loads((await hermes.post("/chat_tokenize", json.dumps(shown).encode()))[1])["tokenize_response"]
+    assert len(tokens) == told["usage"]["input_tokens"]
+    wrong = {"messages": USER, "max_tokens": 9, "tools": [{"name": "f", "type": "odd"}]}
+    for path, code, said in (
+        ("/v1/messages", 400, {"type": "error", "error": {"type": "invalid_request_error"}}),
+        ("/v1/responses", 400, {"error": {"type": "BadRequestError", "param": "tools[0].type"}}),
+        ("/invocations", 400, {"error": {"param": "tools[0]"}}),  # a chat there is OpenAI's
+        ("/chat_tokenize", 422, {"error_type": "validation"}),
+    ):
+        given = {"input": "a", "tools": wrong["tools"]} if "responses" in path else wrong
+        status, reply = await hermes.post(path, json.dumps(given).encode())
+        assert status == code and holds(json.loads(reply), said), (path, reply)
+    await hermes.settle()
+
+
+def holds(whole: Any, part: Any) -> bool:
+    return all(holds(whole[name], each) for name, each in part.items()) if isinstance(part, dict) else bool(whole == part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rayneuron.api.call import Encoder, Json
@@ -31,8 +30,8 @@ class Tools(NamedTuple):
         """How calls look that are to be read out of the answer; None where none are."""
         return (scan.tools or FORCED) if self.forced else scan.tools if self.names else None
 
-    def constraint(self, form: CallForm, text: Encoder, after: Sequence[int]) -> StructuredOutputs:
-        """What an answer must match that is calls in the model's own `form`, behind the marker `after`."""
+    def constraint(self, form: CallForm, text: Encoder) -> StructuredOutputs:
+        """What an answer must match that is calls in the model's own `form`."""
         named = bool(form.named) and text.special(form.named[0]) is not None
         before, opening, between, closing, behind = ("", form.begin, "", "", "") if named else form.around
         rules: list[str] = []
@@ -51,7 +50,7 @@ class Tools(NamedTuple):
         more = f"({_quoted(between, text)} call)*" if self.many else ""
         start = f"start: {_quoted(before, text)} call {more} {_quoted(behind, text)}"
         lark = "\n".join([start, f"call: {_quoted(opening, text)} ({each}) {_quoted(closing, text)}", *rules])
-        return StructuredOutputs(grammar=lark, after=tuple(after), field="tool_choice")
+        return StructuredOutputs(grammar=lark, field="tool_choice")
 
 
 DEFINED = ("$defs", "definitions")
