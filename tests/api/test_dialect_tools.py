@@ -42,7 +42,10 @@ SAID: dict[str, tuple[Dialect, dict[str, Any]]] = {
 }
 
 
-def parse(name: str, text: Text, scan: Scan = Scan("hermes", "qwen3"), **more: Any) -> Call:
+BOTH = Scan("hermes", "qwen3")
+
+
+def parse(name: str, text: Text, scan: Scan = BOTH, **more: Any) -> Call:
     dialect, body = SAID[name]
     said = {"max_tokens" if name == "anthropic" else "max_output_tokens": 90, "chat_template": TEMPLATE, **body, **more}
     return dialect.parse(openai.decode(json.dumps(said)), playing.context(text, scan=scan), request_id="call", created=1)
