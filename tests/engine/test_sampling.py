@@ -183,6 +183,26 @@ def test_the_kernels_draw_what_torch_draws(case, march, vocab):
     assert logits[torch.arange(n), ids.long()].isfinite().all()
 
 
+@pytest.mark.parametrize("march", ["native", "x86-64-v3"])
+@pytest.mark.parametrize("vocab", [1, 33, 500, 4099])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 0.97, 1.0])
+def test_the_kernels_take_the_first_largest_that_a_mask_allows(march: str, vocab: int, share: float):
+    rng = np.random.default_rng(vocab)
+    found = library.library(march)
+    assert found is not None
+    for turn in range(20):
+        row = torch.tensor(rng.normal(size=vocab).round(1), dtype=torch.float32)  # equals are many
+        row[rng.random(vocab) < 0.2 * (turn % 3)] = float("-inf")
+        allowed = rng.random(vocab) < share
+        allowed[rng.integers(vocab)] = True
+        mask = np.zeros((vocab + 31) // 32 * 4, np.uint8)
+        bits = np.packbits(allowed, bitorder="little")
+        mask[: len(bits)] = bits
+        got = draws.draw_row(found, row, draws.DrawFields(0.0, 1.0, 0.0, 0.0, 0), mask.view(np.uint32))
+        want = torch.where(torch.from_numpy(allowed), row, float("-inf"))
+        assert want[got] == want.max() and (want.max() == float("-inf") or got == int(want.argmax()))
+
+
 def test_the_kernels_reach_both_ends_of_what_is_kept():
     """As uniform runs over [0, 1) the drawn tokens are exactly those torch keeps, likeliest first."""
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1, 5000).astype(np.float32))
