@@ -65,7 +65,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",
         "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
     ),
-    "calls are read wherever serving.tool_call_parser is written; leave it out": ("enable_auto_tool_choice",),
+    "calls are read wherever their form is known (serving.tool_call_parser); leave it out": ("enable_auto_tool_choice",),
     "only the parsers here are read; leave it out": (
         "tool_parser_plugin", "tool_server", "exclude_tools_when_tool_choice_none", "reasoning_parser_plugin", "enable_reasoning",
     ),

@@ -17,7 +17,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     `json`: a schema, as a table or as JSON text. `regex` and `choice` hold for the whole output. `grammar`: Lark, where `%json {...}`
     stands for a schema, or GBNF. `structural_tag`: vLLM's table of tags, or its JSON. `whitespace_pattern`: a regex of what may stand
     between the parts of JSON. `after`: ids of a marker, behind whose first occurrence in the output the constraint begins; before it
-    anything may come. `free_tokens`: after so many tokens without the marker it is forced. `field`: who an error is about.
+    anything may come. `free_tokens`: after so many tokens without the marker it is forced; the tokens behind the marker `begins` are
+    counted, which comes first of all or never. Where nothing is said but that, only the marker is forced. `field`: who an error is about.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -29,12 +30,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     after: tuple[int, ...] = ()
+    begins: tuple[int, ...] = ()
     free_tokens: int | None = None
     field: str = "structured_outputs"
 
     def __post_init__(self) -> None:
         said = [kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind == "json" and self.json is False)]
-        if len(said) != 1:
+        if len(said) != 1 and not (not said and self.free_tokens is not None):
             got = ", ".join(said) or "none"
             raise RequestError(f"{self.field} must name exactly one constraint of {', '.join(KINDS)}; got {got}", param=self.field)
         if self.choice is not None and not self.choice:
@@ -44,5 +46,5 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def kind(self) -> str:
-        """Which of the constraints it is."""
-        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind == "json" and self.json is False))
+        """Which of the constraints it is; "" where only the marker may be forced."""
+        return next((kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind == "json" and self.json is False)), "")

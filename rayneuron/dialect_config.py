@@ -19,7 +19,9 @@ class Lmi(Section):
 class Parsers(Section):
     """What is told apart in a chat's answer; vLLM's names."""
 
-    tool_call_parser: Literal["hermes"] | None = Field(None, description="How the model writes calls of tools. Default: none are read.")
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"] | None = Field(
+        None, description="How the model writes calls of tools. Default: as its chat template shows; auto: that, or no start."
+    )
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None, description="How it writes reasoning; deepseek_r1 begins inside it. Default: it is content."
     )

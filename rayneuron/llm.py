@@ -18,7 +18,7 @@ from rayneuron.loading import StageProgress, open_engine
 from rayneuron.models.config_json import pooling
 from rayneuron.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, collect
 from rayneuron.seeds import Seeds
-from rayneuron.text.text import Assembler
+from rayneuron.text.assembler import Assembler
 from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
 from rayneuron.validation import override
 

@@ -87,8 +87,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _settle_ids(self) -> None:
         """Sets of ids in one spelling, and biases within their range."""
-        if self.logprob_token_ids and self.logprobs is None:
-            force_setattr(self, "logprobs", 0)
+        if self.logprob_token_ids:
+            force_setattr(self, "logprob_token_ids", tuple(dict.fromkeys(self.logprob_token_ids)))
+            force_setattr(self, "logprobs", self.logprobs or 0)
         for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
             if ids := getattr(self, name):
                 force_setattr(self, name, tuple(sorted(set(ids))))

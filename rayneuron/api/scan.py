@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import re
+from collections.abc import Generator
 from typing import Literal, NamedTuple
 
 import msgspec
 
-# Names are vLLM's. Where a call begins and ends; where reasoning does.
-TOOLS = {"hermes": ("<tool_call>", "</tool_call>")}
-THINK, THOUGHT = "<think>", "</think>"
+from rayneuron.api.forms import FORMS, THINK, THOUGHT, CallForm, read_python
+from rayneuron.api.reading import PYTHON_MARKS, EventKind, Lookahead, Steps
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SCALAR = re.compile(r"[^\s,}\]]+(?=[\s,}\]])")
+_CALLED = re.compile(r"[A-Za-z_][\w.]*\(")
+_NAMED = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
 class Event(NamedTuple):
-    """A part of an answer: `text` is content, reasoning, or a call's arguments exactly as the model wrote them."""
+    """A part of an answer: content, reasoning, a call of `name` that begins, or `arguments` of it exactly as the model wrote them."""
 
-    kind: Literal["content", "reasoning", "call"]
+    kind: EventKind
     text: str
     name: str = ""
 
@@ -23,7 +29,7 @@ class Event(NamedTuple):
 class Scan(NamedTuple):
     """What is looked for. `opened`: the prompt ends inside reasoning.
 
-    `shown`: whether reasoning is for the client; `many`: whether calls after the first are.
+    `shown`: whether reasoning is for the client; `many`: whether calls after the first are. `kept`: special tokens that are markers.
     """
 
     tools: str | None = None
@@ -31,6 +37,7 @@ class Scan(NamedTuple):
     opened: bool = False
     shown: bool = True
     many: bool = True
+    kept: frozenset[int] = frozenset()
 
     @property
     def on(self) -> bool:
@@ -42,90 +49,216 @@ class Scan(NamedTuple):
         """Whether an answer begins inside reasoning."""
         return self.opened or self.reasoning == "deepseek_r1"
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What markers it looks for."""
+        return (*(FORMS[self.tools].marks if self.tools else ()), *((THINK, THOUGHT) if self.reasoning else ()))
 
-class _Said(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+    def call_id(self, prefix: str, of: str, number: int) -> str:
+        """The id of a call of the choice `of`."""
+        if self.tools and FORMS[self.tools].short_ids:
+            return hashlib.sha256(f"{of}-{number}".encode()).hexdigest()[:9]
+        return f"{prefix}{of}-{number}"
 
 
-class Scanner:
-    """One choice, which has made `calls` so far. What may become a marker waits, and a call until it is whole: broken, it is content."""
+class Scanner(Lookahead):
+    """One choice, which has begun `calls` so far, of which so many are `whole`.
 
-    __slots__ = ("_begin", "_end", "_last", "_scan", "_state", "_waiting", "calls")
+    What may become a marker waits, and a call until its name is known and its arguments begin; what turns out to be none is content. Then
+    its arguments come as they are written, and end where their object does.
+    """
+
+    __slots__ = ("_events", "_form", "_reading", "_scan", "calls", "phase", "whole")
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
-        self._begin, self._end = TOOLS.get(scan.tools or "", ("", ""))
-        self._state: Callable[[], list[Event] | None] = self._content if scan.reasoning is None else self._start
-        self._waiting = ""
-        self.calls = 0
-        self._last = False
+        self._form = FORMS[scan.tools] if scan.tools else None
+        super().__init__()
+        self._events: list[Event] = []
+        self._reading = self._answer()
+        self.calls = self.whole = 0
+        self.phase: Literal["start", "reasoning", "answer"] = "start" if scan.reasoning is not None else "answer"
 
     def push(self, text: str, last: bool = False) -> list[Event]:
         """The events `text` completes; with the `last` of it, all that are left."""
-        self._waiting += text
+        self._text += text
         self._last = last
-        events: list[Event] = []
-        while (found := self._state()) is not None:
-            events += found
-        return [event for event in events if event.text and (event.kind != "reasoning" or self._scan.shown)]
+        next(self._reading, None)
+        events, self._events = self._events, []
+        return events
 
-    def _start(self) -> list[Event] | None:
-        """Before anything: a marker of reasoning, which may be left out where the prompt or the format has begun it."""
-        begun = self._waiting.lstrip()
-        if begun.startswith(THINK):
-            self._waiting, self._state = begun.removeprefix(THINK), self._reasoning
-        elif THINK.startswith(begun) and not self._last:
-            return None
+    def _tell(self, kind: EventKind, end: int, name: str = "") -> None:
+        text, self._text = self._text[:end], self._text[end:]
+        if kind in ("call", "arguments"):
+            heard = self._scan.many or self.calls <= 1
         else:
-            self._state = self._reasoning if self._scan.inside else self._content
-        return []
+            heard = bool(text) and (kind != "reasoning" or self._scan.shown)
+        if heard and (text or kind == "call"):
+            self._events.append(Event(kind, text, name))
 
-    def _reasoning(self) -> list[Event] | None:
-        before, found = self._until(THOUGHT)
+    def _answer(self) -> Generator[None, None, None]:
+        if self._scan.reasoning is not None:
+            found, at = yield from self._next(0, THINK)
+            if found:
+                self._text = self._text[at:]
+            if found or self._scan.inside:
+                self.phase = "reasoning"
+                yield from self._until("reasoning", THOUGHT)
+            self.phase = "answer"
+        form = self._form
+        if form is not None and form.bare:
+            found, at = yield from self._next(0, form.bare, *([form.begin] if form.begin else []))
+            if found == form.bare:
+                yield from self._calls(form, "")
+        while (yield from self._until("content", form.begin if form is not None else "")):
+            assert form is not None
+            yield from self._calls(form, form.begin)
+
+    def _until(self, kind: Literal["content", "reasoning"], marker: str) -> Generator[None, None, bool]:
+        """Give text out as it comes up to a marker, which is taken off; whether it came."""
+        while True:
+            place = self._text.find(marker) if marker else -1
+            if place >= 0:
+                self._tell(kind, place)
+                self._text = self._text[len(marker) :]
+                return True
+            held = 0 if self._last else next((n for n in range(len(marker) - 1, 0, -1) if self._text.endswith(marker[:n])), 0)
+            self._tell(kind, len(self._text) - held)
+            if self._last:
+                return False
+            yield
+
+    def _calls(self, form: CallForm, marker: str) -> Generator[None, None, None]:
+        """All calls behind a marker; where there is none it was content."""
+        before = self.calls
+        opened = ""
+        if form.listed:
+            opened, at = yield from self._next(0, "[")
+        else:
+            at = 0
+        while True:
+            if not (yield from self._one(form, at, bool(opened))):
+                if self.calls == before:
+                    self._text = marker + self._text
+                    self._tell("content", max(len(marker), 1))
+                    return
+                break
+            found, at = yield from self._next(0, *(",]" if opened else form.between))
+            if found in ("]", ""):
+                self._text = self._text[at:]
+                break
+        if form.end:
+            _, at = yield from self._next(0, form.end)
+            self._text = self._text[at:]
+        while not self._text.lstrip() and not self._last:  # white space behind calls is nobody's
+            yield
+        self._text = self._text.lstrip()
+
+    def _one(self, form: CallForm, at: int, opened: bool) -> Generator[None, None, bool]:
+        """One call. False where it is none, and then nothing is taken off."""
+        if not form.keys:
+            return (yield from self._python(at))
+        return (yield from (self._called(at) if form.named and not opened else self._object(form, at)))
+
+    def _begin(self, name: str, at: int) -> None:
+        """A call's name is known, and its arguments are next."""
+        self._text = self._text[at:]
+        self.calls += 1
+        self._tell("call", 0, name)
+
+    def _end(self) -> None:
+        self.whole += self._scan.many or self.calls == 1
+
+    def _given(self) -> Generator[None, None, bool]:
+        """Give an object out as arguments; whether it came to its end."""
+        found, _ = yield from self._span(0, True)
         if found:
-            self._state = self._content
-        return [Event("reasoning", before)] if before or found else None
+            self._end()
+        return bool(found)
 
-    def _content(self) -> list[Event] | None:
-        before, found = self._until(self._begin)
-        if found:
-            self._state = self._call
-        return [Event("content", before)] if before or found else None
+    def _object(self, form: CallForm, at: int) -> Generator[None, None, bool]:
+        """A call that is an object."""
+        mark, at = yield from self._next(at, "{")
+        name, held = "", ""
+        while mark in ("{", ","):
+            mark, at = yield from self._next(at, '"', "}")
+            if mark != '"':
+                break
+            key, at = yield from self._match(_STRING, at - 1)
+            colon, at = yield from self._next(at, ":")
+            first, at = yield from self._next(at, '"', "{", "[")
+            if not (key and colon):
+                return False
+            if key == '"name"' and first == '"' and not name:
+                said, at = yield from self._match(_STRING, at - 1)
+                name = _decoded(said)
+            elif key[1:-1] in form.keys and first == "{":
+                if name:
+                    self._begin(name, at - 1)
+                    if (yield from self._given()):
+                        yield from self._tail()
+                    return True
+                start = at - 1
+                _, at = yield from self._span(start, False)
+                held = self._text[start:at]
+            else:
+                unknown = key == '"name"' or key[1:-1] in form.keys or (form.bare and key not in ('"type"', '"id"'))
+                value, at = yield from self._skip(first, at)
+                if not value or (unknown and not (key[1:-1] in form.keys and value == "null")):
+                    return False
+            mark, at = yield from self._next(at, ",", "}")
+        if mark != "}" or not name:
+            return False
+        self._begin(name, at)
+        self._text = (held or "{}") + self._text
+        self._tell("arguments", len(held or "{}"))
+        self._end()
+        return True
 
-    def _call(self) -> list[Event] | None:
-        body, found, rest = self._waiting.partition(self._end)
-        if not (found or self._last):
-            return None
-        self._waiting, self._state = rest, self._between
-        try:
-            said = msgspec.json.decode(body, type=_Said)
-            arguments = bytes(said.arguments)
-            if isinstance(msgspec.json.decode(arguments), dict):
-                if self.calls and not self._scan.many:
-                    return []
-                self.calls += 1
-                return [Event("call", arguments.decode(), said.name)]
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
-            pass
-        self._state = self._content
-        return [Event("content", self._begin + body + found)]
+    def _skip(self, first: str, at: int) -> Steps:
+        """A value nobody needs; `first` of it is known where it is no number and no word."""
+        if first == '"':
+            return (yield from self._match(_STRING, at - 1))
+        if first:
+            return (yield from self._span(at - 1, False))
+        return (yield from self._match(_SCALAR, (yield from self._space(at))))
 
-    def _between(self) -> list[Event] | None:
-        """Behind a call: white space there is nobody's."""
-        self._waiting = self._waiting.lstrip()
-        if not self._waiting:
-            return None
-        self._state = self._content
-        return []
+    def _tail(self) -> Generator[None, None, None]:
+        """What an object says behind its arguments is dropped; one that is not closed has ended too."""
+        found, at = yield from self._next(0, ",", "}")
+        if found == ",":
+            _, at = yield from self._span(at, False, 1)
+        self._text = self._text[at:]
 
-    def _until(self, marker: str) -> tuple[str, bool]:
-        """What is before the marker, and whether it is there; its possible beginning stays."""
-        place = self._waiting.find(marker) if marker else -1
-        if place >= 0:
-            before, self._waiting = self._waiting[:place], self._waiting[place + len(marker) :]
-            return before, True
-        held = 0 if self._last else next((n for n in range(len(marker) - 1, 0, -1) if self._waiting.endswith(marker[:n])), 0)
-        cut = len(self._waiting) - held
-        before, self._waiting = self._waiting[:cut], self._waiting[cut:]
-        return before, False
+    def _called(self, at: int) -> Generator[None, None, bool]:
+        """A name, and an object that is its arguments; more of them each have a marker."""
+        head, at = yield from self._match(_NAMED, at)
+        named = _NAMED.match(head + "{")
+        if named is None:
+            return False
+        self._begin(named[1], at)
+        yield from self._given()
+        return True
+
+    def _python(self, at: int) -> Generator[None, None, bool]:
+        """A call as Python writes it; its arguments come whole."""
+        start = yield from self._space(at)
+        head, at = yield from self._match(_CALLED, start)
+        if not head:
+            return False
+        found, at = yield from self._span(at - 1, False, marks=PYTHON_MARKS)
+        called = read_python(self._text[start:at]) if found else None
+        if called is None:
+            return False
+        self._begin(called[0], at)
+        self._text = called[1] + self._text
+        self._tell("arguments", len(called[1]))
+        self._end()
+        return True
+
+
+def _decoded(said: str) -> str:
+    try:
+        return msgspec.json.decode(said, type=str)
+    except (msgspec.MsgspecError, UnicodeError):
+        return ""

@@ -10,7 +10,7 @@ import msgspec
 from rayneuron.api.call import Call, Json
 from rayneuron.api.scan import Scanner
 from rayneuron.errors import RayNeuronError
-from rayneuron.types import Delta
+from rayneuron.types import Delta, Request
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -46,20 +46,52 @@ class ChoiceState:
         self.offsets: Any = None  # choices.Offsets, where they are asked for
 
 
+class Reasoned:
+    """How many tokens of a choice are reasoning, without its markers; the same however they fell into steps."""
+
+    __slots__ = ("_scanner", "_waiting", "_words", "count")
+
+    def __init__(self, call: Call, request: Request) -> None:
+        self._words = call.text.detokenizer(request.prompt_ids, request.params.skip_special_tokens, call.scan.kept)
+        self._scanner = Scanner(call.scan._replace(tools=None, shown=True))
+        self._waiting = self.count = 0
+
+    def add(self, delta: Delta) -> None:
+        """Count one delta's."""
+        for token_id in delta.token_ids if self._scanner.phase != "answer" else ():
+            self._push(self._words.push(token_id), False, 1)
+        if delta.finish_reason is not None:
+            self._push(self._words.flush(), True, 0)
+
+    def _push(self, text: str, last: bool, tokens: int) -> None:
+        before = self._scanner.phase
+        told = any(event.kind == "reasoning" for event in self._scanner.push(text, last))
+        waiting = self._waiting + tokens
+        self.count += waiting if told else 0
+        self._waiting = waiting if not told and self._scanner.phase == before != "answer" else 0
+
+
 class Tally:
     """Token counts of a call while its deltas arrive. A prompt counts once, however many choices it has."""
 
-    __slots__ = ("_cached", "_call", "_predicted", "completion_tokens")
+    __slots__ = ("_cached", "_call", "_predicted", "_reasoned", "_requests", "completion_tokens")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._cached: dict[str, int] = {}
         self._predicted = (0, 0)
+        self._requests = {request.id: request for request in call.requests}
+        self._reasoned: dict[tuple[str, int], Reasoned] = {}
         self.completion_tokens = 0
 
     def add(self, delta: Delta) -> None:
         """Count one delta."""
         self.completion_tokens += len(delta.token_ids)
+        if self._call.scan.reasoning is not None:
+            choice = (delta.request_id, delta.index)
+            if choice not in self._reasoned:
+                self._reasoned[choice] = Reasoned(self._call, self._requests[delta.request_id])
+            self._reasoned[choice].add(delta)
         if delta.usage is not None:
             (came, others), (more, wrong) = self._predicted, delta.usage.predicted
             self._predicted = came + more, others + wrong
@@ -73,6 +105,9 @@ class Tally:
         if any(request.prediction is not None for request in self._call.requests):
             names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
             made["completion_tokens_details"] = dict(zip(names, self._predicted, strict=True))
+        if self._call.scan.reasoning is not None:
+            told = made.setdefault("completion_tokens_details", {})
+            told["reasoning_tokens"] = sum(each.count for each in self._reasoned.values())
         return made
 
 

@@ -15,6 +15,7 @@ from rayneuron.engine.sequence import Sequence, Work
 from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
 
+BLANKS = 8  # tokens of white space there may be in front of a marker that an output begins with
 Mask = NDArray[np.uint32]  # a bit for each id of the vocabulary, the lowest of a word first
 
 
@@ -55,16 +56,41 @@ class Compiles(Protocol):
         """End its threads."""
 
 
+class Anything:
+    """A matcher of what nothing is said about."""
+
+    def copy(self) -> Matcher:
+        """As the protocol's, like all here."""
+        return self
+
+    def consume(self, ids: list[int]) -> None:
+        """Nothing to follow."""
+
+    def fill(self, mask: Mask) -> None:
+        """All."""
+        mask[:] = ~np.uint32(0)
+
+    def allows(self, ids: list[int]) -> int:
+        """All."""
+        return len(ids)
+
+    def forced(self) -> list[int]:
+        """None."""
+        return []
+
+
 class Grammar:
     """A matcher that follows its sequence's output, wherever that was made: nothing is ever taken back, so nothing has to be.
 
-    In front of the marker that `said.after` names it forbids nothing but the end, and behind `said.free_tokens` it forces the marker.
+    In front of the marker that `said.after` names it forbids nothing but the end, or not even that where nothing comes behind it, and
+    after `said.free_tokens` it forces the marker.
     """
 
     def __init__(self, sequence: Sequence, matcher: Matcher, said: StructuredOutputs, vocab: int) -> None:
         self._sequence, self._matcher, self._said = sequence, matcher, said
         self._known = sequence.prompt_len  # ids it has looked at
         self._free = bool(said.after)
+        self._counted = None if said.begins else sequence.prompt_len  # from where tokens are, None: from nowhere yet
         self._mask = np.zeros((vocab + 31) // 32, np.uint32)
         self._full = self._bits(range(vocab)) if self._free else self._mask
         self._ends = self._bits(sequence.eos_ids)
@@ -83,12 +109,13 @@ class Grammar:
         self._follow()
         if not self._free:
             self._matcher.fill(self._mask)
-        elif said.free_tokens is not None and self._sequence.generated >= said.free_tokens + self._begun():
+        elif said.free_tokens is not None and self._counted is not None and len(ids) - self._counted >= said.free_tokens + self._begun():
             self._mask[:] = self._bits([said.after[self._begun()]])
         else:
-            self._mask[:] = self._full & ~self._ends
+            self._mask[:] = self._full & ~self._ends if said.kind else self._full
         params = self._sequence.params
-        if (self._sequence.generated < params.min_tokens or params.ignore_eos) and (kept := self._mask & ~self._ends).any():
+        unended = said.kind and (self._sequence.generated < params.min_tokens or params.ignore_eos)
+        if unended and (kept := self._mask & ~self._ends).any():
             self._mask[:] = kept  # it may end here, and need not
         self._at = len(ids)
 
@@ -121,10 +148,14 @@ class Grammar:
 
     def _follow(self) -> None:
         """Take in the ids that have come since."""
-        ids, after = self._sequence.ids, self._said.after
+        ids, after, begins, start = self._sequence.ids, self._said.after, self._said.begins, self._sequence.prompt_len
         while self._free and self._known < len(ids):
             self._known += 1
-            self._free = self._known - len(after) < self._sequence.prompt_len or tuple(ids[self._known - len(after) : self._known]) != after
+            self._free = self._known - len(after) < start or tuple(ids[self._known - len(after) : self._known]) != after
+            if self._counted is None:
+                here = self._known - len(begins) >= start and tuple(ids[self._known - len(begins) : self._known]) == begins
+                self._counted = self._known if here else None
+                self._free &= here or self._known - start < len(begins) + BLANKS
         if self._known < len(ids):
             new, self._known = ids[self._known :], len(ids)
             self._matcher.consume(new)
@@ -152,18 +183,21 @@ class Constraining:
         """RequestError where a request asks for what cannot be had here."""
         if (said := params.structured_outputs) is None:
             return
-        if self._compiles is None:
+        if self._compiles is None and said.kind:
             raise RequestError("this engine cannot constrain its output; leave it out", param=said.field)
-        if (bad := next((token for token in said.after if not 0 <= token < self._vocab), None)) is not None:
+        if (bad := next((token for token in (*said.after, *said.begins) if not 0 <= token < self._vocab), None)) is not None:
             raise RequestError(f"token id {bad} is outside the vocabulary of {self._vocab}", param=said.field)
-        self._compiles.check(said)
+        if self._compiles is not None and said.kind:
+            self._compiles.check(said)
 
     def waits(self, request: Request) -> bool:
         """Whether a request is not to be planned before `ready` has said so."""
         said = request.params.structured_outputs
-        if said is None or request.params.max_tokens == 0 or self._compiles is None:
+        if said is None or request.params.max_tokens == 0 or (self._compiles is None and said.kind):
             return False
-        self.coming[request.id] = said, self._compiles.begin(said)
+        anything: Future[Matcher] = Future()
+        anything.set_result(Anything())
+        self.coming[request.id] = said, self._compiles.begin(said) if self._compiles is not None and said.kind else anything
         return True
 
     def ready(self, requests: Mapping[str, dict[int, Sequence]]) -> Iterator[tuple[list[Sequence], Exception | None]]:

@@ -87,7 +87,9 @@ class Edits:
         self._ids = array("q")  # all of them
         self._seen = Counts()
         self._written = Counts()
-        self._ends = np.array([*sequence.stop_ids] if sequence.params.min_tokens else [], np.int64)
+        said = sequence.params.structured_outputs
+        ends = sequence.stop_ids - sequence.eos_ids if said is not None and said.kind else sequence.stop_ids
+        self._ends = np.array([*ends] if sequence.params.min_tokens else [], np.int64)  # a grammar may come to where nothing else is left
 
     def apply(self, row: Row) -> Row:
         """The row, edited in place or anew."""

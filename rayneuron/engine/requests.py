@@ -29,7 +29,8 @@ class Requests(dict[str, dict[int, Sequence]]):
         seed = request.params.seed if request.seed is None else request.seed
         request.seed = seed = secrets.randbits(62) if seed is None else seed  # whoever else goes on with it draws the same
         prompt, most = len(request.prompt_ids), request.params.max_tokens
-        constrained = request.params.structured_outputs is not None  # it may come to where nothing but an end is left
+        said = request.params.structured_outputs
+        constrained = said is not None and said.kind != ""  # it may come to where nothing but an end is left
         eos_ids = frozenset() if request.params.ignore_eos and not constrained else self._eos_ids
         rules = self._laid_out(request.params)
         choices: dict[int, Sequence] = {}

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayneuron import config as deployment
 from rayneuron.api import call as api
 from rayneuron.api import openai
+from rayneuron.api.forms import FORMS, recognised
 from rayneuron.api.scan import Scan
 from rayneuron.api.vectors import Pooling
 from rayneuron.config import Deployment, Limits
+from rayneuron.errors import ConfigError
 from rayneuron.models.config_json import pooling
 from rayneuron.text.text import Text
 
@@ -89,7 +91,7 @@ def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None
         max_model_len=opened.engine.capacity.length,
         vocab_size=opened.engine.vocab,
         defaults=openai.sampling_defaults(opened.generation, {**config.sampling_defaults, **(said.sampling_defaults or {})}),
-        scan=Scan(config.serving.tool_call_parser, config.serving.reasoning_parser),
+        scan=Scan(_form(config, opened.text), config.serving.reasoning_parser),
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
@@ -98,3 +100,12 @@ def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None
     )
     openai.check_defaults(context)
     return Hot(context, merged)
+
+
+def _form(config: Deployment, text: Text) -> str | None:
+    """In which form the model calls tools: the file's word, else what its chat template shows. ConfigError where that was to be told."""
+    said, found = config.serving.tool_call_parser, recognised(text.tool_template)
+    if said == "auto" and found is None:
+        why = f"its chat template shows none of the forms read here; write one of {', '.join(FORMS)}, or leave it out"
+        raise ConfigError(f"serving.tool_call_parser: auto cannot tell how this model calls tools: {why}", param="serving.tool_call_parser")
+    return found if said in (None, "auto") else said

@@ -31,7 +31,7 @@ from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
-from rayneuron.text.text import Assembler
+from rayneuron.text.assembler import Assembler
 from rayneuron.transfer.pulls import Pulls
 from rayneuron.types import Delta, Request
 
@@ -91,7 +91,7 @@ class Served:
         self._say_unknown(call.unknown)
 
         def words(request: Request) -> Takes:
-            return Assembler(request, self.opened.text)
+            return Assembler(request, self.opened.text, call.scan.kept)
 
         with self.carry(call.requests, words, arrival_s, time_limit_s, headers) as flight:
             try:

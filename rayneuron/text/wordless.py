@@ -22,7 +22,7 @@ class Wordless(Text):
         self.special_ids = frozenset()
         self.eos_ids = eos_ids(self.path)
         self.vocab_size = vocab_size(read_json(self.path / "config.json"))
-        self.config = {}
+        self.config, self.tool_template = {}, ""
 
     def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None, side: str | None = None) -> list[int]:
         """Refused."""
@@ -47,6 +47,9 @@ class Wordless(Text):
         """No bytes."""
         return b""
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Bytes:
+    def special(self, name: str) -> None:
+        """There is none."""
+
+    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()) -> Bytes:
         """One that never says anything."""
         return Bytes(self.token_bytes, self.special_ids, "", ())

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rayneuron.api.call import Call, Context
-from rayneuron.text.text import Assembler, Text
+from rayneuron.text.assembler import Assembler
+from rayneuron.text.text import Text
 from rayneuron.types import Delta, Request, TokenDelta, TokenLogprobs
 
 

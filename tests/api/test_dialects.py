@@ -242,7 +242,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
             ({"stop_sequences": [5]}, "stop_sequences"), ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
             ({"temperature": "x"}, "temperature"),
             ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"), ({"stream": "x"}, "stream"), ({"top_k": "x"}, "top_k"),
+            ({"thinking": {"type": "x"}}, "thinking.type"), ({"stream": "x"}, "stream"), ({"top_k": "x"}, "top_k"),
         )
     ),
     *(
@@ -254,7 +254,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
             ({"max_output_tokens": 10**9}, "max_output_tokens"), ({"store": True}, "store"), ({"background": True}, "background"),
             ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"conversation": "c"}, "conversation"),
             ({"prompt": {"id": "p"}}, "prompt"),
-            ({"tools": [{"type": "web_search"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+            ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"tool_choice": "required"}, "tool_choice"),
             ({"truncation": "x"}, "truncation"),
             ({"text": {"format": {"type": "odd"}}}, "text.format.type"), ({"temperature": "x"}, "temperature"),
             ({"include": "x"}, "include"),

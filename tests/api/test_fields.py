@@ -108,7 +108,7 @@ ONLY_CHAT: list[tuple[str, list[Any]]] = [
     ("documents", ["x", ["a"]]),
     ("reasoning_effort", [5]),
     ("include_reasoning", ["x"]),
-    ("thinking_token_budget", [5]),
+    ("thinking_token_budget", [5, -2, "x"]),
     ("modalities", [["text", "audio"], "x"]),
 ]
 WRONG = [("text", *row) for row in BOTH + ONLY_TEXT] + [("chat", *row) for row in BOTH + ONLY_CHAT]

@@ -16,7 +16,7 @@ from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
 
 DERIVED = {"bad_words_ids": "bad_words"}  # what no client writes, and the field it comes from
-ONLY_COMPLETIONS = {"n", "logprobs", "prompt_logprobs"}  # /generate has no place for them in its reply
+ONLY_COMPLETIONS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # /generate has no place for them in its reply
 # Values for every field, as JSON carries them. A new field of the struct needs a line here, and a mapping in both.
 VALUES: dict[str, list[Any]] = {
     "n": [1, 3],
@@ -26,6 +26,8 @@ VALUES: dict[str, list[Any]] = {
     "top_k": [-1, 0, 5, 2**31 - 1],
     "top_p": [1e-9, 0.5, 1],
     "min_p": [0, 0.3, 1],
+    "typical_p": [1e-9, 0.5, 1],
+    "logprob_token_ids": [[], [9, 5, 9]],
     "seed": [0, -(2**63), 2**63 - 1],
     "presence_penalty": [-2, 0.5],
     "frequency_penalty": [-2, 0.5],
@@ -49,7 +51,7 @@ WRONG: dict[str, list[Any]] = {
     "top_k": [2**31, 10**400], "no_repeat_ngram_size": [65, 10**400], "n": [0, 129, 10**400], "max_tokens": [-1, 600, 10**400],
     "min_tokens": [-1, 10**400], "temperature": [2.1, -1], "top_p": [0, 1.1], "seed": [2**63, 10**400], "allowed_token_ids": [[], [512]],
     "banned_token_ids": [[-1]], "logit_bias": [{"512": 1}], "logprobs": [21, -1], "prompt_logprobs": [21], "stop": [[""]],
-    "bad_words": [[""]], "repetition_penalty": [0], "presence_penalty": [3], "min_p": [2], "stop_token_ids": [[512]],
+    "bad_words": [[""]], "repetition_penalty": [0], "presence_penalty": [3], "min_p": [2], "typical_p": [0, 1.1], "stop_token_ids": [[512]],
 }  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def test_the_same_words_are_the_same_request(llm: LLM, endpoint: str, name: str)
         return
     made = set()
     for value in VALUES[name]:
-        words = {"max_tokens": 5, "temperature": 1.0, name: value}
+        words = {"max_tokens": 5, "temperature": 1.0, name: value, **({"logprobs": 0} if name == "logprob_token_ids" else {})}
         offline = llm._request("one two", llm_params(words))[0]
         assert offline.params == served(llm, endpoint, words).params, value
         made.add(str(getattr(offline.params, name)))

@@ -6,10 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rayneuron.api import openai
 from rayneuron.api.call import Call
-from rayneuron.api.scan import Scan, Scanner
+from rayneuron.api.forms import FORMS
+from rayneuron.api.scan import Event, Scan, Scanner
 from rayneuron.api.stream import chunks
 from rayneuron.errors import RequestError
 from rayneuron.text.text import Text
@@ -20,7 +23,15 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1.0,  "b": "}<"}}\n</tool_
 OTHER = '<tool_call>{"arguments":{},"name":"g"}</tool_call>'
 ARGUMENTS = '{"a": 1.0,  "b": "}<"}'
 HERMES, R1, QWEN, BOTH = Scan("hermes"), Scan(None, "deepseek_r1"), Scan(None, "qwen3"), Scan("hermes", "qwen3")
-FIRST, SECOND = ("call", ARGUMENTS, "f"), ("call", "{}", "g")
+LLAMA, MISTRAL, PYTHON = Scan("llama3_json"), Scan("mistral"), Scan("pythonic")
+Told = list[tuple[str, str, str]]
+
+
+def called(name: str, arguments: str) -> Told:
+    return [("call", "", name), *([("arguments", arguments, "")] if arguments else [])]
+
+
+FIRST, SECOND = called("f", ARGUMENTS), called("g", "{}")
 
 
 def content(text: str) -> tuple[str, str, str]:
@@ -31,22 +42,50 @@ def thought(text: str) -> tuple[str, str, str]:
     return ("reasoning", text, "")
 
 
-TABLE: list[tuple[Scan, str, list[tuple[str, str, str]]]] = [
+BROKEN = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
+TABLE: list[tuple[Scan, str, Told]] = [
     (HERMES, "", []),
     (HERMES, "plain <tool> <tool_cal", [content("plain <tool> <tool_cal")]),
-    (HERMES, CALL, [FIRST]),
-    (HERMES, "I ask.\n" + CALL, [content("I ask.\n"), FIRST]),
-    (HERMES, CALL + "\n" + OTHER + "\n", [FIRST, SECOND]),
-    (HERMES, CALL + " done", [FIRST, content("done")]),
-    (HERMES, CALL.removesuffix("\n</tool_call>"), [FIRST]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": {"a', [content('<tool_call>{"name": "f", "arguments": {"a')]),
-    (HERMES, "<tool_call>no</tool_call>" + OTHER, [content("<tool_call>no</tool_call>"), SECOND]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [content('<tool_call>{"name": "f", "arguments": [1]}</tool_call>')]),
+    (HERMES, CALL, FIRST),
+    (HERMES, "I ask.\n" + CALL, [content("I ask.\n"), *FIRST]),
+    (HERMES, CALL + "\n" + OTHER + "\n", FIRST + SECOND),
+    (HERMES, CALL + " done", [*FIRST, content("done")]),
+    (HERMES, CALL.removesuffix("\n</tool_call>"), FIRST),
+    (HERMES, CALL.removesuffix("}\n</tool_call>") + OTHER, FIRST + SECOND),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a', called("f", '{"a')),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "\\', called("f", '{"a": "\\')),
+    (HERMES, '<tool_call>{"name": "f", "arg', [content('<tool_call>{"name": "f", "arg')]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "na', [content('<tool_call>{"arguments": {"a": 1}, "na')]),
+    (HERMES, "<tool_call>no</tool_call>" + OTHER, [content("<tool_call>no</tool_call>"), *SECOND]),
+    (HERMES, BROKEN, [content(BROKEN)]),
     (HERMES, '<tool_call>{"name": 5}</tool_call>', [content('<tool_call>{"name": 5}</tool_call>')]),
-    (HERMES, '<tool_call>{"name": "h"}</tool_call>', [("call", "{}", "h")]),
-    (HERMES, '<tool_call>{"name": "水", "arguments": {"ü": "😀"}}</tool_call>', [("call", '{"ü": "😀"}', "水")]),
+    (HERMES, '<tool_call>{"name": "h"}</tool_call>', called("h", "{}")),
+    (HERMES, '<tool_call>{"name": "h", "arguments": null}</tool_call>', called("h", "{}")),
+    (HERMES, '<tool_call>{"id": [1, "}"], "name": "h", "x": -1.5 , "arguments": {} , "y": {"}": 1}}</tool_call>z',
+     [*called("h", "{}"), content("z")]),
+    (HERMES, '<tool_call>{"name": "水", "arguments": {"ü": "😀\\""}}</tool_call>', called("水", '{"ü": "😀\\""}')),
     (HERMES, "<think>x</think>y", [content("<think>x</think>y")]),
-    (HERMES._replace(many=False), CALL + OTHER, [FIRST]),
+    (HERMES._replace(many=False), CALL + OTHER, FIRST),
+    (LLAMA, '{"name": "f", "parameters": {"a": [1, {"b": 2}]}}', called("f", '{"a": [1, {"b": 2}]}')),
+    (LLAMA, ' <|python_tag|>{"type": "function", "name": "f", "parameters": {}}', [content(" "), *called("f", "{}")]),
+    (LLAMA, '{"name": "f", "arguments": {}}; {"name": "g", "parameters": {}} ', called("f", "{}") + SECOND),
+    (LLAMA, '{"name": "f", "parameters": {}}; ok', [*called("f", "{}"), content("; ok")]),
+    (LLAMA, '{"name": "Ada", "age": 36}', [content('{"name": "Ada", "age": 36}')]),
+    (LLAMA, 'See {"name": "f", "parameters": {}}', [content('See {"name": "f", "parameters": {}}')]),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": {}}]', called("f", '{"a": "]"}') + SECOND),
+    (MISTRAL, 'hm[TOOL_CALLS]f[ARGS]{"a": {}}[TOOL_CALLS]g{}', [content("hm"), *called("f", '{"a": {}}'), *SECOND]),
+    (MISTRAL, "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}", called("f", "{}")),
+    (MISTRAL, "[TOOL_CALLS]no call", [content("[TOOL_CALLS]no call")]),
+    (MISTRAL, "[TOOL_CALLS] [1, 2]", [content("[TOOL_CALLS] [1, 2]")]),
+    (PYTHON, '[f(a=1.0, b="}<")]', called("f", '{"a": 1.0, "b": "}<"}')),
+    (PYTHON, "<|python_start|>[f(), m.g(d={'k': (True, None, -2)}, e=[false, 'it\\'s)'])]<|python_end|>",
+     called("f", "{}") + called("m.g", '{"d": {"k": [true, null, -2]}, "e": [false, "it\'s)"]}')),
+    (PYTHON, "[link](there)", [content("[link](there)")]),
+    (PYTHON, "[f(1)]", [content("[f(1)]")]),
+    (PYTHON, "[f(a=__import__('os').name)]", [content("[f(a=__import__('os').name)]")]),
+    (PYTHON, "[f(a=1e999)]", [content("[f(a=1e999)]")]),
+    (PYTHON, "[f(**{})]", [content("[f(**{})]")]),
+    (PYTHON, "[f(a=1), g(b=", [*called("f", '{"a": 1}'), content(", g(b=")]),
     (R1, "x</think>y", [thought("x"), content("y")]),
     (R1, "<think>\nx</think>\n\ny", [thought("\nx"), content("\n\ny")]),
     (R1, "never ends </thin", [thought("never ends </thin")]),
@@ -56,14 +95,15 @@ TABLE: list[tuple[Scan, str, list[tuple[str, str, str]]]] = [
     (QWEN, "<thin", [content("<thin")]),
     (QWEN, " ", [content(" ")]),
     (QWEN._replace(opened=True), "x</think>y", [thought("x"), content("y")]),
-    (BOTH, "<think>a " + CALL + "</think>b" + OTHER, [thought("a " + CALL), content("b"), SECOND]),
+    (BOTH, "<think>a " + CALL + "</think>b" + OTHER, [thought("a " + CALL), content("b"), *SECOND]),
+    (R1._replace(tools="llama3_json"), 'x</think>\n{"name": "g", "parameters": {}}', [thought("x"), *SECOND]),
     (Scan(), CALL, [content(CALL)]),
-]
+]  # fmt: skip
 
 
-def read(scan: Scan, parts: list[str]) -> list[tuple[str, str, str]]:
+def read(scan: Scan, parts: list[str]) -> Told:
     """Events of the parts, neighbours of one kind joined; calls are never joined."""
-    scanner, joined = Scanner(scan), list[tuple[str, str, str]]()
+    scanner, joined = Scanner(scan), Told()
     for place, part in enumerate(parts, start=1):
         for event in scanner.push(part, last=place == len(parts)):
             if joined and joined[-1][0] == event.kind != "call":
@@ -74,12 +114,43 @@ def read(scan: Scan, parts: list[str]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("scan", "text", "expected"), TABLE)
-def test_every_cut(scan: Scan, text: str, expected: list[tuple[str, str, str]]) -> None:
+def test_every_cut(scan: Scan, text: str, expected: Told) -> None:
     """Whole, letter by letter, and cut at every pair of places."""
     assert read(scan, [text]) == expected
     assert read(scan, [*text, ""]) == expected
     for a, b in itertools.combinations(range(len(text) + 1), 2):
         assert read(scan, [text[:a], text[a:b], text[b:]]) == expected
+
+
+WORDS = st.sampled_from([
+    *("<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '{"a": "x"}', "}", "{", '"', "\\", ", ", "; ", "\n", "水", " "),
+    *("[TOOL_CALLS]", "[ARGS]"), *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "f(", "a='b'", ")", "<think>", "</think>"),
+    *('"parameters": ', CALL, OTHER, '"name": "g"', "null", ":", "[", "]", "z" * 200),
+])  # fmt: skip
+
+
+@given(st.data(), st.sampled_from([None, *FORMS]), st.sampled_from([None, "deepseek_r1", "qwen3"]), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_cut_of_any_text(data: st.DataObject, tools: str | None, reasoning: str | None, many: bool) -> None:
+    """The same events, and nothing but white space and what is written around calls is lost."""
+    text = "".join(data.draw(st.lists(WORDS, max_size=12)))
+    scan = Scan(tools, reasoning, many=many)
+    whole = read(scan, [text])
+    assert read(scan, [*text, ""]) == whole
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    assert read(scan, [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]) == whole
+    if not any(kind == "call" for kind, _, _ in whole) and many:
+        said = "".join(part for _, part, _ in whole)
+        assert "".join(said.split()) == "".join(text.split()) or reasoning is not None
+
+
+def test_nothing_of_the_arguments_is_held_back() -> None:
+    """They go out as they come, so that reading costs what the text does and not its square."""
+    scanner = Scanner(HERMES)
+    scanner.push('<tool_call>{"name": "f", "arguments": {"a": "')
+    assert all(scanner.push("word ") == [Event("arguments", "word ")] for _ in range(2000))
+    assert scanner.push("\\") == [] and scanner.push('"') == [Event("arguments", '\\"')]
+    assert scanner.push('"}}</tool_call>', last=True) == [Event("arguments", '"}')]
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -107,9 +178,14 @@ def streamed(call: Call, told: list[Delta]) -> tuple[dict[str, Any], str]:
         why = choice["finish_reason"] or why
         for key, value in choice["delta"].items():
             if key == "tool_calls":
+                calls = message.setdefault("tool_calls", [])
                 for each in value:
-                    assert each.pop("index") == len(message.setdefault("tool_calls", []))
-                    message["tool_calls"].append(each)
+                    if each.pop("index") == len(calls):
+                        assert each["id"] and each["function"]["name"]
+                        calls.append(each)
+                    else:
+                        assert set(each) == {"function"} and set(each["function"]) == {"arguments"}
+                        calls[-1]["function"]["arguments"] += each["function"]["arguments"]
             else:
                 message[key] = (message.get(key) or "") + value
     return message | {"content": message["content"] or None}, why

@@ -66,6 +66,56 @@ def anthropic(url: str, path: str) -> dict[str, Any]:
             "input": [count.input_tokens, unary.usage.input_tokens]}  # fmt: skip
 
 
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"], "additionalProperties": False}
+
+
+def openai_tools(url: str, path: str) -> dict[str, Any]:
+    """A call that is forced, in a stream and whole, and its result passed back: chat and Responses."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", _strict_response_validation=True)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    ask = {"model": MODEL, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 90, "temperature": 0}
+    message = client.chat.completions.create(messages=SAY, **ask).choices[0].message
+    with client.chat.completions.stream(messages=SAY, **ask) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls
+    back = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    again = client.chat.completions.create(messages=[*SAY, message.to_dict(), back], **ask).choices[0].message
+    given = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]
+    other = {"model": MODEL, "tools": given, "tool_choice": "required", "max_output_tokens": 90, "temperature": 0}
+    other |= {"parallel_tool_calls": False}
+    (item,) = client.responses.create(input="Name three colours.", **other).output
+    with client.responses.stream(input="Name three colours.", **other) as events:
+        for _ in events:
+            pass
+        (final,) = events.get_final_response().output
+    items = [{"role": "user", "content": "Name three colours."}, item.to_dict()]
+    items += [{"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}]
+    (more,) = client.responses.create(input=items, **other).output
+    told = [message, streamed, again]
+    return {"calls": [[c.function.name, c.function.arguments] for m in told for c in m.tool_calls]
+            + [[i.name, i.arguments] for i in (item, final, more)]}  # fmt: skip
+
+
+def anthropic_tools(url: str, path: str) -> dict[str, Any]:
+    """The same of Messages."""
+    from anthropic import Anthropic
+
+    client = Anthropic(base_url=url, api_key="none", _strict_response_validation=True)
+    ask = {"model": MODEL, "max_tokens": 90, "tools": [{"name": "weather", "input_schema": CITY}], "extra_body": {"temperature": 0}}
+    ask |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    message = client.messages.create(messages=SAY, **ask)
+    with client.messages.stream(messages=SAY, **ask) as stream:
+        streamed = stream.get_final_message()
+    (block,) = message.content
+    assert message.stop_reason == streamed.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+    turn = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    again = client.messages.create(messages=[*SAY, *turn], **ask)
+    return {"calls": [[each.name, json.dumps(each.input)] for told in (message, streamed, again) for each in told.content]}
+
+
 def huggingface_hub(url: str, path: str) -> dict[str, Any]:
     from huggingface_hub import InferenceClient
 
@@ -207,7 +257,7 @@ def run(command: str, *arguments: str) -> None:
 CLIENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     client.__name__: client
     for client in (openai, anthropic, huggingface_hub, langchain_openai, litellm, instructor, outlines)
-    + (lm_eval, guidellm, aiperf, locust, boto3)
+    + (lm_eval, guidellm, aiperf, locust, boto3, openai_tools, anthropic_tools)
 }
 
 if __name__ == "__main__":
@@ -215,4 +265,4 @@ if __name__ == "__main__":
     os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"}
     if name not in ("huggingface_hub", "aiperf"):  # which then take neither a server nor a folder of one's own
         os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    print(json.dumps({"version": version(name.replace("_", "-")), **CLIENTS[name](target, folder)}))
+    print(json.dumps({"version": version(name.removesuffix("_tools").replace("_", "-")), **CLIENTS[name](target, folder)}))

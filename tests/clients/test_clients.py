@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def told(name: str, url: str, path: Path) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("name", [name for name in CLIENTS if name not in ("boto3", "lm_eval")])
+@pytest.mark.parametrize("name", [name for name in CLIENTS if name not in ("boto3", "lm_eval") and not name.endswith("_tools")])
 def test_a_client_is_told_what_everybody_is(name: str, url: str, path: Path, said: dict[str, Any]) -> None:
     judge(told(name, url, path), said)
 
@@ -123,3 +124,19 @@ def test_lm_evals_scores_are_transformers(url: str, path: Path) -> None:
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         wanted = sum(logprobs[i - 1, ids[i]].item() for i in range(known, len(ids)))
         assert abs(score - wanted) < 1e-3 and greedy == all(logprobs[i - 1].argmax() == ids[i] for i in range(known, len(ids)))
+
+
+def test_sdks_read_calls_and_pass_results_back(tiny: Path, tmp_path: Path) -> None:
+    """Of a model whose chat template says that it writes them as hermes does."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    template = "{{ tools }}{# <tool_call> #}{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    with serving(folder, serving={"tool_call_parser": "auto"}) as served:
+        eventually(lambda: "is ready" in served.said("out") or served.process.poll() is not None, 200)
+        assert served.process.poll() is None, served.said("err")[-3000:]
+        for name in ("openai_tools", "anthropic_tools"):
+            calls = told(name, f"{served.url}/m/tiny", tiny)["calls"]
+            assert len(calls) == (6 if name == "openai_tools" else 3)
+            assert all(called == "weather" and json.loads(said)["city"] in ("Paris", "Rome") for called, said in calls)
+            whole, streamed = calls[:2]
+            assert whole == streamed and (name != "openai_tools" or calls[3] == calls[4] == whole)

@@ -38,6 +38,10 @@ KINDS: list[dict] = [
     {"structured_outputs": WORDS, "ignore_eos": True, "no_repeat_ngram_size": 2},
     {"structured_outputs": StructuredOutputs(choice=("maybe", "maybe not", "never")), "logit_bias": {20: 50.0}},
     {"structured_outputs": StructuredOutputs(regex="[0-9]{9}", after=(40, 41), free_tokens=5), "temperature": 1.0, "seed": 3},
+    {"structured_outputs": StructuredOutputs(after=(40, 41), free_tokens=5), "temperature": 1.0, "seed": 3},
+    {"structured_outputs": StructuredOutputs(after=(40, 41), begins=(20,), free_tokens=6), "logit_bias": {20: 100.0}},
+    {"structured_outputs": StructuredOutputs(after=(40, 41), begins=(20, 20), free_tokens=6), "min_tokens": 20},
+    {"structured_outputs": WORDS, "temperature": 1.0, "seed": 2, "typical_p": 0.5, "logprobs": 0, "logprob_token_ids": (9, 3)},
     {},
     {"temperature": 1.0, "seed": 5, "logprobs": 1},
     {"temperature": 1.2, "seed": 6, "frequency_penalty": 0.5},
@@ -88,6 +92,11 @@ def test_what_comes_matches(alone, grammars):
         said = request.params.structured_outputs
         for index in range(request.params.n if said else 0):
             ids, _, (reason, eos, _) = alone[request.id, index]
+            if not said.kind:
+                due = 0 if not said.begins else 1 if said.begins == (20,) else None  # from where tokens are counted, if ever
+                forced = next((i for i in range(len(ids)) if ids[i : i + 2] == said.after), None)
+                assert forced == (None if due is None else due + said.free_tokens) or reason == "stop"
+                continue
             if reason != "stop":
                 continue
             assert eos and ids[-1] in ENDS
@@ -208,6 +217,9 @@ def test_without_a_compiler_it_is_refused(tiny, grammars, monkeypatch):
     with pytest.raises(RequestError, match="cannot constrain"):
         test_speculation.build(tiny, rows=1).validate(Request(id="a", prompt_ids=[20], params=said))
     monkeypatch.setattr("rayneuron.structured.find_spec", lambda name: None)
+    budget = SamplingParams(structured_outputs=StructuredOutputs(after=(40,), free_tokens=0), temperature=0, max_tokens=2)
+    ids = test_speculation.run(test_speculation.build(tiny, rows=1), [Request(id="a", prompt_ids=[20], params=budget)])["a", 0][0]
+    assert ids[0] == 40  # which needs none
     lacking = constrained(test_speculation.build(tiny, rows=1), Grammars(grammars._text, VOCAB))
     with pytest.raises(RequestError, match=re.escape("install rayneuron[structured]")):
         lacking.validate(Request(id="a", prompt_ids=[20], params=said))

@@ -14,7 +14,7 @@ from rayneuron.api import call as api
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.errors import RequestError
 from rayneuron.serve.flight import ActiveRequest
-from rayneuron.text.text import Assembler
+from rayneuron.text.assembler import Assembler
 from rayneuron.types import Request, SamplingParams
 from tests.serve.real import serving
 

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayneuron.errors import RequestError
+from rayneuron.text.assembler import Assembler
 from rayneuron.text.stops import Stops, StopStrings
-from rayneuron.text.text import Assembler, Text
+from rayneuron.text.text import Text
 from rayneuron.types import Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api import playing, spelling
 from tests.api.conftest import byte_fallback, byte_level, text, word_pieces

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 
 from rayneuron.api.call import Answer, Call, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.errors import Triple, error_body
+from rayneuron.api.scan import Event, Scanner
 from rayneuron.api.stream import Single, named_event
 from rayneuron.types import Delta
 
@@ -27,10 +31,44 @@ def error(triple: Triple) -> Triple:
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:
     gathered = gather(call, deltas)
-    choice = gathered.choices[0]
-    content = [{"type": "text", "text": choice.text}] if choice.text else []
+    choice, scanner = gathered.choices[0], Scanner(call.scan)
+    content: list[Json] = []
+    for event in scanner.push(choice.text, last=True):
+        if event.kind == "call" or not content or content[-1]["type"] != BLOCKS[event.kind][0]:
+            content.append(_block(call, event, len(content)))
+        key = BLOCKS[event.kind][1]
+        content[-1][key] = (content[-1][key] or "") + event.text  # a call's object is "" until it is read
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = _input(block["input"])
     usage = {"input_tokens": gathered.usage["prompt_tokens"], "output_tokens": gathered.usage["completion_tokens"]}
-    return {**_message(call, usage), "content": content, **_end(choice.finish_reason, choice.stop_reason)}
+    return {**_message(call, usage), "content": content, **_end(choice.finish_reason, choice.stop_reason, scanner)}
+
+
+# A block's type, its field that grows, and the delta by which it does.
+BLOCKS = {
+    "content": ("text", "text", "text_delta"),
+    "reasoning": ("thinking", "thinking", "thinking_delta"),
+    "call": ("tool_use", "input", "input_json_delta"),
+    "arguments": ("tool_use", "input", "input_json_delta"),
+}
+
+
+def _block(call: Call, event: Event, index: int) -> Json:
+    """An empty block for what an event begins."""
+    if event.kind == "content":
+        return {"type": "text", "text": ""}
+    if event.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": call.scan.call_id("toolu_", call.id.removeprefix("msg_"), index), "name": event.name, "input": {}}
+
+
+def _input(arguments: str) -> Json:
+    """Arguments as an object; of what was cut, or is no JSON, none."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}
 
 
 def _message(call: Call, usage: Json) -> Json:
@@ -38,12 +76,12 @@ def _message(call: Call, usage: Json) -> Json:
     return {**head, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
 
-def _end(reason: str | None, stop: str | int | None) -> Json:
+def _end(reason: str | None, stop: str | int | None, scanner: Scanner) -> Json:
     if reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(stop, str) and reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if scanner.whole else "end_turn", "stop_sequence": None}
 
 
 def _event(name: str, **said: object) -> bytes:
@@ -51,9 +89,13 @@ def _event(name: str, **said: object) -> bytes:
 
 
 class _Blocks(Single):
-    """A message, its one block of text, and the end of both; a reply without text has no block."""
+    """A message, its blocks one after another, and the end of all; a reply without text has no block."""
 
-    _begun = False
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._scanner = Scanner(call.scan)
+        self._open = ""  # the type of the block that is open
+        self._index = 0
 
     def first(self) -> bytes:
         """The message without content."""
@@ -61,17 +103,34 @@ class _Blocks(Single):
         return _event("message_start", message=_message(self.call, {"input_tokens": prompt, "output_tokens": 0})) + _event("ping")
 
     def write(self, delta: Delta) -> bytes:
-        """A part of the block; at last what ended it."""
-        out = b""
-        if delta.text:
-            if not self._begun:
-                self._begun = True
-                out += _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-            out += _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+        """Parts of blocks; at last what ended them."""
+        out = b"".join(map(self._part, self._scanner.push(delta.text, last=self.done)))
         if self.done:
-            out += _event("content_block_stop", index=0) if self._begun else b""
             usage = {"output_tokens": self.tally.completion_tokens}
-            out += _event("message_delta", delta=_end(delta.finish_reason, delta.stop_reason), usage=usage) + _event("message_stop")
+            end = _end(delta.finish_reason, delta.stop_reason, self._scanner)
+            out += self._close() + _event("message_delta", delta=end, usage=usage) + _event("message_stop")
+        return out
+
+    def _part(self, event: Event) -> bytes:
+        kind, key, delta = BLOCKS[event.kind]
+        out = b""
+        if event.kind == "call" or self._open != kind:
+            out = self._close()
+            self._open = kind
+            out += _event("content_block_start", index=self._index, content_block=_block(self.call, event, self._index))
+        if not event.text:
+            return out
+        name = "partial_json" if kind == "tool_use" else key
+        return out + _event("content_block_delta", index=self._index, delta={"type": delta, name: event.text})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        signed = {"type": "signature_delta", "signature": ""}  # nothing here is signed
+        out = _event("content_block_delta", index=self._index, delta=signed) if self._open == "thinking" else b""
+        out += _event("content_block_stop", index=self._index)
+        self._open = ""
+        self._index += 1
         return out
 
     def torn(self, wrong: BaseException) -> bytes:

@@ -1,4 +1,4 @@
-"""Anthropic's bodies: system, messages of blocks, and what it calls the sampling parameters, told as a chat."""
+"""Anthropic's bodies: system, messages of blocks, tools, and what it calls the sampling parameters, told as a chat."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rayneuron.api.retold import said_as
 from rayneuron.api.structured import renamed
 from rayneuron.errors import RequestError
 
-NAMES = {"stop": "stop_sequences", "response_format": "output_format"}
-PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "chat_template_kwargs", "seed", "ignore_eos")
+NAMES = {"stop": "stop_sequences", "response_format": "output_format", "thinking_token_budget": "thinking.budget_tokens"}
+PASSED = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "cache_salt", "seed", "ignore_eos")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # Anthropic's tool_choice, OpenAI's
 
 
 def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created: int, client_id: str | None = None) -> Call:
@@ -26,7 +27,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     if "max_tokens" not in fields:
         raise RequestError("max_tokens is required", param="max_tokens")
     told = {name: fields.take(name) for name in PASSED if name in fields}
-    told |= {"messages": _messages(fields), "stop": list(fields.strings("stop_sequences")) or None}
+    told |= _conversation(fields) | {"stop": list(fields.strings("stop_sequences")) or None}
     told |= {"response_format": _format(fields)}
     told |= {name: fields.take(name) for name in fields.unknown}
     with said_as(NAMES):
@@ -47,29 +48,67 @@ def _format(fields: Fields) -> Json | None:
 
 def count_tokens(body: Mapping[str, Any], context: Context) -> Json:
     """How long the prompt of such a body is."""
-    fields = Fields(body)
-    ids, _ = chat.render(Fields({"messages": _messages(fields)}), context)
+    told = _conversation(Fields(body))
+    told.pop("thinking_token_budget", None)
+    ids, _ = chat.render(Fields(told), context)
     return {"input_tokens": len(ids)}
 
 
-def _messages(fields: Fields) -> list[Json]:
-    """The conversation as OpenAI tells it; what a server without tools and thinking cannot do is refused by name."""
-    thinking, metadata = fields.table("thinking", {}), fields.table("metadata", {})
-    if thinking.get("type", "disabled") != "disabled":
-        raise RequestError("thinking is not supported by this server yet; send {type: disabled}, or leave it out", param="thinking")
-    Fields(metadata, "metadata.").string("user_id")
-    for name in ("tools", "mcp_servers", "container"):
+def _conversation(fields: Fields) -> Json:
+    """What reaches the chat template, as OpenAI's fields; what this server cannot do is refused by name."""
+    Fields(fields.table("metadata", {}), "metadata.").string("user_id")
+    for name in ("mcp_servers", "container"):
         if fields.take(name):
-            raise RequestError(f"{name} is not supported by this server yet; leave it out", param=name)
-    if fields.table("tool_choice", {}).get("type", "none") not in ("none", "auto"):
-        raise RequestError("tool_choice needs tools, which are not supported by this server yet; leave it out", param="tool_choice")
+            raise RequestError(f"{name} is not supported by this server; leave it out", param=name)
     for name in ("service_tier", "context_management", "inference_geo"):
         fields.take(name)
     system, messages = fields.take("system"), fields.take("messages")
     if not isinstance(messages, list) or not messages:
         wrong("messages", "a non-empty array of {role, content} objects", messages)
     told = [{"role": "system", "content": _text(system, "system")}] if system else []
-    return told + [part for place, message in enumerate(messages) for part in _message(message, f"messages[{place}]")]
+    told += [part for place, message in enumerate(messages) for part in _message(message, f"messages[{place}]")]
+    return {"messages": told, **_tools(fields), **_thinking(fields)}
+
+
+def _thinking(fields: Fields) -> Json:
+    """Whether the model thinks, told to its template; and for how long."""
+    kwargs, said = fields.table("chat_template_kwargs", {}), fields.table("thinking", {})
+    kind = said.get("type")
+    if said and kind not in ("enabled", "adaptive", "disabled"):
+        wrong("thinking.type", "enabled, adaptive or disabled", kind)
+    asked = {} if kind is None else {"enable_thinking": kind != "disabled"}
+    budget = Fields(said, "thinking.").integer("budget_tokens", low=1) if kind == "enabled" else None
+    return {"chat_template_kwargs": {**asked, **kwargs}, **({} if budget is None else {"thinking_token_budget": budget})}
+
+
+def _tools(fields: Fields) -> Json:
+    """`tools` and `tool_choice`."""
+    tools, choice = fields.take("tools"), fields.table("tool_choice", {})
+    if not isinstance(tools, list | None):
+        wrong("tools", "an array of {name, description, input_schema}", tools)
+    told: Json = {"tools": [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools)]} if tools else {}
+    kind = choice.get("type")
+    if kind == "tool":
+        told["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif choice and kind not in CHOICES:
+        wrong("tool_choice.type", "auto, any, tool or none", kind)
+    elif choice and (tools or kind == "any"):
+        told["tool_choice"] = CHOICES[str(kind)]
+    if Fields(choice, "tool_choice.").flag("disable_parallel_tool_use"):
+        told["parallel_tool_calls"] = False
+    return told
+
+
+def _tool(tool: object, name: str) -> Json:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        wrong(name, "{name, description, input_schema}", tool)
+    if tool.get("type", "custom") != "custom":
+        said = f"{name} is of type {str(tool['type'])[:64]!r}, which runs on no server here; send tools with an input_schema"
+        raise RequestError(said, param=f"{name}.type")
+    if not isinstance(tool.get("input_schema"), dict):
+        wrong(f"{name}.input_schema", "a JSON schema (an object)", tool.get("input_schema"))
+    described = {"description": tool["description"]} if tool.get("description") is not None else {}
+    return {"type": "function", "function": {"name": tool["name"], **described, "parameters": tool["input_schema"]}}
 
 
 def _message(message: object, name: str) -> list[Json]:
@@ -80,11 +119,13 @@ def _message(message: object, name: str) -> list[Json]:
     blocks = content if isinstance(content, list) else []
     calls = [_call(block, f"{name}.content[{i}]") for i, block in enumerate(blocks) if _kind(block) == "tool_use"]
     results = [_result(block, f"{name}.content[{i}]") for i, block in enumerate(blocks) if _kind(block) == "tool_result"]
+    thoughts = [str(block.get("thinking") or "") for block in blocks if _kind(block) == "thinking"]
     kept = [block for block in blocks if _kind(block) not in ("tool_use", "tool_result", "thinking", "redacted_thinking")]
     if blocks and not kept and results and not calls:
         return results
     text = _text(kept if isinstance(content, list) else content, f"{name}.content")
-    return [*results, {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
+    thought = {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
+    return [*results, {"role": role, "content": text, **thought, **({"tool_calls": calls} if calls else {})}]
 
 
 def _kind(block: object) -> object:

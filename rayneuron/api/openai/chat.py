@@ -6,17 +6,21 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from rayneuron.api.body import cut, fit, read_common, read_logprob_ids, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, wrong
+from rayneuron.api.forms import FORMS, THINK, THOUGHT
 from rayneuron.api.openai.events import Events, Writers, frame
 from rayneuron.api.openai.messages import read_messages
 from rayneuron.api.openai.prediction import read_prediction
 from rayneuron.api.openai.tools import Tools, read_tools
-from rayneuron.api.scan import THINK, THOUGHT, Event, Scanner
+from rayneuron.api.scan import Event, Scan, Scanner
 from rayneuron.api.stream import ChoiceState
 from rayneuron.api.unserved import CHAT
+from rayneuron.constraints import StructuredOutputs
 from rayneuron.errors import RequestError
 from rayneuron.types import Delta, Request, SamplingParams, TokenLogprobs
 
@@ -32,7 +36,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     """A chat body as a call; RequestError names the wrong field."""
     fields = Fields(body)
     head, words = read_common(fields, context, CHAT)
-    fields.refuse("thinking_token_budget")
+    budget = fields.integer("thinking_token_budget", low=-1)
     shown = fields.flag("include_reasoning", True)
     modalities = fields.take("modalities", ["text"])
     if modalities != ["text"]:
@@ -48,11 +52,11 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     scan = context.scan._replace(shown=shown, many=tools.many, tools=tools.form(context.scan) if tools.names else None)
     ids, role = render(fields, context, keep, side, tools.shown)
     ids = cut(ids, keep, side)
-    scan = scan._replace(opened=scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK))
-    if tools.forced:
-        if "structured_outputs" in words:
-            raise RequestError("tool_choice forces a call, which is a form already; leave the other constraint out", param="tool_choice")
-        words["structured_outputs"] = tools.constraint(context.text.encode(THOUGHT, False) if scan.inside else ())
+    opened = scan.reasoning is not None and context.text.decode(ids[-8:], False).rstrip().endswith(THINK)
+    marks = map(context.text.special, scan.marks)
+    scan = scan._replace(opened=opened, kept=frozenset(mark for mark in marks if mark is not None))
+    said = _constraint(words.get("structured_outputs"), context, scan, tools, -1 if budget is None else budget)
+    words |= {} if said is None else {"structured_outputs": said}
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
     params = SamplingParams(**words, max_tokens=tokens)
     common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt}
@@ -123,6 +127,26 @@ def _tools(fields: Fields, context: Context) -> Tools:
         return read_tools(fields, context.scan.tools is not None)
     fields.flag("parallel_tool_calls")
     return Tools()
+
+
+def _constraint(
+    said: StructuredOutputs | None, context: Context, scan: Scan, tools: Tools, budget: int
+) -> StructuredOutputs | None:  # fmt: skip
+    """What an answer must match: a constraint begins behind reasoning, which has at most `budget` tokens (-1: any number)."""
+    if tools.forced:
+        if said is not None:
+            raise RequestError("tool_choice forces a call, which is a form already; leave the other constraint out", param="tool_choice")
+        said = tools.constraint(FORMS[scan.tools or ""], context.text)
+    if scan.reasoning is None:
+        if budget >= 0:
+            need = "thinking_token_budget needs a server whose file says serving.reasoning_parser; leave it out"
+            raise RequestError(need, param="thinking_token_budget")
+        return said
+    began, ended = (tuple(context.text.encode(mark, False)) for mark in (THINK, THOUGHT))
+    limit: Json = {"after": ended, "free_tokens": budget if budget >= 0 else None}
+    if said is not None:  # without a beginning the answer is all there is
+        return replace(said, **limit) if scan.inside else said
+    return StructuredOutputs(**limit, begins=() if scan.inside else began, field="thinking_token_budget") if budget >= 0 else None
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
@@ -202,19 +226,23 @@ def _said(call: Call, index: int, calls: int, events: Iterable[Event]) -> Json:
     said: Json = {}
     for event in events:
         if event.kind == "call":
-            name = f"chatcmpl-tool-{call.id.removeprefix('chatcmpl-')}-{index}-{calls}"
-            function = {"name": event.name, "arguments": event.text}
+            name = call.scan.call_id("chatcmpl-tool-", f"{call.id.removeprefix('chatcmpl-')}-{index}", calls)
+            function = {"name": event.name, "arguments": ""}
             said.setdefault("tool_calls", []).append({"index": calls, "id": name, "type": "function", "function": function})
             calls += 1
-            continue
-        for key in ("content",) if event.kind == "content" else ("reasoning", "reasoning_content"):
-            said[key] = said.get(key, "") + event.text
+        elif event.kind == "arguments":
+            if "tool_calls" not in said:
+                said["tool_calls"] = [{"index": calls - 1, "function": {"arguments": ""}}]
+            said["tool_calls"][-1]["function"]["arguments"] += event.text
+        else:
+            for key in ("content",) if event.kind == "content" else ("reasoning", "reasoning_content"):
+                said[key] = said.get(key, "") + event.text
     return said
 
 
 def _why(reason: str | None, scanner: Scanner | None) -> str | None:
     """Why a choice ended: a model that stopped behind a call wants its result."""
-    return "tool_calls" if reason == "stop" and scanner is not None and scanner.calls else reason
+    return "tool_calls" if reason == "stop" and scanner is not None and scanner.whole else reason
 
 
 def _roles(call: Call) -> list[Json]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
 from typing import Any, NamedTuple
 
-from rayneuron.api.call import Json
+from rayneuron.api.call import Encoder, Json
 from rayneuron.api.fields import Fields, wrong
-from rayneuron.api.scan import TOOLS, Scan
+from rayneuron.api.forms import FORMS, CallForm
+from rayneuron.api.scan import Scan
 from rayneuron.constraints import StructuredOutputs
 from rayneuron.errors import RequestError
 
-FORCED = "hermes"  # the form of a call that is forced where the file names none: it is written whatever the model is used to
+FORCED = "hermes"  # the form of a call that is forced where the model's own is not known: it is written whatever the model is used to
 
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps does it, and who learnt from it
 
@@ -29,21 +30,59 @@ class Tools(NamedTuple):
         """How calls look that are to be read out of the answer; None where none are."""
         return (scan.tools or FORCED) if self.forced else scan.tools if self.names else None
 
-    def constraint(self, after: Sequence[int]) -> StructuredOutputs:
-        """What an answer must match that is calls, behind the marker `after`."""
-        opened, closed = TOOLS[FORCED]
-        rules = []
+    def constraint(self, form: CallForm, text: Encoder) -> StructuredOutputs:
+        """What an answer must match that is calls in the model's own `form`."""
+        named = bool(form.named) and text.special(form.named[0]) is not None
+        before, opening, between, closing, behind = ("", form.begin, "", "", "") if named else form.around
+        rules: list[str] = []
         for place, name in enumerate(self.names):
             function = next(tool["function"] for tool in self.shown or () if tool["function"]["name"] == name)
             parameters = dict(function.get("parameters") or {"type": "object"})
-            shared = {key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters}  # they are named from the root
-            call: Json = {"type": "object", "properties": {"name": {"const": name}, "arguments": parameters}}
-            call |= {"required": ["name", "arguments"], "additionalProperties": False, "x-guidance": WRITTEN, **shared}
-            rules.append(f"c{place}: %json {json.dumps(call)}")
-        each = " | ".join(f"c{place}" for place in range(len(rules)))
-        more = ' ("\\n" call)*' if self.many else ""
-        start = f'start: call{more}\ncall: "{opened}\\n" ({each}) "\\n{closed}"'
-        return StructuredOutputs(grammar="\n".join([start, *rules]), after=tuple(after), field="tool_choice")
+            if not form.keys:
+                rules += _python(f"c{place}", name, parameters)
+            elif named:
+                rules.append(f"c{place}: {_quoted(name, text)} {_quoted(form.named[0], text)} {_schema(parameters)}")
+            else:
+                shared = {key: parameters.pop(key) for key in DEFINED if key in parameters}  # they are named from the root
+                call: Json = {"type": "object", "properties": {"name": {"const": name}, form.keys[0]: parameters}}
+                rules.append(f"c{place}: {_schema(call | {'required': ['name', form.keys[0]], 'additionalProperties': False, **shared})}")
+        each = " | ".join(f"c{place}" for place in range(len(self.names)))
+        more = f"({_quoted(between, text)} call)*" if self.many else ""
+        start = f"start: {_quoted(before, text)} call {more} {_quoted(behind, text)}"
+        lark = "\n".join([start, f"call: {_quoted(opening, text)} ({each}) {_quoted(closing, text)}", *rules])
+        return StructuredOutputs(grammar=lark, field="tool_choice")
+
+
+DEFINED = ("$defs", "definitions")
+
+
+def _quoted(said: str, text: Encoder) -> str:
+    """A text in Lark's words, in which a special token stands for itself: as text no token would spell it."""
+    parts = re.split("(" + "|".join(re.escape(mark) for form in FORMS.values() for mark in form.marks) + ")", said)
+    found = [(part, text.special(part)) for part in parts if part]
+    return " ".join(json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>" for part, token in found)
+
+
+def _schema(schema: Json) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': WRITTEN})}"
+
+
+def _python(rule: str, name: str, parameters: Json) -> list[str]:
+    """Rules of a call as Python writes it: the properties by name and in order, those that are not required left out or not."""
+    shared = {key: parameters[key] for key in DEFINED if key in parameters}
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    if any(not key.isidentifier() for key in properties) or not set(required) <= set(properties):
+        said = f"tool_choice: the parameters of {name!r} cannot be written as Python's; name properties as Python names things"
+        raise RequestError(said, param="tool_choice")
+    rules = [f'{rule}: "{name}(" {rule}a0 ")"']
+    for place, (key, schema) in enumerate(properties.items()):
+        logical = isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & set(schema)
+        value = '("True" | "False")' if logical else _schema({**(schema if isinstance(schema, dict) else {}), **shared})
+        rules += [f'{rule}v{place}: "{key}=" {value}']
+        for kind, comma in (("a", '""'), ("b", '", "')):  # before the first that is written, and behind it
+            left_out = "" if key in required else f" | {rule}{kind}{place + 1}"
+            rules.append(f"{rule}{kind}{place}: {comma} {rule}v{place} {rule}b{place + 1}{left_out}")
+    return [*rules, *(f'{rule}{kind}{len(properties)}: ""' for kind in "ab")]
 
 
 def read_tools(fields: Fields, heard: bool) -> Tools:
@@ -59,7 +98,8 @@ def read_tools(fields: Fields, heard: bool) -> Tools:
     if named is not None and named not in names:
         raise RequestError(f"tool_choice names {named!r}, which is not among tools", param="tool_choice")
     if choice in (None, "auto") and not heard:
-        said = "tools needs a server whose file says serving.tool_call_parser; leave it out, or set tool_choice to none or required"
+        said = "tools needs a server that knows how its model calls them: the chat template shows none of the forms read here, and the"
+        said += f" file says no serving.tool_call_parser ({', '.join(FORMS)}); leave tools out, or set tool_choice to none or required"
         raise RequestError(said, param="tools")
     if choice == "none":
         return Tools(tools)

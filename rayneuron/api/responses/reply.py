@@ -1,37 +1,81 @@
-"""The response object, and the events in which it comes into being."""
+"""The response object and its items, of which `stages.py` tells how they come into being."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
-from rayneuron.api.call import Answer, Call, Json
+from rayneuron.api.call import Call, Json
 from rayneuron.api.choices import chat_logprobs, gather
-from rayneuron.api.errors import error_body
-from rayneuron.api.stream import Single, named_event
+from rayneuron.api.scan import Event, Scanner
 from rayneuron.types import Delta, TokenLogprobs
 
 OPEN = "in_progress"
+KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 
 
-def answer(shell: Json) -> Answer:
-    """How a call is answered. `shell`: what of the body the response repeats."""
-    return Answer(partial(_reply, shell), partial(_Events, shell))
-
-
-def _reply(shell: Json, call: Call, deltas: Iterable[Delta]) -> Json:
+def reply(shell: Json, call: Call, deltas: Iterable[Delta]) -> Json:
+    """The whole response."""
     gathered = gather(call, deltas)
-    choice = gathered.choices[0]
-    part = _part(call, choice.text, choice.logprobs)
-    return _response(shell, call, _status(choice.finish_reason), [_message(call, _status(choice.finish_reason), [part])], gathered.usage)
+    choice, items = gathered.choices[0], Items(call)
+    for event in Scanner(call.scan).push(choice.text, last=True):
+        items.add(event)
+    status = status_of(choice.finish_reason)
+    return response(shell, call, status, items.closed(status, choice.logprobs), gathered.usage)
 
 
-def _status(reason: str | None) -> str:
+class Items:
+    """The items of an output as its events come: reasoning, messages and calls, each whole before the next."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.kept: list[Json] = []
+
+    def add(self, event: Event) -> bool:
+        """Take one in; whether it begins an item."""
+        kind = KINDS[event.kind]
+        begins = event.kind == "call" or not self.kept or self.kept[-1]["type"] != kind
+        if begins:
+            self.kept.append(self.empty(kind, len(self.kept), event.name))
+        item = self.kept[-1]
+        if kind == "function_call":
+            item["arguments"] += event.text
+        elif item["content"]:
+            item["content"][0]["text"] += event.text
+        else:
+            item["content"] = [part(self._call, kind, event.text, ())]
+        return begins
+
+    def empty(self, kind: str, index: int, name: str = "") -> Json:
+        """An item without content."""
+        of = f"{self._call.id}_{index}" if index else self._call.id
+        if kind == "function_call":
+            call_id = self._call.scan.call_id("call_", self._call.id.removeprefix("resp_"), index)
+            head = {"id": f"fc_{of}", "type": kind, "status": OPEN, "call_id": call_id, "name": name}
+            return {**head, "arguments": ""}
+        if kind == "reasoning":
+            return {"id": f"rs_{of}", "type": kind, "summary": [], "content": [], "status": OPEN}
+        return {"id": f"msg_{of}", "type": kind, "role": "assistant", "status": OPEN, "content": []}
+
+    def closed(self, status: str, entries: Iterable[TokenLogprobs]) -> list[Json]:
+        """All of them, the last as the response ended; an output of nothing is an empty message. `entries`: a message's probabilities."""
+        if not self.kept:
+            self.kept.append(self.empty("message", 0) | {"content": [part(self._call, "message", "", ())]})
+        for item in self.kept:
+            item["status"] = "completed"
+        self.kept[-1]["status"] = status
+        if self._call.logprobs is not None:
+            self.kept[0]["content"][0]["logprobs"] = logprobs(self._call, entries)
+        return self.kept
+
+
+def status_of(reason: str | None) -> str:
+    """How a response ended."""
     return "incomplete" if reason == "length" else "failed" if reason == "error" else "completed"
 
 
-def _response(shell: Json, call: Call, status: str, output: list[Json], usage: Json | None) -> Json:
+def response(shell: Json, call: Call, status: str, output: list[Json], usage: Json | None) -> Json:
+    """The response object."""
     params = call.requests[0].params
     return {
         "id": call.id,
@@ -63,73 +107,19 @@ def _usage(usage: Json) -> Json:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)},
         "total_tokens": usage["total_tokens"],
     }
 
 
-def _message(call: Call, status: str, content: list[Json]) -> Json:
-    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+def part(call: Call, kind: str, text: str, entries: Iterable[TokenLogprobs]) -> Json:
+    """The text in an item."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs(call, entries)}
 
 
-def _part(call: Call, text: str, entries: Iterable[TokenLogprobs]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": _logprobs(call, entries)}
-
-
-def _logprobs(call: Call, entries: Iterable[TokenLogprobs]) -> list[Any]:
+def logprobs(call: Call, entries: Iterable[TokenLogprobs]) -> list[Any]:
+    """A message's probabilities, where they are asked for."""
     content: list[Any] = chat_logprobs(call, entries)["content"] if call.logprobs is not None else []
     return content
-
-
-class _Events(Single):
-    """The states of a response: created, in progress, its one message and the text in it, done, and how it ended."""
-
-    def __init__(self, shell: Json, call: Call) -> None:
-        super().__init__(call)
-        self._shell = shell
-        self._number = 0
-        self._text = ""
-        self._entries: list[TokenLogprobs] = []
-        self._place = {"item_id": f"msg_{call.id}", "output_index": 0, "content_index": 0}
-
-    def _event(self, name: str, **said: object) -> bytes:
-        self._number += 1
-        return named_event(name, {"type": name, "sequence_number": self._number - 1, **said})
-
-    def first(self) -> bytes:
-        """Everything up to the empty text."""
-        response = _response(self._shell, self.call, OPEN, [], None)
-        item = _message(self.call, OPEN, [])
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", part=_part(self.call, "", ()), **self._place)
-        )
-
-    def write(self, delta: Delta) -> bytes:
-        """A part of the text; at last all of it, closed from the inside out."""
-        self._text += delta.text
-        self._entries += delta.logprobs or ()
-        out = b""
-        if delta.text or delta.logprobs:
-            shown = _logprobs(self.call, delta.logprobs or ())
-            out += self._event("response.output_text.delta", delta=delta.text, logprobs=shown, **self._place)
-        return out + self._end(_status(delta.finish_reason)) if self.done else out
-
-    def _end(self, status: str) -> bytes:
-        part = _part(self.call, self._text, self._entries)
-        item = _message(self.call, status, [part])
-        response = _response(self._shell, self.call, status, [item], self.tally.usage())
-        return (
-            self._event("response.output_text.done", text=self._text, logprobs=part["logprobs"], **self._place)
-            + self._event("response.content_part.done", part=part, **self._place)
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(f"response.{status}", response=response)
-        )
-
-    def torn(self, wrong: BaseException) -> bytes:
-        """The response as failed."""
-        said = error_body(wrong)[1]["error"]["message"]
-        response = _response(self._shell, self.call, "failed", [], self.tally.usage())
-        return self._event("response.failed", response={**response, "error": {"code": "server_error", "message": said}})

@@ -9,7 +9,7 @@ from typing import Any
 from rayneuron.api.call import Call, Context, Json
 from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai import chat
-from rayneuron.api.responses.reply import answer
+from rayneuron.api.responses.stages import answer
 from rayneuron.api.retold import said_as
 from rayneuron.api.structured import renamed
 from rayneuron.errors import NotFound, RequestError
@@ -24,11 +24,15 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     """A Responses body as a call."""
     fields = Fields(body)
     _refuse(fields)
+    given, chosen = fields.peek("tools"), fields.peek("tool_choice")
     instructions, metadata, most = fields.string("instructions"), fields.table("metadata", {}), fields.integer("max_output_tokens", low=1)
     told = {name: fields.take(name) for name in PASSED if name in fields}
     shown = fields.integer("top_logprobs", low=0, high=20)
     wanted = "message.output_text.logprobs" in _included(fields)
-    told |= {"max_completion_tokens": most, "messages": _conversation(fields.take("input"), instructions), "tool_choice": None}
+    if wanted and (context.scan.reasoning is not None or fields.peek("tools")):
+        said = "message.output_text.logprobs is given of answers that are one text; leave it out with tools, or where the model reasons"
+        raise RequestError(f"include: {said}", param="include")
+    told |= {"max_completion_tokens": most, "messages": _conversation(fields.take("input"), instructions), **_tools(fields)}
     told |= {"logprobs": True, "top_logprobs": shown or 0} if wanted else {}
     told |= {"reasoning_effort": fields.table("reasoning", {}).get("effort"), "response_format": _format(fields.table("text", {}))}
     if fields.string("truncation", "disabled", among=("disabled", "auto")) == "auto":
@@ -40,6 +44,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         call = chat.parse(told, context, request_id=request_id, created=created)
     call = renamed(call, lambda name: NAMES.get(name, name))
     shell = {"instructions": instructions, "metadata": metadata, "max_output_tokens": most}
+    shell |= {"tools": given or [], "tool_choice": chosen or "auto", "parallel_tool_calls": call.scan.many}
     return dataclasses.replace(call, id=f"resp_{client_id or request_id}", answer=answer(shell))
 
 
@@ -59,10 +64,24 @@ def _refuse(fields: Fields) -> None:
     ):
         if fields.take(name):
             raise RequestError(f"{name} is not supported: {instead}", param=name)
-    if fields.take("tools"):
-        raise RequestError("tools is not supported by this server yet; leave it out", param="tools")
-    if fields.take("tool_choice", "auto") not in ("auto", "none"):
-        raise RequestError("tool_choice needs tools, which are not supported by this server yet; leave it out", param="tool_choice")
+
+
+def _tools(fields: Fields) -> Json:
+    """`tools` and `tool_choice` as a chat has them: what they say stands one level deeper there."""
+    tools, choice = fields.take("tools"), fields.take("tool_choice")
+    if not isinstance(tools, list | None):
+        wrong("tools", "an array of {type: function, name, parameters}", tools)
+    told: Json = {}
+    for place, tool in enumerate(tools or ()):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            said = f"tools[{place}] is of type {str(kind)[:64]!r}, which runs on no server here; send tools of type function"
+            raise RequestError(said, param=f"tools[{place}].type")
+        function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+        told.setdefault("tools", []).append({"type": "function", "function": function})
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return told | ({} if choice is None or (choice == "auto" and not tools) else {"tool_choice": choice})
 
 
 def _included(fields: Fields) -> list[Any]:
@@ -86,23 +105,34 @@ def _conversation(given: object, instructions: str | None) -> list[Json]:
         return [*told, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         wrong("input", "a text that is not empty, or an array of items", given)
-    return told + [item for place, each in enumerate(given) for item in _item(each, f"input[{place}]")]
+    for place, each in enumerate(given):
+        _add(told, each, f"input[{place}]")
+    return told
 
 
-def _item(item: object, name: str) -> list[Json]:
-    """One item as messages: reasoning that is passed back is none."""
+def _add(told: list[Json], item: object, name: str) -> None:
+    """One item more: what an assistant thought, said and called in one turn is one message."""
     if not isinstance(item, dict):
         wrong(name, "an object", item)
     kind = item.get("type", "message")
+    last = told[-1] if told and told[-1].get("role") == "assistant" else None
     if kind == "reasoning":
-        return []
-    if kind == "message":
+        texts = [part.get("text") for part in item.get("content") or item.get("summary") or () if isinstance(part, dict)]
+        told.append({"role": "assistant", "content": "", "reasoning_content": "".join(text for text in texts if isinstance(text, str))})
+    elif kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        return [{"role": role, "content": item.get("content")}]
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        return [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    if kind == "function_call_output":
-        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}]
-    raise RequestError(f"{name} is of type {kind!r}, which this server cannot take; send messages of text", param=f"{name}.type")
+        if role == "assistant" and last is not None and not last["content"] and "tool_calls" not in last:
+            last["content"] = item.get("content")
+        else:
+            told.append({"role": role, "content": item.get("content")})
+    elif kind == "function_call":
+        call = {"id": item.get("call_id"), "type": "function"}
+        call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if last is None:
+            told.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        else:
+            last.setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        told.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+    else:
+        raise RequestError(f"{name} is of type {kind!r}, which this server cannot take; send messages of text", param=f"{name}.type")
