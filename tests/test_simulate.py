@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -60,3 +61,42 @@ def test_no_profile_at_all(made: list[str], tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "profile.json").write_text("{}")
     assert main(made) == 2
     assert "leave --profile out, and one is measured here" in capsys.readouterr().err
+
+
+def test_the_cheapest_size(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "sizes.json"
+    trace = ["--trace", str(tmp_path / "trace.csv"), "--scale", "20", "--max-model-len", "512", "--json", str(figures)]
+    goal = ["--slo-ttft-ms", "200", "--slo-tpot-ms", "50", "--of", "inf2.xlarge", "--of", "trn1.2xlarge", "--of", "trn2.3xlarge"]
+    assert main(["size", made[1], *trace, *goal, "--price", "trn1.2xlarge=0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 x trn1.2xlarge tensor_parallel ") and "trn2.3xlarge: no price is known; write --price trn2.3xlarge=USD" in out
+    assert "nobody's measurement" in out and "as said" in out
+    found = json.loads(figures.read_text())
+    assert found[0]["usd_per_hour"] == 0.5 and found[0]["report"]["finished"] == 60 and not found[0]["measured"]
+    assert [one["usd_per_hour"] for one in found if "report" in one] == sorted(one["usd_per_hour"] for one in found if "report" in one)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "a size for what goal? write --slo-ttft-ms MS"),
+        (["--slo-ttft-ms", "0.001"], "The best that can be reached, by a request that is alone: first token "),
+        (["--slo-ttft-ms", "100", "--slo-share", "2"], "--slo-share 2: write a share of all requests"),
+        (["--slo-ttft-ms", "100", "--price", "inf3=2"], "unknown instance 'inf3'"),
+    ],
+)
+def test_sizes_that_cannot_be(made: list[str], tmp_path: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = ["--trace", str(tmp_path / "trace.csv"), "--max-model-len", "512", "--of", "inf2.xlarge"]
+    assert main(["size", made[1], *trace, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pictures_need_matplotlib(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both where it is there and where it is not."""
+    picture = tmp_path / "figures.png"
+    there = find_spec("matplotlib") is not None
+    assert main([*made, "--plot", str(picture)]) == (0 if there else 2)
+    if there:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "pip install 'rayneuron[plots]'" in capsys.readouterr().err and not picture.exists()

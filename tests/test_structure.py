@@ -91,6 +91,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "boto3": ("compile_cache/s3.py", "sources/s3.py"),
     "huggingface_hub": ("sources/hub.py",),
     "nixl": ("transfer/nixl.py",),
+    "matplotlib": ("sim/plots.py",),
     "llguidance": ("structured.py",),
     "gguf": ("demo/",),
     "pydantic": (

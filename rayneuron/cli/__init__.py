@@ -23,6 +23,7 @@ from rayneuron.cli import (
     serve,
     shard,
     simulate,
+    size,
     translate,
     version,
 )
@@ -30,7 +31,7 @@ from rayneuron.cli.flags import FlagParser
 from rayneuron.errors import RayNeuronError
 
 COMMANDS = (
-    *(demo_model, config, plan, compile, serve, generate, batch, check, shard, quantize, simulate, translate),
+    *(demo_model, config, plan, compile, serve, generate, batch, check, shard, quantize, simulate, size, translate),
     *(doctor, neuron_check, version),
 )
 

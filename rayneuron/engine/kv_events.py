@@ -14,15 +14,19 @@ RING = 4096  # batches that are kept for who comes late
 class KvLog:
     """The events of one engine's life, its `epoch`. Belongs to the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = RING) -> None:
         self.epoch = secrets.randbits(63)
         self.number = 0  # of the last batch, from 1
-        self._ring: deque[list[Stored | Removed | Cleared]] = deque(maxlen=RING)
+        self._ring: deque[list[Stored | Removed | Cleared]] = deque(maxlen=kept)
         self.open: list[Stored | Removed | Cleared] = []  # not in a batch yet
 
     def note(self, event: Stored | Removed | Cleared) -> None:
         """Something has changed."""
-        self.open.append(event)
+        last = self.open[-1] if self.open else None
+        if isinstance(event, Removed) and isinstance(last, Removed):
+            last.hashes.extend(event.hashes)
+        else:
+            self.open.append(event)
 
     def flush(self) -> None:
         """What has changed since the last time is a batch."""
@@ -37,4 +41,4 @@ class KvLog:
         behind = self.number - number
         if epoch != self.epoch or not 0 <= behind <= len(self._ring):
             return KvNews(self.epoch, self.number, [], list(held))
-        return KvNews(self.epoch, self.number, list(self._ring)[len(self._ring) - behind :])
+        return KvNews(self.epoch, self.number, [self._ring[at] for at in range(-behind, 0)])

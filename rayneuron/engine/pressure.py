@@ -8,10 +8,10 @@ from rayneuron.policies.cost import Costs, expected
 from rayneuron.types import Snapshot
 
 
-def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, accepting: bool = True) -> Pressure:
-    """That of a scheduler. `output`: tokens of an answer of late."""
+def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, accepting: bool = True, longest: int = 0) -> Pressure:
+    """That of a scheduler. `output`: tokens of an answer of late; `longest`: of some sequence, where those do not say it themselves."""
     running, waiting, blocks = scheduler.running, scheduler.waiting, scheduler.blocks
-    longest, before = 0, []
+    before = []
     for s in running:
         if s.length > longest:
             longest = s.length

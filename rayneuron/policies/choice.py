@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
 from operator import itemgetter
 from random import Random
 
 from rayneuron.news import KvNews
+from rayneuron.policies.cost import LATER
 from rayneuron.policies.prefix_index import PrefixIndex
 from rayneuron.policies.workers import KnownWorker, Workers
 
 _NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
-_IN_HAND = 1  # sequences a replica should have for when a row comes free; the others wait where they can still go elsewhere
+_SOON = 1.2  # where nothing is shared, a first token may come so much later than anywhere else, for the sake of those after it
 _TIE = 0.01  # costs so close are the same, and chance decides
-_BLIND_MS, _BLIND_TIE = 75.0, 1.5  # and as much more of them as a view is older, up to so much; then twice as many are looked at
 _CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be preempted, and what that makes of a cost
 _RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
 _SESSIONS = 100_000
@@ -88,6 +89,7 @@ class Chooser:
     def __init__(self, random: Random, session_ttl_s: float = 600.0) -> None:
         self.workers = Workers()
         self.index = PrefixIndex()
+        self.in_hand = 1  # sequences a replica should have for when a row comes free; the others wait where they can still go elsewhere
         self._random = random
         self._ttl_s = session_ttl_s
         self._sessions: OrderedDict[str, tuple[int, int, float]] = OrderedDict()  # worker, tokens, when
@@ -114,7 +116,7 @@ class Chooser:
         """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""
         start = self._random.getrandbits(16)
         groups = self.index.depths(ask.hashes) if ask.hashes else []
-        near = self.workers.least(_NEAR if self.workers.blind_ms < _BLIND_MS / 10 else 2 * _NEAR, start)
+        near = self._near(start)
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             near = [*near, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]
         candidates = {worker.number: worker for worker in near}
@@ -127,6 +129,15 @@ class Chooser:
         if ask.avoid and (others := [number for number in candidates if number not in ask.avoid]):
             candidates = {number: candidates[number] for number in others}
         return self._best(ask, output, now_s, self._price(ask, output, now_s, candidates.values(), groups, session), groups)
+
+    def _near(self, start: int) -> list[KnownWorker]:
+        """Those with least to do; where others choose too and this view is old, not the very same that they choose: as the least of
+        a random part of all, which is the smaller the more orders nobody has heard of."""
+        unseen = self.workers.unseen
+        if unseen < 0.25:
+            return self.workers.least(_NEAR, start)
+        skipped = min(int(log(1 - self._random.random()) / log(unseen / (1 + unseen))), max(0, self.workers.placed - _NEAR))
+        return self.workers.least(_NEAR + skipped, start)[skipped:]
 
     def _price(
         self,
@@ -157,7 +168,7 @@ class Chooser:
             prefill, steps = took
             if rows and steps > 1:
                 prefill += (steps - 1) * worker.step_ms
-            queue, added = worker.behind_ms, costs.added_ms(rows, worker.load.longest, prompt, output)
+            queue, added = worker.behind_ms, LATER * costs.added_ms(rows, worker.load.longest, prompt, output)
             if until_s > now_s:
                 queue += 1e3 * (until_s - now_s)
             if rows_asked > 1:
@@ -179,13 +190,16 @@ class Chooser:
         if not priced:
             return None
         why = "again" if ask.again else ""
-        priced = [p for p in priced if p[1].extra < _IN_HAND] or priced  # who waits for a row there would better wait here
+        priced = [p for p in priced if p[1].extra < self.in_hand] or priced  # who waits for a row there would better wait here
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             priced = _by_goals(ask, priced)
             best, why = priced[0], why or "slo"
         else:
+            if not groups:
+                soon_ms = _SOON * min([p[2] + p[3] for p in priced])
+                priced = [p for p in priced if p[2] + p[3] <= soon_ms]
             priced.sort(key=_COST)
-            same, ties = (1 + max(_TIE, min(_BLIND_TIE, self.workers.blind_ms / _BLIND_MS))) * priced[0][0], 1
+            same, ties = (1 + _TIE) * priced[0][0], 1
             while ties < len(priced) and priced[ties][0] <= same:
                 ties += 1
             best = priced[int(self._random.random() * ties)] if ties > 1 else priced[0]
@@ -195,7 +209,7 @@ class Chooser:
         other = priced[priced[0] is best] if len(priced) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
-        least_ms = min([p[2] for p in priced if p[1].extra < _IN_HAND], default=1e9)
+        least_ms = min([p[2] for p in priced if p[1].extra < self.in_hand], default=1e9)
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:

@@ -11,6 +11,7 @@ from rayneuron.policies.step_times import decode_grid, prefill_grid
 from rayneuron.types import Profile
 
 SOME_TOKENS = 128.0  # of an output, before the first has ended
+LATER = 0.3  # of what all lose in steps to come, beside what is lost now: till then some have ended, and others have come anyway
 _RATE = 1 - 0.5 ** (1 / 64)  # after so many, half of an average is newer
 _KEPT = 16_384  # prefill steps, and places where prompts begin, that are remembered
 

@@ -23,6 +23,7 @@ from rayneuron.types import Profile
 REMEMBERED = 1024  # decisions
 _ADMIT_MS = 200.0
 _BACK_S = 0.05  # until a request that came back undone may be sent again
+_AGAIN_S = 0.005  # until who found no replica looks again, where none has changed
 _RATE_S = 0.5  # over which the speed of the queue is taken
 
 
@@ -95,6 +96,8 @@ class GatewayDesk:
         self._costs: WeakValueDictionary[Profile, Costs] = WeakValueDictionary()  # replicas that are alike share what was worked out
         self._back: list[tuple[float, int]] = []  # when, whose turn it is again
         self._admit_ms = _ADMIT_MS
+        self._refused: int | None = None  # whom nobody would take, until some time
+        self._again_s = 0.0
         self._tokens = 0  # of prompts that wait
         self._speed = 0.0  # ms of devices that a replica works off in a millisecond; 0: nobody knows
         self._sent_ms = self._since_s = 0.0
@@ -108,7 +111,7 @@ class GatewayDesk:
         chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
         self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms
         self.chooser.workers.join(made)
-        self.chooser.workers.weigh(made, now_s)
+        self._changed(made, now_s)
 
     def offer(self, ask: GatewayAsk, now_s: float) -> Admitted | TurnedAway:
         """A request has come."""
@@ -138,7 +141,7 @@ class GatewayDesk:
             self.chooser.workers.heard(found, load, now_s)
             since = found.waits_since()
             found.accepting = since is None or now_s - since <= self.limits.suspect_s
-            self.chooser.workers.weigh(found, now_s)
+            self._changed(found, now_s)
 
     def events(self, worker: int, news: KvNews) -> bool:
         """A replica has said what prefixes it has; False: it must say everything."""
@@ -155,7 +158,7 @@ class GatewayDesk:
             return
         worker = self.chooser.workers.all[found.worker]
         worker.unbook(key)
-        self.chooser.workers.weigh(worker, now_s)
+        self._changed(worker, now_s)
         self.chooser.remember(ask.session, worker.number, ask.prompt + tokens, now_s)
         real_ms = worker.costs.work_ms(ask.prompt - found.overlap, found.overlap, tokens / ask.rows, ask.rows)
         self.queue.ended(ask.account, 0.0 if ask.again else real_ms - found.ms, tokens // ask.rows)
@@ -168,7 +171,7 @@ class GatewayDesk:
         worker = self.chooser.workers.all.get(found.worker)
         if worker is not None:
             worker.unbook(key)
-            self.chooser.workers.weigh(worker, now_s)
+            self._changed(worker, now_s)
         found.worker = None
         self.queue.ended(found.ask.account, 0.0 if found.ask.again else -found.ms)
         heappush(self._back, (now_s + _BACK_S, key))
@@ -197,10 +200,12 @@ class GatewayDesk:
             if found is not None and found.worker is None and key not in self.queue:
                 self._wait(found.ask, found.ms, first=True)
         sends: list[Send] = []
-        while (head := self.queue.head()) is not None:
+        self.chooser.in_hand = int(self.queue.alone)  # who waits for a row there would be before others whose turn it is then
+        while (head := self.queue.head()) is not None and not self._waits(head, now_s):
             found = self._open[head]
             terms = self.chooser.choose(found.ask, found.output, now_s)
             if terms is None or terms.least_ms > self._admit_ms:
+                self._refused, self._again_s = head, now_s + _AGAIN_S
                 break
             sends.append(self._send(head, found, terms, now_s))
         self._measure(now_s)
@@ -225,12 +230,23 @@ class GatewayDesk:
         workers = self.chooser.workers.all.values()
         return {"calls": len(self._open), "waiting": len(self.queue), "bookings": sum(len(w.bookings) for w in workers)}
 
+    def _waits(self, head: int, now_s: float) -> bool:
+        """Whether nobody would take it just now, and nothing has changed since."""
+        return head == self._refused and now_s < self._again_s
+
+    def _changed(self, worker: KnownWorker, now_s: float) -> None:
+        """Something about a replica has: look for its place, and whether it takes what nobody took."""
+        self.chooser.workers.weigh(worker, now_s)
+        if worker.extra < self.chooser.in_hand and worker.queue_ms(now_s) <= self._admit_ms:
+            self._refused = None
+
     def _send(self, key: int, found: _Open, terms: Terms, now_s: float) -> Send:
         ask, worker = found.ask, self.chooser.workers.all[terms.worker]
         self._unwait(key, ask, taken=True)
         found.worker, found.overlap = terms.worker, terms.overlap
         number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
         self.chooser.workers.weigh(worker, now_s)
+        self.chooser.workers.booked(now_s)
         self._sent_ms += found.ms
         send = Send(key, terms.worker, number, now_s - found.since_s, terms)
         self.recent.append(send)

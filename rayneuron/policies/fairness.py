@@ -86,6 +86,11 @@ class Fairness:
     def __contains__(self, key: int) -> bool:
         return key in self._entries
 
+    @property
+    def alone(self) -> bool:
+        """Whether there never was more than one account."""
+        return len(self._accounts) < 2
+
     def full(self, account: str, tokens: int) -> str | None:
         """Why an account may not let another request wait."""
         a = self._account(account)

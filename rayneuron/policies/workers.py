@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import log2
 
 from rayneuron.news import Pressure
-from rayneuron.policies.cost import SOME_TOKENS, Costs
+from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs
 
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
@@ -125,6 +125,7 @@ class Workers:
         self.placed = 0  # that may be chosen
         self._late_ms = 0.0  # from when an order is sent until a replica is heard that counts it in
         self._others = 0.0  # share of the sequences on replicas that came from elsewhere
+        self._between_ms, self._sent_s = 0.0, 0.0  # from one order of this gateway to the next
         self._ms = 0.0  # of all of them
         self._levels: list[list[KnownWorker]] = [[] for _ in range(_LEVELS)]
         self._sets = [0] * _LEVELS  # the same as bits of the prefix index
@@ -147,11 +148,6 @@ class Workers:
         self._ring = [at for at in self._ring if at[1] != number]
         return worker
 
-    @property
-    def blind_ms(self) -> float:
-        """How old the view of replicas is, by what others may have sent there meanwhile: with nobody else, it is never old."""
-        return self._late_ms * self._others
-
     def heard(self, worker: KnownWorker, load: Pressure, now_s: float) -> None:
         """A replica says how busy it is."""
         since = worker.waits_since()
@@ -162,12 +158,25 @@ class Workers:
             own = len(worker.keys) - len(worker.bookings)
             self._others += _LATELY * (max(0, there - own) / there - self._others)
 
+    @property
+    def unseen(self) -> float:
+        """How many orders of other gateways are under way that nobody here has heard of, as far as one can tell."""
+        if not self._between_ms or not self._others:
+            return 0.0
+        return min(self._late_ms / self._between_ms * self._others / max(1 - self._others, _LATELY), 2.0 * len(self.all))
+
+    def booked(self, now_s: float) -> None:
+        """An order goes somewhere."""
+        if self._sent_s:
+            self._between_ms += _LATELY * (1e3 * (now_s - self._sent_s) - self._between_ms)
+        self._sent_s = now_s
+
     def weigh(self, worker: KnownWorker, now_s: float) -> None:
         """Find a replica's place among the others anew: something about it has changed."""
         level, ms = -1, 0.0
         if worker.accepting and worker.load.accepting:
             costs, longest = worker.costs, worker.load.longest
-            ms = worker.queue_ms(now_s) + worker.prompt_ms + costs.added_ms(worker.rows, longest, _A_PROMPT, _AN_OUTPUT)
+            ms = worker.queue_ms(now_s) + worker.prompt_ms + LATER * costs.added_ms(worker.rows, longest, _A_PROMPT, _AN_OUTPUT)
             level = _level(ms)
         self._ms += ms - worker.ms
         worker.ms = ms

@@ -41,6 +41,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Gateway:
+    number: int
     desk: GatewayDesk
     ticking: bool = False
 
@@ -50,8 +51,7 @@ class _Node:
     number: int
     host: ExactHost
     seen: dict[int, int] = field(default_factory=dict)  # by gateway
-    told: dict[int, tuple[int, float]] = field(default_factory=dict)  # which, and when
-    due: set[int] = field(default_factory=set)
+    told: dict[int, float] = field(default_factory=dict)  # by gateway: when
 
 
 class Simulation:
@@ -64,7 +64,9 @@ class Simulation:
         self._random = Random(seed)
         self._costs = Costs(setup.profile)
         self._arrivals = iter(arrivals)
-        self._gateways = [_Gateway(GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for _ in range(setup.gateways)]
+        self._gateways = [
+            _Gateway(i, GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for i in range(setup.gateways)
+        ]
         self._numbers, self._keys = count(), count(1)
         self._nodes: dict[int, _Node] = {}
         self._by_host: dict[ExactHost, _Node] = {}
@@ -86,6 +88,8 @@ class Simulation:
         report.seconds = self.clock.now_s
         life_s = sum(node.host.busy_s for node in self._nodes.values()) + self._busy_s
         report.cached_tokens += sum(node.host.cached_tokens for node in self._nodes.values())
+        each = [node.host.busy_s for node in self._nodes.values()]
+        report.busiest = max(each) * len(each) / sum(each) if sum(each) else 0.0
         report.busy = life_s / (self.clock.now_s * self.setup.nodes) if self.clock.now_s else 0.0
         return report
 
@@ -190,9 +194,9 @@ class Simulation:
     def _ordered(self, call: _Call, key: int, worker: int, number: int) -> None:
         node = self._nodes.get(worker)
         if node is not None and key in self._calls:
-            node.seen[self._gateways.index(call.gateway)] = number
+            node.seen[call.gateway.number] = number
             node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes, len(call.replay.ids))
-            for i, gateway in enumerate(self._gateways):
+            for i, gateway in enumerate(self._gateways) if self.setup.route != "turns" else ():
                 self._press(node, i, gateway)
 
     def _stepped(self, host: ExactHost, told: list[Gained]) -> None:
@@ -202,20 +206,16 @@ class Simulation:
         if self.setup.route == "turns":
             return
         news = host.news() if self.setup.route == "kv" else None
+        ended = any([progress.ended for progress in told])
         for i, gateway in enumerate(self._gateways):
             if news is not None and (not self.setup.event_loss or self._random.random() >= self.setup.event_loss):
                 self.clock.at(now_s + hop_s, self._news, gateway, node.number, news)
-            before, last_s = node.told.get(i, (-1, -1.0))
-            if node.seen.get(i, 0) != before or now_s - last_s >= self.setup.load_s:
+            if ended or now_s - node.told.get(i, -1.0) >= self.setup.load_s:
                 self._press(node, i, gateway)
-            elif i not in node.due:  # a leap may last longer than one may be silent
-                node.due.add(i)
-                self.clock.at(last_s + self.setup.load_s, self._press, node, i, gateway)
 
     def _press(self, node: _Node, i: int, gateway: _Gateway) -> None:
         seen, now_s = node.seen.get(i, 0), self.clock.now_s
-        node.due.discard(i)
-        node.told[i] = (seen, now_s)
+        node.told[i] = now_s
         self.clock.at(now_s + self.setup.hop_s + self.setup.load_late_s, self._pressed, gateway, node.number, node.host.pressure(seen))
 
     def _news(self, gateway: _Gateway, worker: int, news: KvNews) -> None:
@@ -274,7 +274,7 @@ class Simulation:
     def _kill(self, some: int, back_s: float) -> None:
         for number in self._random.sample(sorted(self._nodes), min(some, len(self._nodes))):
             node = self._nodes.pop(number)
-            node.host.kill()
+            self.clock.at(self.clock.now_s + self.setup.hop_s, self._heard, node.host.kill())
             self._busy_s += node.host.busy_s
             self.report.cached_tokens += node.host.cached_tokens
             for gateway in self._gateways:

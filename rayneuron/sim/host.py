@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayneuron.devices.base import LIKELIEST, Shape
-from rayneuron.engine.buckets import Capacity, decode_shape, prefill_shape
+from rayneuron.engine.buckets import Capacity, prefill_shape
+from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.pressure import pressure
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan
@@ -14,11 +15,12 @@ from rayneuron.engine.sequence import Sequence as Running
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.chunks import Chunks, fit
 from rayneuron.policies.cost import Costs, moved
-from rayneuron.policies.step_times import decode_grid, prefill_grid
+from rayneuron.policies.step_times import prefill_grid
 from rayneuron.sim.clock import Clock
 from rayneuron.types import Request, SamplingParams
 
 _PARAMS = SamplingParams(max_tokens=None, temperature=0.0)
+_KEPT = 16  # batches of KV events: who listens is told of each as it comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,13 @@ class Gained:
     ended: bool
 
 
-class _Traced(Scheduler):
+class TracedScheduler(Scheduler):
     """The real one; what blocks hold is said by the trace, not by ids that nobody has."""
 
     def __init__(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> None:
         super().__init__(capacity, model, chunks)
+        if self.blocks.log is not None:
+            self.blocks.log = KvLog(_KEPT)
         self.hashes: dict[int, Sequence[bytes]] = {}  # of all blocks a sequence will ever fill, by its order
 
     def _hashes(self, sequence: Running) -> list[bytes]:
@@ -47,13 +51,11 @@ class _Traced(Scheduler):
     def _root(self, sequence: Running) -> bytes:
         return b""
 
-    def knows(self, digest: bytes) -> bool:
-        """Whether a block of this hash is registered."""
-        return bool(self.blocks._find((digest,)))
-
 
 class ExactHost:
     """Takes sequences, and tells `listener` at the end of every step what they got."""
+
+    scheduler_class: type[TracedScheduler] = TracedScheduler
 
     def __init__(
         self,
@@ -65,17 +67,18 @@ class ExactHost:
     ) -> None:
         profile = costs.profile
         self.clock = clock
-        self.scheduler = _Traced(capacity, "simulated" if caching else None, fit(profile))
+        self.scheduler = self.scheduler_class(capacity, "simulated" if caching else None, fit(profile))
         self.costs = costs
         self.alive = True
         self.steps = self.tokens = self.cached_tokens = 0
         self.busy_s = 0.0
         self.slow = 1.0  # steps take so many times as long
         self._listener = listener
-        self._decode, self._prefill, self._host_ms = decode_grid(profile), prefill_grid(profile), profile.host_ms
+        self._prefill = prefill_grid(profile)
         self._known: dict[Shape, float] = {}
         self._sequences: dict[int, Running] = {}
         self._keys: dict[int, int] = {}  # by the order of a sequence
+        self._had: dict[int, int] = {}  # by the same: output tokens that the listener knows of
         self._orders = 0
         self._running = False
         self._unwanted: list[int] = []
@@ -94,7 +97,7 @@ class ExactHost:
         sequence = Running(Request(id="", prompt_ids=[], params=_PARAMS), 0, ids, 0, output, self._orders, prompt_len=prompt)
         self.scheduler.hashes[self._orders] = hashes
         self._sequences[key] = sequence
-        self._keys[self._orders] = key
+        self._keys[self._orders], self._had[self._orders] = key, done
         self.scheduler.add(sequence)
         self._interrupt()
 
@@ -104,9 +107,10 @@ class ExactHost:
             self._unwanted.append(key)
             self._interrupt()
 
-    def kill(self) -> None:
-        """It is gone, and nobody is told anything."""
+    def kill(self) -> list[Gained]:
+        """It is gone; what steps that had ended gave, and nobody was told yet."""
         self.alive = False
+        return []
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
@@ -163,36 +167,42 @@ class ExactHost:
         for work in plan.works:
             sequence = work.sequence
             if work.valid and work.last:
-                at = sequence.generated
-                if not at:
+                if not sequence.generated:
                     self.cached_tokens += sequence.cached
                 sequence.append(1)
-                told.append(self._progress(sequence, at, 1))
+                told.append(self._progress(sequence))
         return told
 
-    def _progress(self, sequence: Running, at: int, count: int) -> Gained:
-        key = self._keys[sequence.order]
-        self.tokens += count
-        ended = sequence.generated >= sequence.max_tokens
+    def _progress(self, sequence: Running) -> Gained:
+        """What a sequence has that the listener does not know of."""
+        order, generated = sequence.order, sequence.generated
+        key, at = self._keys[order], self._had[order]
+        self.tokens += generated - at
+        ended = generated >= sequence.max_tokens
         if ended:
-            self._output = moved(self._output, sequence.generated)
+            self._output = moved(self._output, generated)
             self._forget(key)
-        return Gained(key, at, count, ended)
+        else:
+            self._had[order] = generated
+        return Gained(key, at, generated - at, ended)
 
     def _forget(self, key: int) -> None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             sequence.finish_reason = "stop"
-            del self._keys[sequence.order], self.scheduler.hashes[sequence.order]
+            del self._keys[sequence.order], self._had[sequence.order], self.scheduler.hashes[sequence.order]
             self.scheduler.remove(sequence)
 
     def _step_s(self, plan: Plan) -> float:
         c, works = self.scheduler.capacity, plan.works
         length = max([w.start + w.count for w in works])
-        decode = plan.tag == "decode"
-        shape = decode_shape(c, len(works), length, LIKELIEST) if decode else prefill_shape(c, [w.count for w in works], length, LIKELIEST)
+        if plan.tag == "decode":
+            return self._decode_s(len(works), length)
+        shape = prefill_shape(c, [w.count for w in works], length, LIKELIEST)
         ms = self._known.get(shape)
         if ms is None:
-            ms = self._decode.at(shape.rows, shape.length) if decode else self._prefill.at(shape.rows * shape.tokens, shape.length)
-            self._known[shape] = ms = ms + self._host_ms
+            ms = self._known[shape] = self._prefill.at(shape.rows * shape.tokens, shape.length) + self.costs.profile.host_ms
         return ms * self.slow / 1e3
+
+    def _decode_s(self, rows: int, length: int) -> float:
+        return self.costs.decode_ms(rows, length) * self.slow / 1e3

@@ -86,6 +86,8 @@ class FleetReport:
     good_tokens: int = 0
     seconds: float = 0.0
     busy: float = 0.0  # share of the time that engines had a step under way
+    busiest: float = 0.0  # of the one that was busy longest, by the mean of all that lived to the end
+    usd_per_hour: float | None = None  # of all nodes
 
     def account(self, name: str) -> AccountReport:
         """One account's part."""
@@ -116,12 +118,19 @@ class FleetReport:
         """Output tokens a second of answers that met the goals."""
         return self.good_tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def usd_per_million(self) -> float | None:
+        """US dollars for a million output tokens, at the speed of this run."""
+        if self.usd_per_hour is None or not self.output_tokens:
+            return None
+        return self.usd_per_hour * self.seconds / 3600 / self.output_tokens * 1e6
+
     def json(self) -> dict[str, Any]:
         """All of it."""
         spread = ("ttft", "tpot", "whole", "waited", "pause", "off", "crowd")
-        plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds", "busy")
+        plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds")
         return {
-            **{name: getattr(self, name) for name in plain},
+            **{name: getattr(self, name) for name in (*plain, "busy", "busiest", "usd_per_hour", "usd_per_million")},
             "refused": dict(self.refused),
             "slo": {"ttft_s": self.slo_ttft_s, "tpot_s": self.slo_tpot_s, "met": self.good / max(1, self.arrived), "goodput": self.goodput},
             "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
@@ -146,4 +155,6 @@ class FleetReport:
             lines.append(f"{name + ', ms:':23}" + "  ".join(f"{part} {1e3 * s[part]:.1f}" for part in s))
         if self.slo_ttft_s is not None or self.slo_tpot_s is not None:
             lines.append(f"goals met by {self.good / max(1, self.arrived):.1%} of all requests, {self.goodput:.0f} tokens a second of them")
+        if self.usd_per_million is not None:
+            lines.append(f"US$ {self.usd_per_hour:.2f} an hour, {self.usd_per_million:.2f} a million output tokens")
         return "\n".join(lines)

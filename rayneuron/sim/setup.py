@@ -17,7 +17,7 @@ Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A fleet of equal engines. `hop_s`: from a gateway to an engine or back. An engine says how busy it is, `load_late_s` after it was so,
-    to all gateways when an order has come, and every `load_s` while it has steps; else those that hear of a new sequence late crowd it.
+    to all gateways when an order has come or ended, and with a step if that is `load_s` ago.
 
     `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until they are back). Where `exact`,
     every step is a call of its own. `slo_ttft_s`, `slo_tpot_s`: what the first token and those after it should take at most.

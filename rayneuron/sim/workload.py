@@ -34,11 +34,10 @@ class Arrival:
 
     def hashes(self, block: int) -> tuple[bytes, ...]:
         """Of all full blocks of prompt and answer. Parts that others have too are whole blocks."""
-        made = [
-            ((number << 20 | at) & (1 << 60) - 1).to_bytes(8, "little") + number.to_bytes(8, "little")
-            for number, tokens in self.parts
-            for at in range(tokens // block)
-        ]
+        made: list[bytes] = []
+        for number, tokens in self.parts:
+            first, behind = (number << 20) & (1 << 60) - 1, number.to_bytes(8, "little")
+            made += [at.to_bytes(8, "little") + behind for at in range(first, first + tokens // block)]
         return tuple(made[: (self.prompt + self.output) // block])
 
 
@@ -104,48 +103,58 @@ def _about(mean: int, random: Random) -> int:
     return max(1, round(random.expovariate(1 / mean)))
 
 
-def read(path: Path, scale: float = 1.0, repeat: int = 1) -> Iterator[Arrival]:
-    """A trace file: Azure's (.csv: TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's (.jsonl). `scale`: so many times as fast;
+def read(path: Path, scale: float = 1.0, repeat: int = 1, rate: float = 1.0, seed: int = 0) -> Iterator[Arrival]:
+    """A trace file: Azure's (.csv: TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's (.jsonl) or Vidur's (.csv: num_prefill_tokens,
+    num_decode_tokens), which has no times: they come at random, `rate` a second. `scale`: so many times as fast as the trace has it;
     `repeat`: so many times over, one after another."""
-    number, behind_s = 0, 0.0
+    number, behind_s, random = 0, 0.0, Random(seed)
     for _ in range(repeat):
         last_s = 0.0
         for at_s, prompt, output, parts in _lines(path):
-            last_s = at_s
+            last_s = last_s + random.expovariate(rate) if at_s is None else at_s / scale
             own = (_OWN + number, prompt + output - sum(tokens for _, tokens in parts))
-            yield Arrival(number, behind_s + at_s / scale, prompt, output, parts=(*parts, own))
+            yield Arrival(number, behind_s + last_s, prompt, output, parts=(*parts, own))
             number += 1
-        behind_s += last_s / scale
+        behind_s += last_s
 
 
-def _lines(path: Path) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:
-    kind = {".csv": _azure, ".jsonl": _mooncake}.get(path.suffix)
+_Row = tuple[float | None, int, int, tuple[tuple[int, int], ...]]  # seconds, prompt, output, parts
+
+
+def _lines(path: Path) -> Iterator[_Row]:
+    kind = {".csv": _table, ".jsonl": _mooncake}.get(path.suffix)
     if kind is None:
-        raise ConfigError(f"{path}: a trace is a .csv as Azure's, or a .jsonl as Mooncake's")
+        raise ConfigError(f"{path}: a trace is a .csv as Azure's or Vidur's, or a .jsonl as Mooncake's")
     with path.open() as file:
-        requests, line = kind(file), 1 + (path.suffix == ".csv")
+        requests, line, before_s = kind(file), 1 + (path.suffix == ".csv"), 0.0
         while True:
             try:
                 found = next(requests, None)
                 if found is None:
                     return
-                if found[1] < 1 or found[2] < 1 or found[0] < 0:
-                    raise ValueError("a request has a token at least, each way, and does not come before the first")
+                if found[1] < 1 or found[2] < 1:
+                    raise ValueError("a request has a token at least, each way")
+                if found[0] is not None and found[0] < before_s:
+                    raise ValueError("it came before the one on the line above; sort the lines by time")
             except (ValueError, KeyError, TypeError) as wrong:
                 raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
+            before_s = found[0] or before_s
             yield found
             line += 1
 
 
-def _azure(file: Iterator[str]) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:
+def _table(file: Iterator[str]) -> Iterator[_Row]:
     first: datetime | None = None
     for row in csv.DictReader(file):
+        if "num_prefill_tokens" in row:
+            yield None, int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])), ()
+            continue
         when = datetime.fromisoformat(row["TIMESTAMP"][:26])
         first = first or when
         yield (when - first).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
 
 
-def _mooncake(file: Iterator[str]) -> Iterator[tuple[float, int, int, tuple[tuple[int, int], ...]]]:
+def _mooncake(file: Iterator[str]) -> Iterator[_Row]:
     for line in file:
         row = json.loads(line)
         prompt = int(row["input_length"])

@@ -8,6 +8,7 @@ import sys
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from rayneuron.policies.desk import DeskLimits
 from rayneuron.policies.fairness import AccountShare
@@ -51,7 +52,7 @@ def test_everything_balances_through_loss_delay_and_death(seed: int) -> None:
 def test_deaths_lose_nothing(deaths: int) -> None:
     """One engine of eight dies every two seconds, and comes back a second later."""
     kills = tuple((2.0 + 2.0 * i, 1, 1.0) for i in range(deaths))
-    report = simulate([Traffic(rate=12, prompt=200, output=60)], 2.0 * deaths + 2, nodes=8, kills=kills)
+    report = simulate([Traffic(rate=16, prompt=200, output=60)], 2.0 * deaths + 2, nodes=8, kills=kills)
     assert report.replays > deaths / 2 and report.failed == 0 and report.refused.total() == 0
 
 
@@ -104,7 +105,7 @@ def test_an_account_that_wants_everything_leaves_the_others_their_share() -> Non
     alone = simulate([b], 50.0, nodes=2, limits=limits)
     both = simulate([b, a], 50.0, nodes=2, limits=limits, shares=shares)
     late, early = both.accounts["b"].ttft.at(0.95), alone.accounts["b"].ttft.at(0.95)
-    assert late <= 2.5 * early and late <= 0.15 * both.accounts["a"].ttft.at(0.95), (late, early)
+    assert late <= 2.0 * early and late <= 0.15 * both.accounts["a"].ttft.at(0.95), (late, early)
     assert both.accounts["b"].finished > 25 and both.refused["account"] > 1000
 
 
@@ -135,7 +136,7 @@ def test_four_times_too_much_is_refused_honestly() -> None:
     assert report.busy >= 0.95
 
 
-@pytest.mark.parametrize(("late_s", "ttft_most", "crowd_most"), [(0.0, 1.05, 1.1), (0.05, 1.5, 1.3), (0.5, 2.5, 1.6)])
+@pytest.mark.parametrize(("late_s", "ttft_most", "crowd_most"), [(0.0, 1.05, 1.1), (0.05, 1.25, 1.5), (0.5, 1.6, 1.9)])
 def test_eight_gateways_that_know_little_of_each_other_do_not_crowd(late_s: float, ttft_most: float, crowd_most: float) -> None:
     """The control is one gateway that knows everything at once. Engines tell every 50 ms and with each order."""
     traffic = [Traffic(rate=85, prompt=200, output=60, prefixes=200, shared=512)]
@@ -143,6 +144,27 @@ def test_eight_gateways_that_know_little_of_each_other_do_not_crowd(late_s: floa
     eight = simulate(traffic, 6.0, nodes=24, gateways=8, load_late_s=late_s, event_loss=0.01)
     ttft, crowd = eight.ttft.mean / one.ttft.mean, eight.crowd.mean / one.crowd.mean
     assert ttft <= ttft_most and crowd <= crowd_most, (ttft, crowd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [150, 250])
+def test_sixty_four_engines_of_eight_gateways_are_about_equally_busy(rate: float) -> None:
+    traffic = [Traffic(rate=rate, prompt=200, output=60, prefixes=200, shared=512)]
+    assert simulate(traffic, 25.0, nodes=64, gateways=8, load_late_s=0.05).busiest <= 1.25
+
+
+def test_costs_do_not_lose_to_taking_turns_where_nothing_is_shared() -> None:
+    """Where few lengths have graphs, one long prompt makes every step of its engine longer: others must not queue elsewhere for that."""
+    c = engine(rows=16, length=4096, chunk=512, few=True)
+    decode = tuple((b, n, 8 + 0.1 * b + 0.1 * b * n / 1024) for b in c.batch for n in c.lengths)
+    prefill = tuple((1, t, n, 8 + 0.05 * t) for t in c.context for n in c.lengths)
+    times = replace(profile(c), decode=decode, prefill=prefill)
+    for rate in (40.0, 80.0):
+        runs = {}
+        for route in ("turns", "kv"):
+            arrivals = made_up([Traffic(rate=rate, prompt=512, output=128)], 10.0, Random(3), c.block, c.length)
+            runs[route] = Simulation(Setup(c, times, 16, route=route), arrivals, 1).run()
+        assert runs["kv"].ttft.mean <= 1.1 * runs["turns"].ttft.mean and runs["kv"].whole.mean <= runs["turns"].whole.mean, rate
 
 
 SCRIPT = """
