@@ -131,9 +131,7 @@ def open_llm(tiny: Path, folders: dict[str, str] | None = None, **words: Any) ->
 
 
 def asked(llm: LLM, ids: list[int], name: str | None, **params: Any) -> Request:
-    request = llm.request(ids, SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params))
-    request.adapter = None if name is None else llm.engine.adapters.names[name]
-    return request
+    return llm.request(ids, SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params), name)
 
 
 def run(llm: LLM, *requests: Request) -> list[list[int]]:
@@ -258,5 +256,8 @@ def test_who_asks_for_what_is_not_there(tiny: Path, folders: dict[str, str]) -> 
         request.adapter = "other"
         with pytest.raises(UnknownModel, match="unloaded"):
             run(llm, request)
+        with pytest.raises(UnknownModel, match="there are a"):
+            llm.generate([[20, 30]], adapter="b")
+        assert llm.generate([[20, 30]], {"temperature": 0}, adapter="a") != llm.generate([[20, 30]], {"temperature": 0})
         with pytest.raises(RequestError, match="no adapters"):
             plain.engine.validate(request)
