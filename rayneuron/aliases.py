@@ -19,6 +19,8 @@ RENAMED = {
     "enable_log_requests": "serving.log_prompts", "allowed_origins": "serving.allowed_origins",
     "trust_request_chat_template": "serving.trust_request_chat_template",
     "tool_call_parser": "serving.tool_call_parser", "reasoning_parser": "serving.reasoning_parser",
+    "enable_lora": "lora.enabled", "lora_modules": "lora.lora_modules", "max_loras": "lora.max_loras",
+    "max_lora_rank": "lora.max_lora_rank", "max_cpu_loras": "lora.max_cpu_loras",
     "host": "http_options.host", "port": "http_options.port", "root_path": "http_options.root_path",
     "ssl_keyfile": "http_options.ssl_keyfile", "ssl_certfile": "http_options.ssl_certfile", "ssl_ca_certs": "http_options.ssl_ca_certs",
 }  # fmt: skip
@@ -37,7 +39,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "swap_space": (0,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",), "config_format": ("auto", "hf"),
     "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate", "pooling"),
     "task": ("auto", "generate", "embed"),
-    "generation_config": ("auto",),
+    "generation_config": ("auto",), "lora_dtype": ("auto",),
     "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
     "chat_template_content_format": ("auto",), "trust_remote_code": (), "api_key": (),
 }  # fmt: skip
@@ -58,8 +60,8 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "num_scheduler_steps", "scheduler_delay_factor",
     ),
     "prefixes are known by their blake2b; leave it out": ("prefix_caching_hash_algo",),
-    "LoRA adapters are not served yet; merge the adapter into the weights": (
-        "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras",
+    "adapters are computed in the model's dtype, and cut over ranks as the weights they are added to; leave it out": (
+        "lora_dtype", "fully_sharded_loras",
     ),
     "write speculative_config: {method: ngram, num_speculative_tokens: 8}": (
         "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",

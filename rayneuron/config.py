@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from rayneuron import group_config
 from rayneuron.aliases import translated
-from rayneuron.config_features import OnDeviceSampling, SpeculativeConfig, undrafted
+from rayneuron.config_features import Lora, OnDeviceSampling, SpeculativeConfig, conflicts
 from rayneuron.dialect_config import Lmi, Parsers
 from rayneuron.group_config import GroupLimits, Pools, SeatSection
 from rayneuron.serve_config import Autoscaling
@@ -218,6 +218,7 @@ class Deployment(Section):
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
     speculative_config: SpeculativeConfig | None = Field(None, description="On the CPU, tokens tried before they are known. Default: none.")
+    lora: Lora | None = Field(None, description="LoRA adapters, on the CPU. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
@@ -249,10 +250,10 @@ class Deployment(Section):
     def _alias(cls, value: object) -> object:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
-    @field_validator("speculative_config", mode="before")
+    @field_validator("speculative_config", "lora", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        return None if value is False else value
+        return None if value is False or (isinstance(value, dict) and value.get("enabled") is False) else value
 
     @field_validator("block_size")
     @classmethod
@@ -271,10 +272,8 @@ class Deployment(Section):
             raise ValueError("enable_prefix_caching goes without capacity_factor, by which KV depends on what shares a step; leave one out")
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
             raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
-        if self.speculative_config and (why := undrafted(self)) is not None:
-            raise ValueError(f"speculative_config goes without {why}")
-        if self.compile.async_mode and self.pipeline_parallel > 1:
-            raise ValueError("compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out")
+        for wrong in conflicts(self):
+            raise ValueError(wrong)
         return self
 
 

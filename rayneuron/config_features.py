@@ -1,7 +1,9 @@
-"""Words of a deployment file about how tokens are chosen: sampling on the device, speculation."""
+"""Words of a deployment file about features: sampling on the device, speculation, adapters; and what does not go together."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -42,6 +44,84 @@ class SpeculativeConfig(Section):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max {self.prompt_lookup_max}")
         return self
+
+
+class Lora(Section):
+    """LoRA adapters beside the model: requests name one as their `model`. vLLM's names."""
+
+    enabled: bool = Field(True, description="false: as if this section were not there.")
+    lora_modules: dict[str, str] | list[str] = Field(
+        default_factory=dict, description="Adapters loaded at start: {name: PEFT directory}; vLLM's name=path and {name, path} too."
+    )
+    max_loras: int = Field(8, ge=1, le=256, description="Adapters that sequences of one step may have.")
+    max_lora_rank: int = Field(16, ge=1, le=1024, description="The largest rank.")
+    max_cpu_loras: int | None = Field(None, ge=1, description="Adapters kept in the host's memory; default: 32, or all of lora_modules.")
+    directory: str | None = Field(None, min_length=1, description="Where adapters must lie that are loaded while the server runs.")
+    allow_runtime_updating: bool = Field(False, description="Let clients load and unload adapters: POST /v1/load_lora_adapter.")
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, str | list):
+            return value
+        found: dict[str, Any] = {}
+        for entry in [value] if isinstance(value, str) else value:
+            said = json.loads(entry) if isinstance(entry, str) and entry.startswith("{") else entry
+            if isinstance(said, str):
+                name, _, path = said.partition("=")
+                said = {name: path} if name and path else None
+            elif isinstance(said, dict) and {"name", "path"} <= said.keys() <= {"name", "path", "base_model_name"}:
+                said = {said["name"]: said["path"]}
+            if not isinstance(said, dict) or said.keys() & found.keys():
+                raise ValueError(f"each needs a name of its own and a path: {{name: path}}, got {str(entry)[:80]!r}")
+            found |= said
+        return found
+
+    @model_validator(mode="after")
+    def _roomy(self) -> Lora:
+        if not all(name.strip() and path.strip() for name, path in self.modules.items()):
+            raise ValueError("lora_modules needs names and paths that are not empty")
+        if self.most < max(len(self.modules), self.max_loras):
+            needed = f"the {len(self.modules)} of lora_modules, and max_loras {self.max_loras}"
+            raise ValueError(f"max_cpu_loras {self.most} is less than {needed}; raise it or leave it out")
+        if self.allow_runtime_updating and self.directory is None:
+            raise ValueError("allow_runtime_updating needs directory, under which adapters lie; write it, or use lora_modules")
+        return self
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Paths by name."""
+        return self.lora_modules if isinstance(self.lora_modules, dict) else {}
+
+    @property
+    def most(self) -> int:
+        """Adapters on the host."""
+        return self.max_cpu_loras or max(32, len(self.modules), self.max_loras)
+
+
+def conflicts(config: Any) -> Iterator[str]:
+    """What of a Deployment does not go together."""
+    if config.speculative_config and (why := undrafted(config)) is not None:
+        yield f"speculative_config goes without {why}"
+    if config.lora and (why := unadapted(config)) is not None:
+        yield f"lora goes without {why}"
+    if config.lora and (taken := set(config.model.served_names) & config.lora.modules.keys()):
+        yield f"lora.lora_modules names an adapter {min(taken)}, which is the model's own name; give it another"
+    if config.compile.async_mode and config.pipeline_parallel > 1:
+        yield "compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out"
+
+
+def unadapted(config: Any) -> str | None:
+    """The key of a Deployment with which there are no adapters, and why; None where there is none."""
+    if config.few_graphs:
+        return f"device {config.device}, whose graphs have no adapters yet; merge the adapter into the weights"
+    if config.compile.async_mode:
+        return "compile.async_mode, which begins a step before a slot may change; leave one out"
+    if config.pools is not None:
+        return "pools, which do not tell each other of adapters yet; leave one out"
+    if config.sequence_parallel:
+        return "sequence_parallel, whose prefills take layers apart; leave one out"
+    return None
 
 
 def undrafted(config: Any) -> str | None:

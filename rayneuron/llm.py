@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rayneuron.api.vectors import Form
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.loop import EngineLoop
-from rayneuron.errors import RayNeuronError, RequestError
+from rayneuron.errors import RayNeuronError, RequestError, UnknownModel
 from rayneuron.loading import StageProgress, open_engine
 from rayneuron.models.config_json import pooling
 from rayneuron.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, collect
@@ -55,16 +55,17 @@ class LLM:
         self._loop = EngineLoop(self.engine, self._deliver)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False
-    ) -> list[RequestOutput]:
-        """Complete every prompt; results in the order of the prompts. `params`: one for all or one a prompt.
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False,
+        adapter: str | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Complete every prompt; results in the order of the prompts. `params`: one for all or one a prompt; `adapter`: its name.
 
         Default params are SamplingParams() (16 tokens at temperature 1). Raises RequestError for a wrong prompt or parameter before
         anything runs.
         """
         many = _listed(prompts)
         each = _matched(params, len(many))
-        return self._all([self._request(p, s) for p, s in zip(many, each, strict=True)], use_tqdm)
+        return self._all([self._request(p, s, adapter) for p, s in zip(many, each, strict=True)], use_tqdm)
 
     def chat(
         self, messages: Sequence[Any], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False, **template: Any
@@ -85,9 +86,9 @@ class LLM:
         form = Form(dimensions, normalize)
         return [EmbeddingRequestOutput(r.id, EmbeddingOutput(form.of(found[r.id]).tolist()), r.prompt_ids) for r in requests]
 
-    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: Params | None = None, *, adapter: str | None = None) -> Iterator[Delta]:
         """Deltas of one prompt as they are made. Closing the iterator ends the work."""
-        request, _ = self._request(prompt, _matched(params, 1)[0])
+        request, _ = self._request(prompt, _matched(params, 1)[0], adapter)
         return self.deltas([request])
 
     def tokens(self, requests: Sequence[Request]) -> Iterator[TokenDelta]:
@@ -130,9 +131,13 @@ class LLM:
         """End a request of `tokens` early; its last delta says finish_reason "abort"."""
         self._loop.abort(request_id, index)
 
-    def request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        """A request with a fresh id."""
-        return Request(id=f"llm-{next(self._numbers)}", prompt_ids=list(prompt_ids), params=params)
+    def request(self, prompt_ids: Sequence[int], params: SamplingParams, adapter: str | None = None) -> Request:
+        """A request with a fresh id; `adapter`: one of `lora.lora_modules` by name. Raises UnknownModel."""
+        names = self.engine.adapters.names
+        if adapter is not None and adapter not in names:
+            raise UnknownModel(f"there is no adapter {adapter!r}; there are {', '.join(names) or 'none (lora)'}", param="adapter")
+        chosen = None if adapter is None else names[adapter]
+        return Request(id=f"llm-{next(self._numbers)}", prompt_ids=list(prompt_ids), params=params, adapter=chosen)
 
     def close(self) -> None:
         """Stop the engine; running calls fail."""
@@ -150,9 +155,9 @@ class LLM:
             if inbox is not None:
                 inbox.put(delta)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, str | None]:
+    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None = None) -> tuple[Request, str | None]:
         text, ids = self._ids(prompt)
-        request = self.request(ids, self._with_phrases(params))
+        request = self.request(ids, self._with_phrases(params), adapter)
         self.engine.validate(request)
         return request, text
 

@@ -16,11 +16,12 @@ import msgspec
 
 from rayneuron import hashing, settings
 from rayneuron.config import Deployment
-from rayneuron.errors import CompileError
+from rayneuron.errors import CheckpointError, CompileError
 from rayneuron.placement.layout import rank_threads
 from rayneuron.types import Profile
 
 if TYPE_CHECKING:
+    from rayneuron.engine.adapters import Adapters
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
     from rayneuron.group.children import Processes
@@ -60,7 +61,7 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     """Find or fetch the model (`progress`: megabytes) and hold the deployment against it. Raises ConfigError, CheckpointError, NotReady."""
     from rayneuron import devices, models, preflight, sources
     from rayneuron.group.opening import Runnable
-    from rayneuron.models import presharded, words
+    from rayneuron.models import lora, presharded, words
     from rayneuron.models.config_json import read_config
 
     devices.check(config.device)
@@ -68,6 +69,9 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     path = found.path
     raw = read_config(path)
     fitted = preflight.fit(config, raw, path)
+    for name, folder in config.lora.modules.items() if config.lora is not None else ():
+        with _named(name):
+            lora.read_config(Path(folder))  # before a weight is read
     preflight.check_defaults(config, fitted, path)
     dtype = words.compute(config.dtype, raw)
     if presharded.is_presharded(path):
@@ -130,12 +134,36 @@ def open_engine(
         undo.callback(grammars.close)
         engine = Engine(
             runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile,
-            grammars=grammars,
+            grammars=grammars, adapters=_adapters(config, runner),
             speculation=speculation(drafts, profile, runner.capacity.rows) if (drafts := config.speculative_config) else None,
         )  # fmt: skip
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
     return Opened(engine, text, model.arch, model.path, fitted.generation, seconds, _chosen(model, fitted, totals.get("graphs", 0)))
+
+
+def _adapters(config: Deployment, runner: Runner | Group) -> Adapters | None:
+    """The ledger of adapters, with those of the file on the host. Raises CheckpointError naming a wrong one."""
+    from rayneuron.engine.adapters import Adapters
+
+    shelf = runner.shelf
+    if config.lora is None or shelf is None:
+        return None
+    made = Adapters(config.lora.max_loras, config.lora.most, shelf.drop)
+    for name, path in config.lora.modules.items():
+        with _named(name):
+            made.name(name, shelf.read(path))
+        log.info("adapter %s: %s", name, path)
+    return made
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What is wrong with an adapter of the file, with where it is written."""
+    try:
+        yield
+    except CheckpointError as wrong:
+        raise CheckpointError(f"lora.lora_modules.{name}: {wrong.message}", param=f"lora.lora_modules.{name}") from None
 
 
 def _chosen(model: Runnable, fitted: Fitted, graphs: int) -> dict[str, Any]:

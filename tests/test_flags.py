@@ -80,6 +80,8 @@ EXAMPLES: dict[str, list[Any]] = {  # of keys whose values are told by no type
     "pools.prefill": [{"max_num_seqs": 2}],
     "speculative_config": [{"method": "ngram"}],
     "speculative_config.method": ["ngram"],
+    "lora": [{"max_loras": 2}],
+    "lora.lora_modules": [["a=/x", "b=/y"], {"a": "/x", "b": "/y"}],
     "serving.seat": [{"node": "127.0.0.2", "cores": [0, 1], "owner": "gateway"}],
 }
 
@@ -120,6 +122,7 @@ ODD = {
     "served_model_name": (["a", "b"], {"model.name": "a", "model.aliases": ["b"]}),
     "kv_cache_dtype": ("fp8_e5m2", {"kv_dtype": "f8e5m2"}),
     "scheduling_policy": ("priority", {"limits.client_priority": True}),
+    "enable_lora": (True, {"lora.enabled": True}),
     "revision": ("v1", {"model.revision": "v1"}),
 }
 

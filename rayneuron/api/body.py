@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rayneuron.api.adapters import read_adapter
 from rayneuron.api.call import Context, Head
 from rayneuron.api.fields import Fields, clean_id, token_ids, whole, wrong
 from rayneuron.api.structured import CONSTRAINTS, read_structured
@@ -40,7 +41,8 @@ def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[H
 def read_head(fields: Fields, context: Context) -> Head:
     """The reply's side of a body. UnknownModel (404) for a model that is not served here."""
     model = fields.string("model", context.models[0])
-    if model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
+    adapter = read_adapter(fields, context, model)
+    if adapter is None and model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
         raise UnknownModel(f"The model `{model}` does not exist.", param="model")
     stream, options = fields.flag("stream"), fields.table("stream_options")
     if options is not None and not stream:
@@ -67,6 +69,7 @@ def read_head(fields: Fields, context: Context) -> Head:
         tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
         priority=priority,
         cache_salt=salt,
+        adapter=adapter,
         client_id=clean_id(fields.string("request_id")),
     )
 

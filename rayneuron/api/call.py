@@ -71,7 +71,7 @@ class Context:
 
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
-    `client_priority`: whether a body may set `priority`.
+    `client_priority`: whether a body may set `priority`. `adapters`: what there are at this moment, content by name.
     """
 
     models: tuple[str, ...]
@@ -86,6 +86,7 @@ class Context:
     lmi: LmiOptions = LmiOptions()
     scan: Scan = Scan()
     pooling: Pooling = Pooling()
+    adapters: Callable[[], Mapping[str, str]] = dict
 
     @property
     def most_ids(self) -> int:
@@ -145,6 +146,7 @@ class Head:
     tokens_as_ids: bool = False
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
     client_id: str | None = None
 
 

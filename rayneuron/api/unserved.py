@@ -17,7 +17,7 @@ _ANYWHERE: Final[Rows] = (
     (FREE, (), "json_schema format"),  # {} is a schema
     (FREE, NONE, "guided_decoding guided_decoding_backend regex ebnf grammar structural_tag"),
     (LEAVE, NONE, "output_formatter repetition_detection"),
-    ("it has no adapters yet; leave it out", NONE, "lora_path lora_request lora adapter_id adapter adapters prompt_adapter_request"),
+    ("send the adapter's name as model", NONE, "lora_path lora_request lora adapter prompt_adapter_request"),
     ("send the fields in it at the top level", NONE, "extra_body sampling_params parameters options generation_config"),
     ("send tools with tool_choice none", NONE, "functions"),
     (LEAVE, ("none", *NONE), "function_call"),

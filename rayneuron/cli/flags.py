@@ -86,7 +86,7 @@ class KeyFlag(argparse.Action):
     def _value(self, values: Any) -> Any:
         """What was written as the key's own kind; what is of none is left to be refused where every wrong value is."""
         if isinstance(values, list):
-            words = [part for word in values for part in ([word] if word.startswith("[") else word.split(","))]
+            words = [part for word in values for part in ([word] if word.startswith(("[", "{")) else word.split(","))]
             read = [self._value(word) for word in words]
             if len(read) == 1 and (read[0] is None or (self.kind == list[int] and isinstance(read[0], str))):
                 return read[0]  # null, or a word that stands for a list

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from rayneuron.models.adapted import Pairs
+    from rayneuron.models.arch import Arch
     from rayneuron.models.collectives import Collectives
 
 FOLLOWS = -1  # as a decode step's token: the id that the row's last step sampled, which the device has kept
@@ -68,7 +70,7 @@ class Batch:
 
     Idle rows are row `space.rows`, padding tokens position `space.limit`; both write nowhere. `blocks`: what holds a row, null behind its
     end. `slots`: where each token's KV goes. `last`: index of a row's last true token (-1: a verify step's idle row). `uniform`: a random
-    number for each id sampled. `hidden`: where a pipeline stage is not the first.
+    number for each id sampled. `adapters`: the slot of a row's adapter, -1 for none. `hidden`: where a pipeline stage is not the first.
     """
 
     tokens: Tensor = _array("BT")
@@ -82,7 +84,7 @@ class Batch:
     top_p: Tensor = _array("B", "float32", 1)
     min_p: Tensor = _array("B", "float32")
     uniform: Tensor = _array("BU", "float32")
-    adapters: Tensor = _array("B")
+    adapters: Tensor = _array("B", blank=-1)
     hidden: Tensor | None = field(default=None, metadata={"dims": "BTE", "dtype": "", "blank": 0})
 
 
@@ -197,6 +199,20 @@ class Meets(Protocol):
 
     def abort(self) -> None:
         """End every wait, and compilers at work. For any thread."""
+
+
+@runtime_checkable
+class Adapts(Protocol):
+    """A device whose rows may have adapters."""
+
+    def open_adapters(self, arch: Arch, sizes: Sequence[Mapping[str, tuple[int, int]]], slots: int, rank: int) -> None:
+        """Make room for `slots` of them, of at most `rank`, after the load and before any step. sizes: `models.lora.sizes`."""
+
+    def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
+        """One as the device keeps it on the host. For any thread."""
+
+    def put_adapter(self, slot: int, adapter: Any) -> None:
+        """Have a slot hold what `pack_adapter` has made, between two steps."""
 
 
 class Device(Protocol):

@@ -6,6 +6,7 @@ Pure: what needs the logits on the host is asked of `ReadsLogits`. Shapes: B row
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from rayneuron.devices.base import StepOutput
@@ -188,6 +189,22 @@ def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | Non
         delta.cached_tokens = sequence.cached
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return ended(sequence, delta)
+
+
+def adopt(choices: Mapping[int, Sequence], heard: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
+    """First tokens that another engine has sampled, as if they had been here. A choice that failed there has none, and is computed."""
+    deltas: list[TokenDelta] = []
+    for said in heard:
+        choice = choices.get(said.index)
+        if choice is None or choice.generated or len(said.token_ids) != 1:
+            continue
+        choice.ids += said.token_ids
+        delta = TokenDelta(choice.request.id, choice.index, said.token_ids, said.logprobs, prompt_logprobs=said.prompt_logprobs)
+        delta.cached_tokens, delta.remote = max(choice.cached, said.cached_tokens), True
+        choice.prompt_logprobs = None
+        choice.stamps.prefill_done = choice.stamps.handed_over = choice.stamps.first_token = now
+        deltas.append(ended(choice, delta))
+    return deltas
 
 
 def ended(sequence: Sequence, delta: TokenDelta) -> TokenDelta:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from rayneuron.devices.base import POOLED, SCORES, Pending, StepOutput
-from rayneuron.engine.commit import advance, ended, failed
+from rayneuron.engine.adapters import Adapters
+from rayneuron.engine.commit import adopt, advance, failed
 from rayneuron.engine.grammar import Compiles, Constraining
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
@@ -31,7 +32,7 @@ class Engine:
     `rule`: the device samples by NxD's rule, so requests are held to its limits, and what the host samples follows it too.
     `model`: its fingerprint (`hashing`), where the KV of equal prefixes is computed once; None: no prefix is kept. `profile`: what steps
     take, by which prompts are cut; it does not change, so that what was chosen once is chosen again. `speculation`: the drafts tried.
-    `grammars` compile what outputs must match; None: no request may ask for that.
+    `grammars` compile what outputs must match, `adapters` are those it may have; None: no request may ask for that.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Engine:
         profile: Profile | None = None,
         speculation: Speculation | None = None,
         grammars: Compiles | None = None,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.capacity = runner, runner.capacity
         self.vocab = vocab
         self.eos_ids = frozenset(eos_ids)
-        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation)
+        self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation, adapters)
+        self.adapters = self.scheduler.adapters
         self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
@@ -77,6 +80,8 @@ class Engine:
         params = request.params
         known = any(sound is params for sound in self._sound)  # the prompts of a call share them, and they may list a vocabulary
         validate(request, self.capacity.length, self.scheduler.blocks.total_tokens, self.vocab, None if known else self.eos_ids)
+        if request.adapter is not None:
+            self.adapters.check(request.adapter)
         asked = ((params.prompt_logprobs, SCORES, "prompt_logprobs", "scores"), (request.pooling, POOLED, "embeddings", "embeddings"))
         for said, want, name, key in asked:
             if said is not None and want not in self.capacity.wants:
@@ -99,6 +104,7 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
         self._deadlines |= request.deadline_s is not None
         leader = self._requests.open(request, self._clock(), loan)
+        self.adapters.opened(request)
         if request.params.structured_outputs is None or not self.constraining.waits(request):
             self.scheduler.add(leader)
 
@@ -191,22 +197,13 @@ class Engine:
         return deltas
 
     def _first(self, leader: Sequence, heard: Iterable[TokenDelta], now: float) -> list[TokenDelta]:
-        """First tokens that another engine has sampled, as if they had been here. A choice that failed there has none, and is computed."""
-        deltas: list[TokenDelta] = []
+        """First tokens from elsewhere."""
         choices = dict(self._requests[leader.request.id])
-        for said in heard:
-            choice = choices.get(said.index)
-            if choice is None or choice.generated or len(said.token_ids) != 1:
-                continue
-            choice.ids += said.token_ids
-            delta = TokenDelta(choice.request.id, choice.index, said.token_ids, said.logprobs, prompt_logprobs=said.prompt_logprobs)
-            delta.cached_tokens, delta.remote = max(choice.cached, said.cached_tokens), True
-            choice.prompt_logprobs = None
-            choice.stamps.prefill_done = choice.stamps.handed_over = choice.stamps.first_token = now
-            deltas.append(ended(choice, delta))
+        deltas = adopt(choices, heard, now)
+        for delta in deltas:
             if delta.finish_reason is not None:
-                self._forget(choice, now)
-                delta.stamps = choice.stamps
+                self._forget(choices[delta.index], now)
+                delta.stamps = choices[delta.index].stamps
         return deltas
 
     def unpin(self, ticket: bytes) -> None:
@@ -229,10 +226,8 @@ class Engine:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
         self.scheduler.check()
         asked = [sequence for _, sequence in self.scheduler.remote.values() if sequence is not None]
-        queued = {id(s) for s in (*self.scheduler.running, *self.scheduler.waiting, *asked)}
-        known = {id(s) for choices in self._requests.values() for s in choices.values()}
-        assert queued <= known, "a sequence runs that no request owns"
-        assert all(self._requests.values()), "a request without choices was kept"
+        self._requests.check((*self.scheduler.running, *self.scheduler.waiting, *asked))
+        self.adapters.check_ledger(self.scheduler.running, [next(iter(c.values())).request for c in self._requests.values()])
 
     @property
     def prefills(self) -> Prefills | None:
@@ -280,8 +275,13 @@ class Engine:
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now
         heir = self._requests.close(choice)
-        if choice.request.id in self.constraining.coming:
-            return  # nobody of it has been planned yet
+        gone = choice.request.id not in self._requests
+        if choice.request.id not in self.constraining.coming:  # else nobody of it has been planned yet
+            self._unplan(choice, heir)
+        if gone:
+            self.adapters.closed(choice.request)
+
+    def _unplan(self, choice: Sequence, heir: Sequence | None) -> None:
         if choice.loan is not None and choice.leader is None and choice.settled == choice.prompt_len:
             self.scheduler.lend(choice)
         elif choice.phase == "remote" and heir is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Iterable
 
 from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.remote import Loan
@@ -80,6 +81,12 @@ class Requests(dict[str, dict[int, Sequence]]):
         for other in choices.values():
             other.leader = None if other is heir else heir
         return heir
+
+    def check(self, planned: Iterable[Sequence]) -> None:
+        """Raise AssertionError where a sequence is planned that is not of a request here, or a request has no choices."""
+        known = {id(s) for choices in self.values() for s in choices.values()}
+        assert {id(s) for s in planned} <= known, "a sequence runs that no request owns"
+        assert all(self.values()), "a request without choices was kept"
 
     def _laid_out(self, params: SamplingParams) -> EditRules | None:
         """What the host has to do to this request's logits."""

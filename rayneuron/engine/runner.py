@@ -31,8 +31,8 @@ from rayneuron.devices.base import (
 )
 from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape, verify_shape
 from rayneuron.engine.sampling import uniforms
-from rayneuron.engine.scheduler import wants_scores
-from rayneuron.engine.sequence import Plan, Work
+from rayneuron.engine.sequence import Plan, Work, wants_scores
+from rayneuron.engine.shelf import Keeps, Shelf
 from rayneuron.engine.step import step
 from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
@@ -62,6 +62,10 @@ class Runs(Protocol):
     def overlaps(self) -> bool:
         """Whether `start` returns before the step has ended, so that it pays to begin the next; at most one other is under way."""
 
+    @property
+    def shelf(self) -> Keeps | None:
+        """Its adapters on the host; None where there is no room for any."""
+
     def start(self, plan: Plan) -> Pending:
         """Begin one step."""
 
@@ -79,6 +83,7 @@ class Runner:
         self._space = capacity.space
         self.program = program or partial(step, arch)
         self.overlaps = device.overlaps
+        self.shelf: Shelf | None = None
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""
@@ -95,12 +100,16 @@ class Runner:
     def start(self, plan: Plan) -> Pending:
         """Pack, copy shared prompt KV, begin. Raises RowError before anything has been done."""
         shape = choose(self.capacity, plan)
-        return self.begin(plan.copies, shape, pack(plan.works, shape, self._space))
+        return self.begin(plan.copies, shape, pack(plan.works, shape, self._space), plan.installs)
 
-    def begin(self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch) -> Pending:
-        """Begin a step that somebody has packed, after copying blocks."""
+    def begin(
+        self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch, installs: Sequence[tuple[int, str]] = ()
+    ) -> Pending:  # fmt: skip
+        """Begin a step that somebody has packed, after copying blocks and putting adapters into their slots."""
         if copies:
             self.device.kv_copy(copies)
+        if installs and self.shelf is not None:
+            self.shelf.install(installs)
         return self.device.start(shape, batch)
 
     def close(self) -> None:
@@ -167,7 +176,11 @@ def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
         tokens += work.drafts
     needs = {s.needs for s in sequences}
     idle, tensors = _idle(shape, space)
-    arrays = {name: idle[name].copy() for name in (*_PLACES, *(_DRAWS if needs != {"likeliest"} else ()))}
+    own = [s.slot for s in sequences]
+    changed = (*_PLACES, *(_DRAWS if needs != {"likeliest"} else ()), *(("adapters",) if max(own) >= 0 else ()))
+    arrays = {name: idle[name].copy() for name in changed}
+    if "adapters" in arrays:
+        arrays["adapters"][:n] = own
     arrays["rows"][:n], arrays["blocks"][:n] = rows, lines[:, : idle["blocks"].shape[1]]
     arrays["positions"][where], arrays["slots"][where], arrays["tokens"][where] = at, slots, tokens
     if shape.tokens > 1:

@@ -6,11 +6,12 @@ from bisect import insort
 from operator import attrgetter
 
 from rayneuron import hashing
+from rayneuron.engine.adapters import Adapters
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
-from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.engine.sequence import Plan, Sequence, Work, wants_scores
 from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
 
@@ -25,13 +26,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None, speculation: Speculation | None = None
-    ) -> None:
+        self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None, speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
         self.capacity = capacity
         self.speculation = speculation
+        self.adapters = adapters or Adapters()
         self.chunks = chunks
-        self.model = model
-        self.caching = model is not None
+        self.model, self.caching = model, model is not None
         self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
@@ -69,13 +71,13 @@ class Scheduler:
             works = self._chunks(prefills)
             if works:  # none where all that was left has been found in the cache
                 self._prefilled_last = True
-                return Plan("prefill", works, self.blocks.copies())
+                return Plan("prefill", works, self.blocks.copies(), self.adapters.installs())
         self._prefilled_last = False
         before = self.preemptions
         works = self._grow()
         if works:
             drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
-            return Plan("verify" if drafted else "decode", works, self.blocks.copies())
+            return Plan("verify" if drafted else "decode", works, self.blocks.copies(), self.adapters.installs())
         # where growing has preempted all who decode, others can be served now; else nobody is there, or waits for the step under way
         return self.plan() if self.preemptions > before else None
 
@@ -85,6 +87,7 @@ class Scheduler:
         Not known to the device: a token that the host edits, or samples from the scores of a prompt; not wanted: one after the last.
         """
         self.blocks.begin()
+        self.adapters.installed()
         self._under_way = plan
         hidden = not overlaps or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
         for work in plan.works:
@@ -163,8 +166,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self.waiting:
-            head = self.waiting[0]
+        while (head := self.adapters.first(self.waiting)) is not None:
             like, known = self._shareable(head)
             hashes = () if head.whole or wants_scores(head) else self._hashes(head)
             hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
@@ -174,9 +176,10 @@ class Scheduler:
                     break
                 self._preempt(victim)
                 continue
-            self.waiting.pop(0)
+            self.waiting.remove(head)
             self.waiting_tokens -= head.remaining
             head.hold = hold
+            self.adapters.seat(head)
             self._skip_to(head, hold.known)
             if not self._asks(head, hold, hashes):
                 insort(self.running, head, key=_RANK)
@@ -281,6 +284,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         assert sequence.hold is not None
         self.blocks.release(sequence.hold)
+        self.adapters.leave(sequence)
         sequence.hold = None
         self.running.remove(sequence)
 
@@ -294,7 +298,3 @@ class Scheduler:
         assert all(s.hold is None and s.phase == "waiting" for s in self.waiting)
         assert self.waiting_tokens == sum(s.remaining for s in self.waiting)
 
-
-def wants_scores(sequence: Sequence) -> bool:
-    """Whether the logits of every prompt position are still to be reported."""
-    return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0

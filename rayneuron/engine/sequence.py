@@ -38,6 +38,7 @@ class Sequence:
     unseen: int = 0
     epoch: int = 0
     hold: Hold | None = None
+    slot: int = -1  # of its adapter in the device, while it runs
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     cached: int = 0  # prompt tokens whose KV was there before its first step
     eos_ids: frozenset[int] = frozenset()
@@ -136,8 +137,15 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step."""
+    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
+    `installs`: (slot, adapter) to be put before it."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    installs: list[tuple[int, str]] = field(default_factory=list)
+
+
+def wants_scores(sequence: Sequence) -> bool:
+    """Whether the logits of every prompt position are still to be reported."""
+    return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0

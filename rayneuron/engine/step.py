@@ -27,13 +27,14 @@ def step(
 
     `rule`: sample as NxD Inference does, edge cases included, instead of as transformers does.
     """
-    hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape))  # B T E
+    hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape, weights))  # B T E
     return finish(arch, ops, comm, weights, hidden, batch, shape, rule)
 
 
-def places(batch: Batch, shape: Shape) -> Places:
-    """Where the new tokens of a step are."""
-    return Places(batch.positions, batch.rows, batch.blocks, batch.slots, shape.length)
+def places(batch: Batch, shape: Shape, weights: Weights) -> Places:
+    """Where the new tokens of a step are, and where the weights have room for adapters, whose they are."""
+    adapters = batch.adapters if "lora_rank" in weights else None
+    return Places(batch.positions, batch.rows, batch.blocks, batch.slots, shape.length, adapters)
 
 
 def finish(

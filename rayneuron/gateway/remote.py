@@ -23,6 +23,7 @@ from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
 from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
+from rayneuron.serve.hot import Nameless
 from rayneuron.serve.telemetry import Histogram
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
@@ -61,6 +62,7 @@ class RemoteEngine:
     alive = True
     timing = None
     prefills = None
+    adapters = Nameless()  # they are of a model's own application
 
     def __init__(
         self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk

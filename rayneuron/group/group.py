@@ -19,8 +19,9 @@ from rayneuron.engine.runner import pack
 from rayneuron.engine.sequence import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
+from rayneuron.group.adopting import Adopting
 from rayneuron.group.children import Children, Processes
-from rayneuron.group.messages import Advance, Done, Failed, Placed, Ready
+from rayneuron.group.messages import Adopted, Advance, Done, Failed, Placed, Ready
 from rayneuron.group.opening import Runnable
 from rayneuron.group.rank import Rank
 from rayneuron.group.rendezvous import Member, Rendezvous, allow_files
@@ -95,7 +96,10 @@ class Group:
             member.channel.frames.limit_bytes = assignment.longest_answer(self.capacity, self.model.arch.vocab)
         self._watch = Watch(self.members, self._break, limits.silence_s)
         placed = self._take_places(rendezvous.token, ips)
-        begins = assignment.begins(self.config, self.layout, placed, ips, self._hellos(), self._common())
+        threads = rank_threads(self.config, self.layout, settings.threads())
+        common = assignment.Common(self.capacity, self.model.dtype, threads, self.model.source, float8(self.config, self.model.raw))
+        hellos = {0: this_process()} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
+        begins = assignment.begins(self.config, self.layout, placed, ips, hellos, common)
         for member, begin in zip(self.members, begins[1:], strict=True):
             self._tell(member, wire.frame(begin))
         self._locally(lambda: self.rank.begin(begins[0], self._check))
@@ -127,6 +131,12 @@ class Group:
         return agents.all(len(self.members), limit_s)
 
     @property
+    def shelf(self) -> Adopting | None:
+        """The adapters of all ranks."""
+        late, limit_s, shelf = "has not read an adapter", self.config.group.load_s, self.rank.shelf
+        return None if shelf is None else Adopting(shelf, self.members, self._send, lambda: self._all(Adopted, late, limit_s))
+
+    @property
     def overlaps(self) -> bool:
         """Whether a step may begin while one runs."""
         return self.config.compile.async_mode
@@ -141,8 +151,8 @@ class Group:
         divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
         parts = [(shape, pack(p.works, shape, self.capacity.space)) for shape, p in divided]
         self.steps += 1
-        self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts]))
-        begun = self._locally(lambda: self.rank.start(plan.copies, parts))
+        self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts], plan.installs))
+        begun = self._locally(lambda: self.rank.start(plan.copies, parts, plan.installs))
         return pipeline.UnderWay(self.steps, begun, [len(p.works) for _, p in divided], self._end)
 
     def _end(self, step: pipeline.UnderWay) -> StepOutput:
@@ -195,13 +205,6 @@ class Group:
         mine = self._locally(lambda: self.rank.place(places[0]))
         limit_s = self.config.group.start_s + self.config.group.cores_s
         return [mine, *self._all(Placed, "has not taken its place", limit_s)]
-
-    def _hellos(self) -> dict[int, tuple[int, int]]:
-        return {0: this_process()} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
-
-    def _common(self) -> assignment.Common:
-        threads = rank_threads(self.config, self.layout, settings.threads())
-        return assignment.Common(self.capacity, self.model.dtype, threads, self.model.source, float8(self.config, self.model.raw))
 
     def _send(self, message: messages.ToWorker) -> None:
         frame = wire.frame(message)

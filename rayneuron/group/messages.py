@@ -11,7 +11,7 @@ from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 from rayneuron.transfer.layout import KvLayout
 
-VERSION = 8  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 9  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -122,11 +122,25 @@ class HandOver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Worker 0: run these micro-batches, after copying blocks (from, to)."""
+    """Worker 0: run these micro-batches, after copying blocks (from, to) and putting adapters into slots."""
 
     number: int
     copies: Sequence[tuple[int, int]]
     parts: Sequence[Part]
+    installs: Sequence[tuple[int, str]] = ()
+
+
+class Adopt(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: read this adapter too, which is known by `identity` here."""
+
+    path: str
+    identity: str
+
+
+class Disown(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: nobody needs this adapter any more."""
+
+    identity: str
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
@@ -139,6 +153,12 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """A worker: Begin, LoadWeights, Prepare, Warm or HandOver is done."""
+
+
+class Adopted(msgspec.Struct, tag=True, frozen=True):
+    """A worker: it has read the adapter, or why it has not."""
+
+    wrong: str = ""
 
 
 class Advance(msgspec.Struct, tag=True, frozen=True):
@@ -166,5 +186,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | LoadWeights | Prepare | Warm | HandOver | Step | Stop | Beat
-FromWorker = Hello | Placed | Ready | Advance | Done | Failed
+ToWorker = Place | Begin | LoadWeights | Prepare | Warm | HandOver | Step | Adopt | Disown | Stop | Beat
+FromWorker = Hello | Placed | Ready | Adopted | Advance | Done | Failed

@@ -12,10 +12,12 @@ from rayneuron.config import Deployment
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import rule_of
 from rayneuron.engine.runner import Runner
+from rayneuron.engine.shelf import Shelf
 from rayneuron.group import pipeline
 from rayneuron.group.ahead import ahead
-from rayneuron.models import Progress, presharded
+from rayneuron.models import Progress, presharded, weights
 from rayneuron.models.arch import Arch
+from rayneuron.models.shard import stage_layers
 
 if TYPE_CHECKING:
     from rayneuron.models.collectives import Collectives
@@ -56,6 +58,11 @@ def open_rank(
         undo.callback(device.close)
         runner = Runner(model.arch, device, model.capacity, program)
         runner.load(_weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress))
+        if config.lora is not None:
+            how = weights.cut_for(model.arch, made.start_rank, made.ranks)
+            layers = stage_layers(model.arch.layers, stage, config.pipeline_parallel)
+            room = {"slots": config.lora.max_loras, "rank": config.lora.max_lora_rank}
+            runner.shelf = Shelf(device, model.arch, models.family(model.raw), how, layers, dtype, **room)
         undo.pop_all()
     return runner
 

@@ -67,7 +67,7 @@ def stage_step(
     if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm and arch.norms != "after":
         hidden = sequence_parallel(arch, ops, comm, weights, kv, batch, shape, hidden)
     else:
-        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape), hidden)
+        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape, weights), hidden)
     if not stage.last:
         return StepOutput(hidden=hidden)
     return finish(arch, ops, comm, weights, hidden, batch, shape, rule)
@@ -110,7 +110,7 @@ def sequence_parallel(
     unfused = {f.name: f.default for f in fields(ops) if f.name == "layers"}  # a device's fused form knows nothing of shares
     split = replace(ops, norm=norm, **unfused)
     last = arch.final_norm and "head.w" in weights["top"]
-    out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, places(batch, shape), mine)
+    out = decoder.forward(arch, split, Scattered(comm), weights, kv, batch.tokens, places(batch, shape, weights), mine)
     return out if last else comm.gather(out, 1)
 
 

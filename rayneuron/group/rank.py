@@ -28,6 +28,7 @@ from rayneuron.placement.ledger import Grant, Ledger
 if TYPE_CHECKING:
     from rayneuron.devices.base import Batch, Shape
     from rayneuron.engine.runner import Runner
+    from rayneuron.engine.shelf import Shelf
     from rayneuron.group.arrays import Batches
     from rayneuron.group.links import Incoming, Outgoing
     from rayneuron.models import Progress
@@ -60,6 +61,11 @@ class Rank:
         self._place: Place
         self._begin: Begin
         self._config: Deployment
+
+    @property
+    def shelf(self) -> Shelf | None:
+        """Its adapters on the host."""
+        return self.runner.shelf if self.runner is not None else None
 
     @property
     def reports(self) -> bool:
@@ -140,11 +146,13 @@ class Rank:
             self._probes.pop().close()
         self.runner.warm(progress)
 
-    def run(self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]]) -> list[StepOutput]:
-        """One step: copies of blocks, then the micro-batches in order."""
+    def run(
+        self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]], installs: Sequence[tuple[int, str]] = ()
+    ) -> list[StepOutput]:  # fmt: skip
+        """One step: copies of blocks and adapters into slots, then the micro-batches in order."""
         assert self.runner is not None
         began, before_s = time.perf_counter(), self._waited_s()
-        outputs = [self._part(copies if i == 0 else (), shape, batch) for i, (shape, batch) in enumerate(parts)]
+        outputs = [self._part(copies if i == 0 else (), shape, batch, installs if i == 0 else ()) for i, (shape, batch) in enumerate(parts)]
         self.busy_s = time.perf_counter() - began - (self._waited_s() - before_s)
         return outputs
 
@@ -170,14 +178,18 @@ class Rank:
     def _waited_s(self) -> float:
         return self._before.waited_s if self._before is not None else 0.0
 
-    def start(self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]]) -> Sequence[Pending]:
-        """As `run`; where steps overlap, without waiting for the end."""
+    def start(
+        self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]], installs: Sequence[tuple[int, str]] = ()
+    ) -> Sequence[Pending]:  # fmt: skip
+        """As `run`; where steps overlap, without waiting for the end, and without adapters."""
         assert self.runner is not None
         if not self.runner.overlaps:
-            return [Ended(out) for out in self.run(copies, parts)]
+            return [Ended(out) for out in self.run(copies, parts, installs)]
         return [self.runner.begin(copies if i == 0 else (), shape, batch) for i, (shape, batch) in enumerate(parts)]
 
-    def _part(self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch) -> StepOutput:
+    def _part(
+        self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch, installs: Sequence[tuple[int, str]]
+    ) -> StepOutput:  # fmt: skip
         """One micro-batch; hidden states come from the previous stage and go to the next."""
         import torch
 
@@ -187,7 +199,7 @@ class Rank:
         if self._before is not None:
             made = torch.empty(shape.rows, shape.tokens, self.runner.arch.hidden, dtype=models.compute_type(self._begin.dtype))
             batch.hidden = self._before.receive(made)
-        out = self.runner.begin(copies, shape, batch).wait()
+        out = self.runner.begin(copies, shape, batch, installs).wait()
         if self._after is None:
             return out
         assert out.hidden is not None

@@ -19,7 +19,24 @@ import msgspec
 from rayneuron import wire
 from rayneuron.errors import RayNeuronError, WorkerLost
 from rayneuron.group import messages
-from rayneuron.group.messages import Advance, Beat, Begin, Failed, HandOver, Hello, LoadWeights, Place, Prepare, Ready, Step, Stop, Warm
+from rayneuron.group.adopting import adopt
+from rayneuron.group.messages import (
+    Adopt,
+    Advance,
+    Beat,
+    Begin,
+    Disown,
+    Failed,
+    HandOver,
+    Hello,
+    LoadWeights,
+    Place,
+    Prepare,
+    Ready,
+    Step,
+    Stop,
+    Warm,
+)
 from rayneuron.group.rank import Rank
 from rayneuron.group.rendezvous import allow_files
 from rayneuron.models import Progress
@@ -99,6 +116,11 @@ def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
             case Warm():
                 rank.warm(_reporter(channel))
                 channel.send(Ready())
+            case Adopt():
+                channel.send(adopt(rank.shelf, message))
+            case Disown():
+                if rank.shelf is not None:
+                    rank.shelf.drop(message.identity)
             case HandOver():
                 rank.exchange(message)
                 channel.send(Ready())
@@ -111,7 +133,7 @@ def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
 def _step(channel: wire.Channel[messages.ToWorker], rank: Rank, step: Step) -> None:
     from rayneuron.group import arrays  # torch: only once the environment is as Begin said
 
-    outputs = rank.run(step.copies, [(part.shape, rank.batches.read(place, part)) for place, part in enumerate(step.parts)])
+    outputs = rank.run(step.copies, [(part.shape, rank.batches.read(place, part)) for place, part in enumerate(step.parts)], step.installs)
     sent = () if not rank.reports else [arrays.output(out) for out in outputs]
     channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rayneuron.models import flash_decoding, rotary, shard
+from rayneuron.models.adapted import adapted
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import StepTables, attention, bias, whole_norm
 from rayneuron.models.feedforward import feed_forward
@@ -47,6 +48,8 @@ def layers(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], 
         fused = ops.layers(arch, ops, comm, weights, kv, x, places)
         if fused is not None:
             return fused
+    if places.adapters is not None:
+        ops = adapted(ops, places.adapters, weights["lora_rank"])
     step = prepare(arch, ops, comm, weights["top"], places, kv.shape, x.dtype)
     first = weights.get("first", 0)
     for i, w in enumerate(weights["layers"]):

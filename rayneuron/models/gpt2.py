@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 BASE = "transformer."
 PREFIX = "transformer.h.{}."
 IGNORE = ("attn.bias", "attn.masked_bias")
+TRANSPOSED = True  # products are stored [in, out]
 
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:

@@ -81,10 +81,11 @@ class Kv:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the new tokens of a step are, int32: positions [B,T], rows [B], the blocks that hold each row [B,M], and the slots [B,T] where
-    KV goes. The first `length` positions are attended."""
+    KV goes. The first `length` positions are attended. adapters [B]: a slot, negative for none; None where there are no slots."""
 
     positions: Tensor
     rows: Tensor
     blocks: Tensor
     slots: Tensor
     length: int
+    adapters: Tensor | None = None

@@ -23,6 +23,8 @@ PRODUCTS = frozenset(  # what is quantised where a model is
     {"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w", "shared_gate.w", "shared_up.w", "shared_down.w"}
 )
 
+FUSED: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # what reads its input once
+
 
 def same(t: Tensor) -> Tensor:
     """The tensor as it is stored."""

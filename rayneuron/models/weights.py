@@ -21,13 +21,12 @@ from rayneuron.models.attention import alibi_slopes
 from rayneuron.models.quantization import Quantization, is_quantised, parse, quantise, scale_of
 from rayneuron.models.reader import Reader
 from rayneuron.models.rotary import frequencies
-from rayneuron.models.rules import PRODUCTS, Convert, Rules, cut_of, entering, same, shape_of
+from rayneuron.models.rules import FUSED, PRODUCTS, Convert, Rules, cut_of, entering, same, shape_of
 
 log = logging.getLogger(__name__)
 
 
 SCALES = (".scale", ".weight_scale")  # NxD's name and the hub's
-_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _SUMMED = {"o.b": "o.bias", "down.b": "down.bias"}  # added once, after the sum over ranks
 
 
@@ -260,7 +259,7 @@ def held_bytes(weights: Mapping[str, Any]) -> int:
 
 def fuse(w: dict[str, Tensor], fused: bool = True) -> dict[str, Tensor]:
     """q, k, v to qkv and gate, up to gate_up, as one product reads its input once. Experts are always fused, as experts.gate_up."""
-    for name, parts in _FUSED.items():
+    for name, parts in FUSED.items():
         if any(f"{p}.w" not in w for p in parts):
             continue
         experts = w[f"{parts[0]}.w"].dim() == 3

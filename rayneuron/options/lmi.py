@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rayneuron import aliases
 from rayneuron.options.nxdi import overrides
-from rayneuron.options.shared import BY_ITSELF, COMMON, OFF, OWN_GRAPHS, OWN_SHARDS, adapters, drafts, dtype, int8
+from rayneuron.options.shared import ADAPTERS, BY_ITSELF, COMMON, OFF, OWN_GRAPHS, OWN_SHARDS, drafts, dtype, int8
 from rayneuron.options.words import Args, Said, Table, Word, among, flag, literal, seconds, whole
 
 HANDLERS = ("djl_python.transformers_neuronx", "djl_python.huggingface", "djl_python.neuron_vllm", "djl_python.lmi_vllm.vllm_async_service")
@@ -98,11 +98,11 @@ _LMI: Final[dict[str, Word]] = {
     "spec_length": drafts("1", 1),
     "draft_model_tp_size": drafts(),
     "draft_model_compiled_path": drafts(),
-    "enable_lora": adapters(),
-    "max_loras": adapters(),
-    "max_lora_rank": adapters(),
-    "max_cpu_loras": adapters(),
-    "adapters": adapters(),
+    "enable_lora": Word("lora.enabled", flag, OFF, there="false"),
+    "max_loras": Word("lora.max_loras", whole, there="4"),
+    "max_lora_rank": Word("lora.max_lora_rank", whole, there="16"),
+    "max_cpu_loras": Word("lora.max_cpu_loras", whole),
+    "adapters": Word(refused=ADAPTERS, same=OFF),
     "max_logprobs": _vllm("max_logprobs"),
 }
 _SERVER: Final[dict[str, Word]] = {

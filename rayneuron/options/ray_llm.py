@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from rayneuron import aliases
 from rayneuron.errors import ConfigError
-from rayneuron.options.shared import NO_ADAPTERS, OFF
+from rayneuron.options.shared import ADAPTERS, OFF
 from rayneuron.options.words import Args, Said, Table, Translation, Word, tell
 
 BUILDERS: Final = ("ray.serve.llm:build_openai_app", "ray.serve.llm.builders:build_openai_app")
@@ -62,7 +62,7 @@ LLM_CONFIG: Final[Table] = {
     "resources_per_bundle": Word(note="cores come with tensor_parallel and pipeline_parallel"),
     "placement_group_config": Word(note="ranks are placed by nodes, tensor_parallel and pipeline_parallel"),
     "llm_engine": Word(refused="models run in this server's own engine; leave it out", same=("vLLM",)),
-    "lora_config": Word(refused=NO_ADAPTERS, same=OFF),
+    "lora_config": Word(refused=ADAPTERS, same=OFF),
     "log_engine_metrics": Word(note="metrics are always there, at /metrics"),
     "experimental_configs": Word(refused="leave it out", same=(None, {})),
     "runtime_env": Word(refused="write runtime_env beside args, in the application", same=(None, {})),

@@ -16,17 +16,12 @@ DTYPES: Final = {
 dtype = among(DTYPES)
 reduced = among({"float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "bf16": "bf16"})
 
-NO_ADAPTERS = "LoRA adapters are not served yet; merge the adapter into the weights"
+ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, where the device is cpu; on neuron merge the adapter into the weights"
 NO_DRAFT = "there is no speculation with a draft model or heads yet; leave it out"
 GRAPHS = "how a graph is laid out is the compiler's to say, the text is the same"
 OWN_SHARDS = "write model.path: a folder that `rayneuron shard` wrote"
 OWN_GRAPHS = "graphs are compiled ahead by `rayneuron compile --out DIR`; write compile.artifact: DIR"
 BY_ITSELF = "it is so here, or decides itself"
-
-
-def adapters() -> Word:
-    """A word of LoRA."""
-    return Word(refused=NO_ADAPTERS, same=OFF)
 
 
 def drafts(*also: Any) -> Word:

@@ -13,9 +13,10 @@ from starlette.applications import Starlette
 
 from rayneuron import config as deployment
 from rayneuron import devices, loading, preflight
+from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment
 from rayneuron.deployment_file import DEPLOYMENT, PREFILL
-from rayneuron.errors import ConfigError, NotReady, RayNeuronError
+from rayneuron.errors import ConfigError, NotReady, RayNeuronError, UnknownModel
 from rayneuron.group_config import prefill_of
 from rayneuron.serve import pools, readiness, seated
 from rayneuron.serve.answering import Answering
@@ -106,6 +107,20 @@ class ServedEngine(Answering, Deployed, Replica):
         if silent:
             raise RayNeuronError(f"{len(silent)} replicas did not answer and may still know prefixes: {silent[0]!r}")
         return sum(answers)
+
+    async def replica_change_adapters(self, name: str, path: str | None, replaces: bool) -> None:
+        """Load or unload an adapter here."""
+        await super().change_adapters(Change(name, path, replaces))
+
+    async def change_adapters(self, change: Change) -> None:
+        """The same on every replica, first on this one, which says what is wrong. One that comes later has those of the file alone."""
+        await super().change_adapters(change)
+        context = serve.get_replica_context()
+        handle, wanted = serve.get_deployment_handle(context.deployment, context.app_name), change._replace(replaces=True)
+        answers = await everybody(handle, "replica_change_adapters", *wanted)
+        wrong = [answer for answer in answers if isinstance(answer, BaseException) and not isinstance(answer, UnknownModel)]
+        if wrong:
+            raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
 
     async def _everybody(self, method: str) -> Sequence[Any]:
         """What every replica, this one too, answers to a call of a method, or what it raised."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayneuron import config as deployment
@@ -33,6 +34,20 @@ class Sizes(Protocol):
     def length(self) -> int: ...
 
 
+class Names(Protocol):
+    """The adapters there are."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Contents by name, at this moment."""
+
+
+class Nameless:
+    """None, ever."""
+
+    names: Mapping[str, str] = MappingProxyType({})
+
+
 class Holds(Protocol):
     """The part of an engine that requests are held against."""
 
@@ -44,6 +59,9 @@ class Holds(Protocol):
 
     @property
     def timing(self) -> Timing | None: ...
+
+    @property
+    def adapters(self) -> Names: ...
 
     @property
     def prefills(self) -> Prefills | None: ...
@@ -95,6 +113,7 @@ def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
+        adapters=lambda: opened.engine.adapters.names,
         pooling=Pooling(*pooling(opened.path)),
         lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),
     )

@@ -17,8 +17,10 @@ from starlette.routing import BaseRoute, Route
 from rayneuron import __version__
 from rayneuron.api import anthropic, errors, openai, responses, sagemaker, tgi
 from rayneuron.api import call as api
+from rayneuron.api.adapters import Change, read_load, read_unload
 from rayneuron.api.routes import SPOKEN, shaped
 from rayneuron.errors import NotReady, RayNeuronError, RequestError
+from rayneuron.serve.adapters import Adapting
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
 from rayneuron.serve.page_files import page_routes
@@ -115,6 +117,16 @@ async def _reset_prefix_cache(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode({"blocks": await server.forget_prefixes()}))
 
 
+async def _change_adapters(read: Callable[[Any], Change], done: str, server: Server, exchange: Exchange) -> None:
+    """vLLM's: an adapter comes or goes."""
+    if not isinstance(server, Adapting):
+        raise RequestError("adapters are loaded and unloaded at the model's own application", param="lora_name")
+    body = await exchange.json_body(server.now.limits.max_body_bytes, server.now.limits.body_timeout_s)
+    change = read(openai.decode(body))
+    await server.change_adapters(change)
+    await exchange.reply(200, f"Success: LoRA adapter '{change.name}' {done} successfully.".encode(), "text/plain; charset=utf-8")
+
+
 async def _version(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(openai.version(__version__)))
 
@@ -157,5 +169,7 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/metrics", _metrics, ("GET",)),
     ("/load", _load, ("GET",)),
     ("/reset_prefix_cache", _reset_prefix_cache, ("POST",)),
+    ("/v1/load_lora_adapter", partial(_change_adapters, read_load, "added"), ("POST",)),
+    ("/v1/unload_lora_adapter", partial(_change_adapters, read_unload, "removed"), ("POST",)),
     ("/version", _version, ("GET",)),
 )

@@ -14,6 +14,7 @@ import msgspec
 
 from rayneuron import config as deployment
 from rayneuron import keys, loading, metrics
+from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment, Serving
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.engine.pressure import pressure
@@ -21,6 +22,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.cost import Costs
 from rayneuron.policies.step_times import flat
+from rayneuron.serve import adapters
 from rayneuron.serve.flight import Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
@@ -155,6 +157,12 @@ class Replica(Handles):
         engine = self.served.engine
         assert isinstance(engine, EngineLoop)
         return await asyncio.wrap_future(engine.ask(lambda engine: engine.scheduler.blocks.reset()))
+
+    async def change_adapters(self, change: Change) -> None:
+        """Load or unload an adapter."""
+        engine = self.served.engine
+        assert isinstance(engine, EngineLoop)
+        await adapters.change(self.config, engine, change)
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""

@@ -148,7 +148,7 @@ class Served:
         """As the verb."""
         listed = dict.fromkeys((*self.context.models, *(names if self.context.any_name else ())))
         made = partial(openai.model_card, created=self.created, max_model_len=self.context.max_model_len, root=str(self.opened.path))
-        return [made(name) for name in listed]
+        return [made(name) for name in listed] + [made(name, root=name, parent=self.context.models[0]) for name in self.context.adapters()]
 
     def health(self) -> None:
         """As the verb."""

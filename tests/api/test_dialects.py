@@ -340,9 +340,15 @@ def test_sagemaker_goes_by_key_path_and_header(byte_level: Text) -> None:
     assert head is not None
     assert head({"model": "tiny"}, lambda name: None) == {"model": "tiny"} and head({}, lambda name: None) == {}
     assert head({}, {"x-amzn-sagemaker-target-model": "tiny"}.get) == {"model": "tiny"}
-    for name in ("session-id", "adapter-identifier"):
-        with pytest.raises(RequestError, match="leave X-Amzn-SageMaker"):
-            head({}, {f"x-amzn-sagemaker-{name}": "x"}.get)
+    assert head({"model": "tiny"}, {"x-amzn-sagemaker-adapter-identifier": "a"}.get) == {"model": "tiny", "adapters": "a"}
+    with pytest.raises(RequestError, match="leave X-Amzn-SageMaker"):
+        head({}, {"x-amzn-sagemaker-session-id": "x"}.get)
+    adapted = playing.context(byte_level, adapters=lambda: {"a": "content"})
+    for body in ({"messages": USER}, {"prompt": "x"}, {"inputs": "x"}):
+        spoken = sagemaker.INVOCATIONS.choose(body)  # type: ignore[misc]
+        assert spoken.parse({**body, "adapters": "a"}, adapted, **words).requests[0].adapter == "content"
+        with pytest.raises(UnknownModel):
+            spoken.parse({**body, "adapters": "b"}, adapted, **words)
 
 
 def test_tgi_tokenizes(byte_level: Text) -> None:

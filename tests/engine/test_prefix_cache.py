@@ -16,9 +16,9 @@ from tests.engine.test_fuzz import build
 SIZE = 16
 
 
-def ask(name: str, ids: list[int], new: int = 1, salt: str = "", adapter: str | None = None, **params: Any) -> Request:
+def ask(name: str, ids: list[int], new: int = 1, salt: str = "", **params: Any) -> Request:
     params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": new} | params
-    return Request(id=name, prompt_ids=ids, params=SamplingParams(**params), cache_salt=salt, adapter=adapter)
+    return Request(id=name, prompt_ids=ids, params=SamplingParams(**params), cache_salt=salt)
 
 
 class Watched:
@@ -133,11 +133,11 @@ def test_an_abort_at_any_step_leaves_a_sound_store(tiny: Path, ahead: bool) -> N
     assert snapshot.blocks_free + snapshot.blocks_cached == snapshot.blocks_total and snapshot.kv_tokens_used == 0
 
 
-def test_nothing_is_shared_across_salts_and_adapters(tiny: Path) -> None:
+def test_nothing_is_shared_across_salts(tiny: Path) -> None:
     watched, ids = Watched(tiny), words(2 * SIZE)
     watched.run(ask("a", ids))
-    for i, request in enumerate((ask("b", ids, salt="x"), ask("c", ids, adapter="x"), ask("d", ids, salt="y"))):
-        assert watched.run(request)["bcd"[i]][0].cached_tokens == 0
+    for i, request in enumerate((ask("b", ids, salt="x"), ask("d", ids, salt="y"))):
+        assert watched.run(request)["bd"[i]][0].cached_tokens == 0
     assert watched.run(ask("e", ids, salt="x"))["e"][0].cached_tokens == 2 * SIZE - 1
 
 

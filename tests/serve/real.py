@@ -22,6 +22,7 @@ class Server:
     def __init__(self, server: Replica) -> None:
         self.server = server
         self.app = application(server)
+        self.said: dict[str, str] = {}  # headers of the last reply
 
     async def post(self, path: str, body: bytes, each: Callable[[bytes], None] = lambda part: None) -> tuple[int, bytes]:
         """Status and body of one call; `each` sees every part as it comes."""
@@ -38,6 +39,7 @@ class Server:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                self.said = {name.decode(): value.decode() for name, value in message["headers"]}
             else:
                 parts.append(message.get("body", b""))
                 each(parts[-1])

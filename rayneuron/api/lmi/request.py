@@ -17,6 +17,7 @@ from rayneuron.errors import RequestError
 MAX_NEW_TOKENS = 30  # LMI's default
 SAMPLING = ("temperature", "top_p", "top_k", "typical_p", "min_p")  # what says that a body wants to sample
 NAMES = {
+    "adapters": "adapters",
     "prompt": "inputs",
     "max_tokens": "parameters.max_new_tokens",
     "logprobs": "parameters.top_n_tokens",
@@ -31,14 +32,12 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     inputs, given, streams = fields.string("inputs"), fields.table("parameters", {}), fields.flag("stream")
     if not inputs:
         raise RequestError("inputs is required: a text that is not empty", param="inputs")
-    if fields.take("adapters"):
-        raise RequestError("adapters is not supported by this server yet; leave it out", param="adapters")
     parameters = Fields(given, "parameters.")
     streams = context.lmi.output_formatter != "json" if context.lmi.output_formatter is not None else streams
     full, details = parameters.flag("return_full_text"), parameters.flag("details") or context.lmi.tgi_compat
     told = _parameters(parameters)
     with said_as(NAMES, "parameters."):
-        rest = {"model": fields.take("model"), "prompt": inputs, "stream": streams}
+        rest = {"model": fields.take("model"), "adapters": fields.take("adapters"), "prompt": inputs, "stream": streams}
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
     call = renamed(call, lambda name: f"parameters.{name}")
     shape = answer(context.lmi, inputs, full, details)

@@ -59,7 +59,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     words |= {} if said is None else {"structured_outputs": said}
     tokens = fit(words, len(ids), asked, context.defaults.get("max_tokens"), context.max_model_len, name)
     params = SamplingParams(**words, max_tokens=tokens)
-    common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt}
+    common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt, "adapter": head.adapter}
     return Call(
         id=reply_id("chatcmpl", head, client_id, request_id),
         created=created,

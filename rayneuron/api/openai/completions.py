@@ -44,8 +44,9 @@ def parse(
     prompts = read_prompts(fields, context, default if asked is None else asked)
     lengths = [fit(words, len(ids), asked, default, context.max_model_len) for _, ids in prompts]
     params = {tokens: SamplingParams(**words, max_tokens=tokens) for tokens in set(lengths)}  # each once: they may hold a vocabulary
+    common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt, "adapter": head.adapter}
     requests = [
-        Request(id=f"{request_id}-{place}", prompt_ids=ids, params=params[tokens], priority=head.priority, cache_salt=head.cache_salt)
+        Request(id=f"{request_id}-{place}", prompt_ids=ids, params=params[tokens], **common)
         for place, ((_, ids), tokens) in enumerate(zip(prompts, lengths, strict=True))
     ]
     echoed, offsets = _echo(prompts, context, words["skip_special_tokens"], logprobs is not None) if echo else ((), ())

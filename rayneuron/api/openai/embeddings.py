@@ -112,8 +112,9 @@ def _call(
         if len(ids) > context.max_model_len:
             said = f"the input has {len(ids)} tokens, but this model takes at most {context.max_model_len}; send truncate_prompt_tokens: -1"
             raise RequestError(said, param="input")
+    common: dict[str, Any] = {"priority": head.priority, "cache_salt": head.cache_salt, "adapter": head.adapter}
     requests = [
-        Request(id=f"{request_id}-{i}", prompt_ids=ids, params=PARAMS, priority=head.priority, cache_salt=head.cache_salt, pooling=kind)
+        Request(id=f"{request_id}-{i}", prompt_ids=ids, params=PARAMS, pooling=kind, **common)
         for i, ids in enumerate(texts)
     ]
     return Call(

@@ -23,14 +23,11 @@ def _choose(body: Json) -> Dialect:
 
 
 def _head(params: Mapping[str, str], header: Callable[[str], str | None]) -> Json:
-    """What the path and SageMaker's headers say: the model. Sessions and adapters are refused by name."""
+    """What the path and SageMaker's headers say: the model and the adapter. Sessions are refused by name."""
     if header(HEADERS + "session-id"):
         raise RequestError("this server keeps no sessions; leave X-Amzn-SageMaker-Session-Id out", param="X-Amzn-SageMaker-Session-Id")
-    if header(HEADERS + "adapter-identifier"):
-        said = "it has no adapters yet; leave X-Amzn-SageMaker-Adapter-Identifier out"
-        raise RequestError(f"this server cannot apply an adapter: {said}", param="X-Amzn-SageMaker-Adapter-Identifier")
-    named = params.get("model") or header(HEADERS + "target-model")
-    return {} if named is None else {"model": named}
+    named, adapter = params.get("model") or header(HEADERS + "target-model"), header(HEADERS + "adapter-identifier")
+    return ({} if named is None else {"model": named}) | ({} if adapter is None else {"adapters": adapter})
 
 
 INVOCATIONS = Dialect(openai.parse_chat, lmi.error, _choose, _head)

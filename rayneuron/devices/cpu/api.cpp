@@ -59,7 +59,7 @@ int rn_features() {
 
 // Sizes of the structs that Python mirrors, in the order of `ops.MIRRORS`: a field on one side only would be read as another.
 void rn_sizes(int32_t* sizes) {
-    const size_t all[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model), sizeof(Call), sizeof(Draw)};
+    const size_t all[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model), sizeof(Call), sizeof(Draw), sizeof(Lora)};
     for (size_t size : all) *sizes++ = (int32_t)size;
 }
 

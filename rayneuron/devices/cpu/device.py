@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import LIKELIEST, SCORES, Batch, Ended, KvMemory, Program, Shape, Weights
-from rayneuron.devices.cpu import carry, int8, packing, panels
+from rayneuron.devices.cpu import adapters, carry, int8, packing, panels
 from rayneuron.devices.cpu.ops import kernels
 from rayneuron.devices.cpu.packing import LOOKED_UP
+from rayneuron.devices.cpu.stack import refused
 from rayneuron.devices.idle import idle
 from rayneuron.errors import CompileError
-from rayneuron.models import Progress, experts
+from rayneuron.models import Progress, adapted, experts
 from rayneuron.models import ops as plain
+from rayneuron.models.adapted import Pairs
+from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives, Solo
 from rayneuron.models.kv import Kv, KvShape
 from rayneuron.models.ops import bytes_of
@@ -88,6 +91,27 @@ class Cpu:
         long = held[0].shape[-1] >= carry.LEAST_BYTES
         how = carry.by(self.kernels.found) if self.kernels is not None and long else None
         return KvMemory(held, "panels" if self._panels else "rows", self._fd, self._stride, how)
+
+    def open_adapters(self, arch: Arch, sizes: Sequence[Mapping[str, tuple[int, int]]], slots: int, rank: int) -> None:
+        """As the kernels read them where they run whole layers, else as tables for torch's products."""
+        layers = self._weights["layers"]
+        if self.kernels is not None and self.kv is not None and refused(arch, layers, self.kv) is None:
+            self.kernels.slots = adapters.Slots(len(layers), slots)
+            self._weights = {**self._weights, "lora_rank": 0}
+            return
+        layers = [adapted.tables(w, each, slots, rank, self.dtype) for w, each in zip(layers, sizes, strict=True)]
+        self._weights = {**self._weights, "layers": layers, "lora_rank": rank}
+
+    def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
+        """Packed, or as it is."""
+        return adapters.pack(adapter, self.dtype) if self.kernels is not None and self.kernels.slots is not None else adapter
+
+    def put_adapter(self, slot: int, adapter: Any) -> None:
+        """A row of the kernels' tables, or a part of torch's."""
+        if self.kernels is not None and self.kernels.slots is not None:
+            self.kernels.slots.put(slot, adapter)
+        else:
+            adapted.put(self._weights["layers"], slot, self._weights["lora_rank"], adapter)
 
     def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Nothing is compiled."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.cpu import draws, library, stack
+from rayneuron.devices.cpu import adapters, draws, library, stack
 from rayneuron.devices.cpu.packing import BF16, F32, LANES, PANEL, Arena, MatrixFields, Packed, pack, pack_experts, zeros
 from rayneuron.devices.cpu.stack import ATTENTION, BEGIN, END, FEED, JOIN_ATTENTION, JOIN_FEED, Stack, refused
 from rayneuron.models import ops as plain
@@ -27,7 +27,7 @@ from rayneuron.models.quantization import Quantization, quantise, scale_of
 KIND = {torch.float32: F32, torch.bfloat16: BF16}
 NORMS = {"rms": 0, "layer": 1}
 INT8 = Quantization(torch.int8, "per_channel")
-MIRRORS = (MatrixFields, stack.NormFields, stack.LayerFields, stack.ModelFields, stack.CallFields, draws.DrawFields)
+MIRRORS = (MatrixFields, stack.NormFields, stack.LayerFields, stack.ModelFields, stack.CallFields, draws.DrawFields, adapters.LoraFields)
 
 
 def kernels(threads: int, dtype: torch.dtype, base: plain.Ops) -> Kernels | None:
@@ -59,6 +59,7 @@ class Kernels:
         self._base = base
         self._arena = Arena()
         self._stacks: dict[int, Stack | None] = {}
+        self.slots: adapters.Slots | None = None  # given before the first step
         self._end = weakref.finalize(self, found.rn_pool_close, self.team)  # threads end with their owner, closed or forgotten
         self._end.atexit = False  # an engine thread may still be inside a step then
 
@@ -141,6 +142,8 @@ class Kernels:
         call, given = made.call, [t.contiguous() for t in (places.positions, places.rows, places.blocks, places.slots)]
         call.x, call.y, call.summand = x.data_ptr(), out.data_ptr(), None
         call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
+        some = places.adapters is not None and bool((places.adapters >= 0).any())
+        call.adapters = places.adapters.data_ptr() if some and places.adapters is not None else None
         call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
         if comm.ranks == 1:
             self.found.rn_stack_run(made.opened, made.at, 0, made.count, BEGIN | ATTENTION | FEED | END)
@@ -171,7 +174,7 @@ class Kernels:
             usable = refused(arch, weights["layers"], kv) is None
             for w in weights["layers"] if usable else ():
                 pack_experts(w, self._arena, kv.layers[0][0].dtype, self.int8)
-            self._stacks[key] = Stack(self.found, self.team, arch, comm, weights, kv) if usable else None
+            self._stacks[key] = Stack(self.found, self.team, arch, comm, weights, kv, self.slots) if usable else None
         return self._stacks[key]
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <vector>
@@ -60,7 +61,9 @@ class Stack {
     std::vector<int32_t> where_, position_, slot_;  // of every true token: its place in the batch, its position, where its KV goes
     Blocks blocks_{};
     int tokens_ = 0;
-    Room x_, h_, qkv_, mixed_, inner_, fed_room_, gathered_;
+    Room x_, h_, qkv_, mixed_, inner_, fed_room_, gathered_, plain_room_, sums_;
+    std::vector<int> order_;
+    Adapting adapting_;
     float* x() { return x_.floats((size_t)tokens_ * m_.hidden); }
 
     int qkv_width() const { return (m_.heads + 2 * m_.kv_heads) * m_.head_dim; }
@@ -72,11 +75,15 @@ class Stack {
         });
     }
 
-    // Which tokens are true: position `limit` is padding, row `rows` is idle.
+    // Which tokens are true: position `limit` is padding, row `rows` is idle. Tokens of one adapter lie behind each other.
     void begin(const Call& c) {
         spans_.clear(), where_.clear(), position_.clear(), slot_.clear();
         blocks_ = {nullptr, c.table, c.width, m_.block, m_.kv_heads, m_.head_dim, m_.kind == F32 ? 4 : 2, m_.panels};
-        for (int b = 0; b < c.batch; b++) {
+        adapting_.runs.clear();
+        order_.resize(c.batch);
+        std::iota(order_.begin(), order_.end(), 0);
+        if (c.adapters) std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) { return c.adapters[a] < c.adapters[b]; });
+        for (int b : order_) {
             if (c.rows[b] == m_.rows) continue;
             const int first = (int)where_.size();
             for (int t = 0; t < c.tokens; t++) {
@@ -86,7 +93,12 @@ class Stack {
                 position_.push_back(at);
                 slot_.push_back(c.slots[b * c.tokens + t]);
             }
-            if ((int)where_.size() > first) spans_.push_back({b, first, (int)where_.size() - first});
+            const int count = (int)where_.size() - first;
+            if (count) spans_.push_back({b, first, count});
+            if (!count || !c.adapters || c.adapters[b] < 0) continue;
+            std::vector<Run>& runs = adapting_.runs;
+            if (!runs.empty() && runs.back().slot == c.adapters[b]) runs.back().count += count;
+            else runs.push_back({c.adapters[b], first, count});
         }
         tokens_ = (int)where_.size();
         float* to = x();
@@ -115,6 +127,18 @@ class Stack {
             encode_row(normed.data(), n, (Kind)w.kind, w.steps, to + i * stride, scale + i);
         });
         return {to, stride, scale};
+    }
+
+    // What adapters read of the input `in` of `w`, made of `from`: the model's own kind of numbers.
+    Input plain(const Input& in, const Matrix& w, const float* from, int n, const Norm* norm, Room& room) {
+        if (adapting_.runs.empty() || w.kind == m_.kind) return in;
+        Matrix kind{};
+        kind.kind = m_.kind, kind.k = n, kind.steps = (n + LANES - 1) / LANES * LANES / (m_.kind == F32 ? 1 : 2);
+        return encode(from, tokens_, n, kind, norm, room);
+    }
+
+    void adapt(const Layer& w, std::initializer_list<Lanes> parts, const Input& x, const Output& to) {
+        if (!adapting_.runs.empty()) adapting_.add(pool_, w.lora, parts, x, (float*)to.y, to.stride / 4);
     }
 
     void norm_rows(const Norm& norm) {
@@ -156,8 +180,12 @@ class Stack {
         float* qkv = qkv_.floats((size_t)tokens_ * qkv_width());
         const Norm* norm = m_.post_norm ? nullptr : &w.ln1;
         const Input in = encode(x(), tokens_, m_.hidden, w.qkv, norm, h_);
+        const Input beside = plain(in, w.qkv, x(), m_.hidden, norm, plain_room_);
         if (m_.parallel) enter_feed(w);  // before the residual changes
-        matmul(pool_, w.qkv, in, tokens_, {STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr});
+        const Output three{STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr};
+        matmul(pool_, w.qkv, in, tokens_, three);
+        const int keys = m_.heads * m_.head_dim, values = keys + m_.kv_heads * m_.head_dim;
+        adapt(w, {{&Lora::q, 0, LANES}, {&Lora::k, keys, LANES}, {&Lora::v, values, LANES}}, beside, three);
         place(w, qkv);
         const int width = m_.heads * m_.head_dim;
         const bool direct = w.o.kind == BF16 && w.o.steps * 2 == width;  // attention can write what the product reads
@@ -168,12 +196,29 @@ class Stack {
                spans_.data(), (int)spans_.size());
         const Input out = direct ? Input{(const char*)mixed, stride, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
         matmul(pool_, w.o, out, tokens_, onto(c));
+        adapt(w, {{&Lora::o, 0, LANES}}, plain(out, w.o, mixed, width, nullptr, plain_room_), onto(c));
         if (m_.post_norm && !c.summand) norm_rows(w.ln1);
     }
 
-    Input fed_{};
+    Input fed_{}, fed_plain_{};
+    Room fed_plain_room_;
     void enter_feed(const Layer& w) {
-        fed_ = encode(x(), tokens_, m_.hidden, w.up, m_.post_norm ? nullptr : w.second ? &w.ln2 : &w.ln1, fed_room_);
+        const Norm* norm = m_.post_norm ? nullptr : w.second ? &w.ln2 : &w.ln1;
+        fed_ = encode(x(), tokens_, m_.hidden, w.up, norm, fed_room_);
+        if (!w.expert_up) fed_plain_ = plain(fed_, w.up, x(), m_.hidden, norm, fed_plain_room_);
+    }
+
+    // The activation of the first product, which rows with an adapter have only once that has added its part.
+    void up(const Layer& w, const Output& to) {
+        if (adapting_.runs.empty()) return matmul(pool_, w.up, fed_, tokens_, to);
+        Matrix raw = w.up;  // gate and up take turns in it, a vector each
+        raw.n = raw.panels * PANEL, raw.gated = 0;
+        float* sums = sums_.floats((size_t)tokens_ * raw.n);
+        const Output all{STORE, NONE, F32, (char*)sums, (size_t)raw.n * 4, nullptr, nullptr};
+        matmul(pool_, raw, fed_, tokens_, all);
+        if (m_.gated) adapt(w, {{&Lora::gate, 0, 2 * LANES}, {&Lora::up, LANES, 2 * LANES}}, fed_plain_, all);
+        else adapt(w, {{&Lora::up, 0, LANES}}, fed_plain_, all);
+        each(tokens_, [&](int i) { activate_row(sums + (size_t)i * raw.n, m_.inner, m_.gated, to.act, to.kind, to.y + i * to.stride); });
     }
 
     void feed(const Layer& w, const Call& c) {
@@ -183,9 +228,10 @@ class Stack {
         const bool direct = w.down.kind == BF16 && w.down.steps * 2 == width;
         const size_t stride = direct ? apart((size_t)width * 2) : (size_t)width * 4;
         float* inner = inner_.floats(tokens_ * stride / 4);
-        matmul(pool_, w.up, fed_, tokens_, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, stride, nullptr, nullptr});
+        up(w, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, stride, nullptr, nullptr});
         const Input in = direct ? Input{(const char*)inner, stride, nullptr} : encode(inner, tokens_, width, w.down, nullptr, h_);
         matmul(pool_, w.down, in, tokens_, onto(c, true));
+        adapt(w, {{&Lora::down, 0, LANES}}, plain(in, w.down, inner, width, nullptr, plain_room_), onto(c, true));
         if (m_.post_norm && !c.summand) norm_rows(w.ln2);
     }
 

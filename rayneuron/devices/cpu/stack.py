@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.cpu import panels
+from rayneuron.devices.cpu.adapters import Slots
 from rayneuron.devices.cpu.packing import BF16, F32, MatrixFields, Packed, lanes
 from rayneuron.models import rotary, shard
 from rayneuron.models.arch import Arch
@@ -37,7 +38,7 @@ class LayerFields(ctypes.Structure):
     _fields_ = [
         *((name, MatrixFields) for name in ("qkv", "o", "up", "down")),
         *((name, NormFields) for name in NORMS),
-        *((name, _P) for name in ("expert_up", "expert_down", "o_bias", "down_bias", "kv")),
+        *((name, _P) for name in ("expert_up", "expert_down", "o_bias", "down_bias", "kv", "lora")),
         *((name, _I) for name in ("window", "second")),
     ]
 
@@ -58,7 +59,7 @@ class CallFields(ctypes.Structure):
     """`Call` of stack.h."""
 
     _fields_ = [
-        *((name, _P) for name in ("x", "y", "positions", "rows", "table", "slots", "summand")),
+        *((name, _P) for name in ("x", "y", "positions", "rows", "table", "slots", "summand", "adapters")),
         *((name, _I) for name in ("batch", "tokens", "width")),
     ]
 
@@ -89,11 +90,13 @@ class Stack:
     """The `count` layers of one rank over its weights and KV, as the kernels know them; `call`, at address `at`: what a run is told."""
 
     def __init__(
-        self, found: ctypes.CDLL, team: Any, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv
+        self, found: ctypes.CDLL, team: Any, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv, slots: Slots | None = None
     ) -> None:  # fmt: skip
+        """`slots`: of adapters, where there may be any."""
         self._found = found
         self._arch = arch
         self._held: list[Any] = [weights, kv]
+        self._slots = slots
         self.count = len(weights["layers"])
         model = self._model(comm, weights, kv)
         self.opened = found.rn_stack_open(team, ctypes.addressof(model))
@@ -106,7 +109,7 @@ class Stack:
         first = weights.get("first", 0)
         layers = (LayerFields * self.count)(
             *(
-                self._layer(w, keys, arch.window(first + i), comm.ranks)
+                self._layer(i, w, keys, arch.window(first + i), comm.ranks)
                 for i, (w, (keys, _)) in enumerate(zip(weights["layers"], kv.layers, strict=True))
             )
         )
@@ -149,9 +152,10 @@ class Stack:
         self._held += [layers, model]
         return model
 
-    def _layer(self, w: Mapping[str, Any], keys: Tensor, window: int, ranks: int) -> LayerFields:
+    def _layer(self, i: int, w: Mapping[str, Any], keys: Tensor, window: int, ranks: int) -> LayerFields:
         up = w["router.w"] if "router.w" in w else w["gate_up.w"] if self._arch.gated else w["up.w"]
         made = LayerFields(w["qkv.w"].fields, w["o.w"].fields, up.fields, kv=keys.data_ptr(), window=window)
+        made.lora = None if self._slots is None else self._slots.address(i)
         made.second = not self._arch.parallel or "ln2.w" in w
         if "router.w" in w:
             made.expert_up, made.expert_down = (self._experts(w, f"experts.{name}") for name in ("gate_up", "down"))

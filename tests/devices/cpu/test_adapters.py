@@ -1,0 +1,116 @@
+"""Adapters in the kernels: equal to merged weights, the same bits in any company, and rows without one as if there were none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayneuron.devices.cpu import adapters as device
+from rayneuron.devices.cpu.ops import Kernels, kernels
+from rayneuron.models import ops as plain
+from rayneuron.models import quantize
+from rayneuron.models.collectives import Solo
+from tests.models import adapters, cases
+from tests.models.cases import Runner, Saved
+
+# Each kind of layer the kernels know: gated and not, parallel with one norm and two, normed after the residual, experts, fused, clipped.
+FAMILIES = ("llama", "gptj", "llama_biased", "qwen3", "gpt2", "gpt_neox", "opt_350m", "bloom", "phi3", "falcon_new", "dbrx")
+FAMILIES += ("qwen3_moe_dense",)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[2:])])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return cases.save(cases.CONFIGS[request.param](), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def folders(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three adapters of different ranks; the last leaves half of the products alone."""
+    root = tmp_path_factory.mktemp("adapters")
+    names = adapters.products(saved.path)
+    kinds = enumerate(((names, 4), (names, 7), (names[::2], 1)))
+    return [adapters.write(root / str(i), saved.path, chosen, r=r, seed=i) for i, (chosen, r) in kinds]
+
+
+def open_team(dtype: torch.dtype) -> Kernels:
+    made = kernels(2, dtype, plain.PLAIN)
+    if made is None:
+        pytest.skip("no compiler, or a processor without AVX2")
+    return made
+
+
+def on_kernels(
+    saved: Saved, comm: Any, made: Kernels, own: list[int], folders: list[Path], dtype: torch.dtype = torch.float32, **options: Any
+) -> Runner:
+    """A rank on the kernels; own: the slots of rows 2, 0 and the idle one. Without folders it has no room for adapters at all."""
+    runner = Runner.open(saved.path, comm, dtype=dtype, **options)
+    runner = replace(runner, ops=made.ops, weights=made.pack(runner.weights, dtype))
+    if not folders:
+        return runner
+    made.slots = device.Slots(runner.arch.layers, len(folders))
+    for slot, pairs in enumerate(adapters.cut(saved.path, runner, folders, dtype)):
+        made.slots.put(slot, device.pack(pairs, dtype))
+    return adapters.Adapted(
+        runner.arch, {**runner.weights, "lora_rank": 0}, runner.kv, comm, runner.ops, torch.tensor(own, dtype=torch.int32)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_equals_merged_weights(saved: Saved, folders: list[Path], ranks: int) -> None:
+    want = torch.stack([adapters.merged(saved.path, folders[slot], saved.ids)[row] for row, slot in enumerate((1, 2))])
+
+    def work(comm: Any) -> torch.Tensor:
+        made = open_team(torch.float32)
+        got = cases.run(on_kernels(saved, comm, made, [1, 2, -1], folders), saved.ids, 16)
+        made.close()
+        return got
+
+    for got in cases.on_ranks(ranks, work):
+        assert (got - want).abs().max() < 1e-4
+    assert (want - saved.logits).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "int8"])
+def test_bits_do_not_depend_on_company(saved: Saved, folders: list[Path], how: str) -> None:
+    """A row with an adapter beside one with another, beside one without, alone; a row without, beside one with, and where none are."""
+    dtype = torch.float32 if how == "float32" else torch.bfloat16
+    options = {"quantization": quantize.parse("int8")} if how == "int8" else {}
+
+    def logits(own: list[int], rows: slice, chunk: int, some: list[Path] = folders) -> torch.Tensor:
+        made = open_team(dtype)
+        runner = on_kernels(saved, Solo(), made, own, some, dtype, **options)
+        ids = saved.ids[rows]
+        with torch.no_grad():
+            parts = [runner.chunk(ids, s, min(s + chunk, ids.shape[1]), chunk, 64) for s in range(0, ids.shape[1], chunk)]
+        made.close()
+        return torch.cat(parts, 1)
+
+    first, second = slice(0, 1), slice(1, 2)
+    base, mixed, both = logits([], slice(None), 24, []), logits([1, -1, -1], slice(None), 24), logits([1, 0, -1], slice(None), 5)
+    alike = logits([1, 1, -1], slice(None), 24)
+    assert torch.equal(mixed[second], base[second])  # without an adapter: as if there were none
+    assert torch.equal(mixed[first], both[first])
+    assert torch.equal(mixed[first], alike[first])
+    assert torch.equal(mixed[first], logits([1, -1], first, 7))
+    assert not torch.equal(mixed[first], base[first])
+    assert torch.equal(logits([-1, -1, -1], slice(None), 24), base)
+
+
+@pytest.mark.slow
+def test_it_is_near_to_merged_weights_in_smaller_numbers(saved: Saved, tmp_path: Path) -> None:
+    """bf16 and int8 products: the adapter is added in bf16, whatever the base is."""
+    folders = [adapters.write(tmp_path / "a", saved.path, size=0.15)]
+    want = adapters.merged(saved.path, folders[0], saved.ids)
+    assert (want - saved.logits).abs().max() > 0.05
+    for options, bound in (({}, 0.05), ({"quantization": quantize.parse("int8")}, 0.12)):
+        made = open_team(torch.bfloat16)
+        runner = on_kernels(saved, Solo(), made, [0, 0, -1], folders, torch.bfloat16, **options)
+        with torch.no_grad():
+            got = cases.run(runner, saved.ids, 16)
+        made.close()
+        change = (got - want).abs().amax(-1) / want.abs().max()
+        assert 0 < (change.median() if runner.arch.experts else change.max()) < bound
