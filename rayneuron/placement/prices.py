@@ -9,7 +9,7 @@ from types import MappingProxyType
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES
 
-REGION, DATE = "us-east-1", "2024-12"
+REGION, DATE, UNCHECKED = "us-east-1", "2024-12", "not checked since: say --price"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class Price:
     """US dollars an hour; `note`: whose price that is."""
 
     usd: float
-    note: str = f"on demand, {REGION}, {DATE}"
+    note: str = f"on demand, {REGION}, {DATE}, {UNCHECKED}"
 
 
-# Written from memory of the public list, not fetched: treat them as a guess, and say --price for what you pay.
+# From memory of the public list, not fetched, and every report says so.
 PRICES: Mapping[str, Price] = MappingProxyType(
     {
         "inf2.xlarge": Price(0.7582),
@@ -30,7 +30,7 @@ PRICES: Mapping[str, Price] = MappingProxyType(
         "trn1.2xlarge": Price(1.3438),
         "trn1.32xlarge": Price(21.50),
         "trn1n.32xlarge": Price(24.78),
-        "trn2.48xlarge": Price(35.7608, "a Capacity Block, us-east-2, 2025"),
+        "trn2.48xlarge": Price(35.7608, f"a Capacity Block, us-east-2, 2025, {UNCHECKED}"),
     }
 )
 
