@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _REACH_S = 10.0  # a packet that a firewall drops is sent again for minutes
 
 Check = Callable[[], None]  # raises when the group is lost
+Copies, Installs = Sequence[tuple[int, int]], Sequence[tuple[int, str]]  # as in messages.Step
 
 
 class Rank:
@@ -125,12 +126,10 @@ class Rank:
         raw = read_config(path)
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=begin.capacity.length, **config.model_options())
         model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype, source)
-        self.runner = open_rank(
-            model, begin.threads, progress, stage=begin.stage, worker=begin.rank, workers=begin.ranks, comm=self._comm
-        )  # fmt: skip
+        where = {"stage": begin.stage, "worker": begin.rank, "workers": begin.ranks}
+        self.runner = open_rank(model, begin.threads, progress, **where, comm=self._comm)
         self._held.callback(self.runner.close)
-        device = self.runner.device
-        if isinstance(device, Meets):
+        if isinstance(device := self.runner.device, Meets):
             device.patience(config.group.load_s, begin.step_timeout_s)
             self._aborts.append(device.abort)
 
@@ -146,9 +145,7 @@ class Rank:
             self._probes.pop().close()
         self.runner.warm(progress)
 
-    def run(
-        self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]], installs: Sequence[tuple[int, str]] = ()
-    ) -> list[StepOutput]:  # fmt: skip
+    def run(self, copies: Copies, parts: Sequence[tuple[Shape, Batch]], installs: Installs = ()) -> list[StepOutput]:
         """One step: copies of blocks and adapters into slots, then the micro-batches in order."""
         assert self.runner is not None
         began, before_s = time.perf_counter(), self._waited_s()
@@ -178,18 +175,14 @@ class Rank:
     def _waited_s(self) -> float:
         return self._before.waited_s if self._before is not None else 0.0
 
-    def start(
-        self, copies: Sequence[tuple[int, int]], parts: Sequence[tuple[Shape, Batch]], installs: Sequence[tuple[int, str]] = ()
-    ) -> Sequence[Pending]:  # fmt: skip
+    def start(self, copies: Copies, parts: Sequence[tuple[Shape, Batch]], installs: Installs = ()) -> Sequence[Pending]:
         """As `run`; where steps overlap, without waiting for the end, and without adapters."""
         assert self.runner is not None
         if not self.runner.overlaps:
             return [Ended(out) for out in self.run(copies, parts, installs)]
         return [self.runner.begin(copies if i == 0 else (), shape, batch) for i, (shape, batch) in enumerate(parts)]
 
-    def _part(
-        self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch, installs: Sequence[tuple[int, str]]
-    ) -> StepOutput:  # fmt: skip
+    def _part(self, copies: Copies, shape: Shape, batch: Batch, installs: Installs) -> StepOutput:
         """One micro-batch; hidden states come from the previous stage and go to the next."""
         import torch
 

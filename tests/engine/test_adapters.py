@@ -25,6 +25,14 @@ from tests.models import adapters as made
 NAMES = tuple("abcdefgh")
 
 
+class Choice:
+    """What the ledger looks at of a sequence; each is equal to itself alone, as those are."""
+
+    def __init__(self, adapter: str | None) -> None:
+        self.request = SimpleNamespace(adapter=adapter)
+        self.slot = -1
+
+
 class Ledger(RuleBasedStateMachine):
     """Random calls in the order an engine makes them, against plain sets. Choices wait in order of arrival."""
 
@@ -52,7 +60,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         adapter = data.draw(st.sampled_from([None, *sorted(self.ledger.names.values())]))
-        choice = SimpleNamespace(request=SimpleNamespace(adapter=adapter), slot=-1)
+        choice = Choice(adapter)
         if adapter is not None:
             self.ledger.check(adapter)
         self.ledger.opened(choice.request)
@@ -97,7 +105,7 @@ class Ledger(RuleBasedStateMachine):
         head, before = self.waiting[0], list(self.running)
         while head in self.waiting:
             resident = [c.request.adapter for c in self.running] or [None]
-            late = SimpleNamespace(request=SimpleNamespace(adapter=resident[-1]), slot=-1)
+            late = Choice(resident[-1])
             self.ledger.opened(late.request)
             self.waiting.append(late)
             while self.ledger.first(self.waiting) is not None:
