@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 _REACH_S = 10.0  # a packet that a firewall drops is sent again for minutes
 
 Check = Callable[[], None]  # raises when the group is lost
-Copies, Installs = Sequence[tuple[int, int]], Sequence[tuple[int, str]]  # as in messages.Step
+Copies = Sequence[tuple[int, int]]  # as in messages.Step
+Installs = Sequence[tuple[int, str]]
 
 
 class Rank:
