@@ -127,8 +127,8 @@ class Rank:
         raw = read_config(path)
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=begin.capacity.length, **config.model_options())
         model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype, source)
-        where = {"stage": begin.stage, "worker": begin.rank, "workers": begin.ranks}
-        self.runner = open_rank(model, begin.threads, progress, **where, comm=self._comm)
+        stage, worker, workers = begin.stage, begin.rank, begin.ranks
+        self.runner = open_rank(model, begin.threads, progress, stage=stage, worker=worker, workers=workers, comm=self._comm)
         self._held.callback(self.runner.close)
         if isinstance(device := self.runner.device, Meets):
             device.patience(config.group.load_s, begin.step_timeout_s)
