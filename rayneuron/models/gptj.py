@@ -19,7 +19,8 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     head_dim, rotated = head_size(c["n_embd"], c["n_head"]), c["rotary_dim"]
     inner, positions = c["n_inner"] or 4 * c["n_embd"], c["n_positions"]
     if rotated > head_dim or rotated % 2:
-        raise CheckpointError(f"rotary_dim {rotated} of config.json (64 where it is absent) is odd or more than the {head_dim} of a head")
+        head = f"the {head_dim} of a head (n_embd {c['n_embd']} / n_head {c['n_head']}, or hidden_size / num_attention_heads)"
+        raise CheckpointError(f"rotary_dim {rotated} of config.json (64 where it is absent) is odd or more than {head}")
     return Arch(
         c["model_type"], c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_head"], head_dim, inner, positions,
         c["activation_function"], gated=False, norm="layer", eps=c["layer_norm_epsilon"], rope=Rope(dim=rotated, pairs=True),
