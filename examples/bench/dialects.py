@@ -27,6 +27,7 @@ from server import Server
 MODEL_NAME = "bench"
 CHAT, COMPLETIONS = "chat", "completions"
 RAW = (COMPLETIONS, "TGI", "LMI")
+GREEDY = {"ignore_eos": True, "temperature": 0}
 
 
 def _messages(text: str) -> list[dict[str, str]]:
@@ -38,10 +39,10 @@ def _parameters(new: int) -> dict[str, Any]:
 
 
 WAYS: dict[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {
-    CHAT: ("/v1/chat/completions", lambda text, new: {"messages": _messages(text), "max_tokens": new, "ignore_eos": True}),
-    COMPLETIONS: ("/v1/completions", lambda text, new: {"prompt": text, "max_tokens": new, "ignore_eos": True}),
-    "Responses": ("/v1/responses", lambda text, new: {"input": text, "max_output_tokens": new, "ignore_eos": True}),
-    "Anthropic": ("/v1/messages", lambda text, new: {"messages": _messages(text), "max_tokens": new, "ignore_eos": True}),
+    CHAT: ("/v1/chat/completions", lambda text, new: {"messages": _messages(text), "max_tokens": new, **GREEDY}),
+    COMPLETIONS: ("/v1/completions", lambda text, new: {"prompt": text, "max_tokens": new, **GREEDY}),
+    "Responses": ("/v1/responses", lambda text, new: {"input": text, "max_output_tokens": new, **GREEDY}),
+    "Anthropic": ("/v1/messages", lambda text, new: {"messages": _messages(text), "max_tokens": new, **GREEDY}),
     "TGI": ("/generate_stream", lambda text, new: {"inputs": text, "parameters": _parameters(new)}),
     "LMI": ("/invocations", lambda text, new: {"inputs": text, "parameters": {**_parameters(new), "ignore_eos_token": True}}),
 }
@@ -72,9 +73,7 @@ async def measure(server: Server, words: Words, args: argparse.Namespace) -> dic
     for turn in range(-1, args.rounds):
         for name, (path, made) in WAYS.items():
             texts = [words.prompt(args.prompt, f"{turn}-{name}-{i}")[0] for i in range(clients * args.each)]
-            bodies = [made(text, args.new) | {"model": MODEL_NAME, "stream": True, "temperature": 0} for text in texts]
-            if name in RAW[1:]:  # whose sampling is said by do_sample
-                bodies = [{key: value for key, value in body.items() if key != "temperature"} for body in bodies]
+            bodies = [made(text, args.new) | {"model": MODEL_NAME, "stream": True} for text in texts]
             before, cpu_s = await server.metric("vllm:generation_tokens_total"), server.cpu_s()
             took_s = await load(server.url, path, bodies, clients)
             tokens = await server.metric("vllm:generation_tokens_total") - before
@@ -110,9 +109,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start, measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     from rayneuron import sources
     from rayneuron.text.text import Text
 
@@ -128,9 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = asyncio.run(measure(server, Words(Text(path)), args))
     finally:
         server.close()
-    facts = machine.facts()
-    print(f"{report.show_facts(facts)}; {args.model}, {args.profile}, {args.clients[0]} clients, {args.rounds} rounds\n\n{show(found)}")
-    print(f"\n{report.save('dialects', {'machine': facts, 'figures': found}, args.json)}", file=sys.stderr)
+    about = f"{args.model}, {args.profile}, {args.clients[0]} clients, {args.rounds} rounds"
+    report.tell("dialects", machine.facts(), about, show(found), {"figures": found}, args.json)
     return 0
 
 

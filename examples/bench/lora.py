@@ -149,9 +149,7 @@ def show(found: dict[str, list[float]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     from rayneuron import LLM
 
     watch = machine.Watch([])
@@ -161,9 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lora = {"lora_modules": {f"adapter{i}": path for i, path in enumerate(paths[:8])}, "max_lora_rank": args.rank}
         with LLM(args.model, **words, lora=lora) as room:
             found = measure(plain, room, paths[8:], args)
-    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
-    print(f"{report.show_facts(facts)}; {args.model}, {args.dtype}, rank {args.rank}, {args.rounds} rounds\n\n{show(found)}")
-    print(f"\n{report.save('lora', {'machine': facts, 'figures': found}, args.json)}", file=sys.stderr)
+    about = f"{args.model}, {args.dtype}, rank {args.rank}, {args.rounds} rounds"
+    report.tell("lora", watch.facts(), about, show(found), {"figures": found}, args.json)
     return 0
 
 

@@ -117,6 +117,10 @@ class Watch:
         before, busy_before, mine_before = self._from
         return max(0.0, ((busy - busy_before) - (mine - mine_before)) / max(now - before, TICK_S))
 
+    def facts(self) -> dict[str, str | int | float]:
+        """`facts()`, and what others used meanwhile."""
+        return facts() | {"cores used by others": round(self.others(), 2)}
+
     def _read(self) -> tuple[float, float, float]:
         here = os.getpid()
         mine = sum(p.cpu_s for p in processes() if p.pid == here or p.session in self._sessions)
@@ -141,6 +145,13 @@ def rerun_preferred() -> int:
             return process.wait()
         finally:
             process.terminate()
+
+
+def begin(urgent: bool) -> None:
+    """What comes before anything is measured in this process; where it is `urgent`, that is done by another one, and this one ends."""
+    leave_cleanly_when_told()
+    if urgent:
+        raise SystemExit(rerun_preferred())
 
 
 def leave_cleanly_when_told() -> None:

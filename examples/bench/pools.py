@@ -353,15 +353,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     sys.setswitchinterval(SWITCH_S)
     watch, cores = machine.Watch([]), sorted(os.sched_getaffinity(0))
     found = measure(args, cores)
-    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
-    print(f"{report.show_facts(facts)}; {args.model}, {args.prompt} tokens, {args.rounds} rounds\n\n{show(found)}")
-    print(f"\n{report.save('pools', {'machine': facts, **found}, args.json)}", file=sys.stderr)
+    report.tell("pools", watch.facts(), f"{args.model}, {args.prompt} tokens, {args.rounds} rounds", show(found), found, args.json)
     return 0
 
 

@@ -135,9 +135,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": AT_ONCE, "max_model_len": max(args.long, SHARED + OWN) + 64}
     engines = {name: scheduling.open_engine(args.model, **said, enable_prefix_caching=name == "on") for name in ("on", "off")}
     watch, found = machine.Watch([]), Measured()
@@ -149,10 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found.computed = count_computed(engines["on"])
     for engine in engines.values():
         engine.close()
-    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
-    print(f"{report.show_facts(facts)}; {args.model}, {args.long} tokens, {args.rounds} rounds\n\n{show(found)}")
-    document = {"machine": facts, **{name: getattr(found, name) for name in Measured.__slots__}}
-    print(f"\n{report.save('prefix', document, args.json)}", file=sys.stderr)
+    figures = {name: getattr(found, name) for name in Measured.__slots__}
+    report.tell("prefix", watch.facts(), f"{args.model}, {args.long} tokens, {args.rounds} rounds", show(found), figures, args.json)
     return 0
 
 

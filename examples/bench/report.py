@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,12 @@ def bar(name: str, value: float, limit: float, at_least: bool = True) -> tuple[s
 def show_facts(facts: Mapping[str, object]) -> str:
     """The machine in one paragraph."""
     return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def tell(name: str, facts: Mapping[str, Any], about: str, text: str, figures: Mapping[str, Any], path: Path | None) -> None:
+    """Print on what machine and of what it is, then the text; `save` the figures."""
+    print(f"{show_facts(facts)}; {about}\n\n{text}")
+    print(f"\n{save(name, {'machine': facts, **figures}, path)}", file=sys.stderr)
 
 
 def save(name: str, document: Mapping[str, Any], path: Path | None) -> Path:

@@ -242,18 +242,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     watch = machine.Watch([])
     admission, before = (Admission(), Admission()) if args.host_only else measure_admission(args)
     hosts = {rows: host_step(args.host_model, rows, args.host_steps) for rows in args.host_rows}
-    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
-    print(f"{report.show_facts(facts)}; {args.streams} streams, {args.long} tokens admitted, {args.rounds} rounds\n")
-    print(show(admission, before, hosts, args.long))
+    about, text = f"{args.streams} streams, {args.long} tokens admitted, {args.rounds} rounds", show(admission, before, hosts, args.long)
     found = {name: {n: getattr(a, n) for n in Admission.__slots__} for name, a in (("limited", admission), ("unlimited", before))}
-    document = {"machine": facts, "admission": found, "host_s": hosts}
-    print(f"\n{report.save('scheduling', document, args.json)}", file=sys.stderr)
+    report.tell("scheduling", watch.facts(), about, text, {"admission": found, "host_s": hosts}, args.json)
     return 0
 
 

@@ -152,9 +152,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     from rayneuron import loading
     from rayneuron.config import parse
 
@@ -170,10 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(engines, args.rows, args.new, turn, found)
     for opened in engines.values():
         opened.engine.close()
-    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
-    print(f"{report.show_facts(facts)}; {args.model}, {args.dtype}, {args.rounds} rounds\n\n{show(found)}")
     ratios = {f"{family}, {rows}": {n: found.ratio(family, rows, n) for n in by} for (family, rows), by in found.runs.items()}
-    print(f"\n{report.save('speculation', {'machine': facts, 'ratios': ratios}, args.json)}", file=sys.stderr)
+    about = f"{args.model}, {args.dtype}, {args.rounds} rounds"
+    report.tell("speculation", watch.facts(), about, show(found), {"ratios": ratios}, args.json)
     return 0
 
 

@@ -187,9 +187,7 @@ def show(found: dict[str, list[float]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
-    if args.urgent:
-        return machine.rerun_preferred()
+    machine.begin(args.urgent)
     from rayneuron import LLM
 
     watch = machine.Watch([])
@@ -197,9 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": rows, "max_model_len": 1024}
     with LLM(args.model, **said, enable_prefix_caching=False, speculative_config=False) as llm:
         found = measure(llm, args)
-    facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
-    print(f"{report.show_facts(facts)}; {args.model}, {args.dtype}, {args.rounds} rounds\n\n{show(found)}")
-    print(f"\n{report.save('structured', {'machine': facts, 'figures': found}, args.json)}", file=sys.stderr)
+    about = f"{args.model}, {args.dtype}, {args.rounds} rounds"
+    report.tell("structured", watch.facts(), about, show(found), {"figures": found}, args.json)
     return 0
 
 
