@@ -33,7 +33,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron.errors import ConfigError
     from rayneuron.sim import plots
     from rayneuron.sim.fleet import Simulation
     from rayneuron.sim.setup import Setup
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     arrivals = times.arrivals(args, args.rate * args.nodes, most, capacity.block, capacity.length)
     report = Simulation(setup, arrivals, args.seed).run()
     if not report.arrived:
-        raise ConfigError(f"no request of the trace fits max_model_len {capacity.length}; write a larger one")
+        raise times.nothing_fits(capacity.length)
     report.usd_per_hour = _usd(args, config)
     print(report.text())
     if args.json is not None:

@@ -32,13 +32,15 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run it."""
     from rayneuron.errors import ConfigError
+    from rayneuron.placement import prices
     from rayneuron.sim import plots, sizing
 
     if args.plot is not None:
         plots.check()
     goal = _goal(args)
     config = times.only(deployment.read(args).deployments)
-    candidates, refused = _candidates(args, config)
+    known = prices.priced(args.price)
+    candidates, refused = _candidates(args, config, known)
     if not candidates:
         raise ConfigError("no instance type can hold it:\n" + "\n".join(f"  {name}: {why}" for name, why in refused.items()))
 
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         return times.arrivals(args, args.rate, args.requests, c.block, c.length)
 
     if next(requests(candidates[0]), None) is None:
-        raise ConfigError(f"no request of the trace fits max_model_len {candidates[0].capacity.length}; write a larger one")
+        raise times.nothing_fits(candidates[0].capacity.length)
     sized = sizing.size(candidates, requests, goal, args.most, args.seed)
     best = sized[0]
     if best.report is None:
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{best.nodes} x {best.candidate.name}: US$ {best.usd:.2f} an hour")
     print(best.report.text())
     print("\n" + "\n".join(_line(one) for one in sized) + "".join(f"\n{name}: {why}" for name, why in refused.items()))
-    print(f"\nPrices: {', '.join(sorted({_notes(args)[c.name.split()[0]] for c in candidates}))}; say others with --price TYPE=USD.")
+    print(f"\nPrices: {', '.join(sorted({known[c.name.split()[0]].note for c in candidates}))}; say others with --price TYPE=USD.")
     if not all(c.measured for c in candidates):
         print("Times marked guess are nobody's measurement: they follow from data sheets and AWS's published figures for Llama 3.")
     if args.json is not None:
@@ -76,13 +78,13 @@ def _goal(args: argparse.Namespace) -> Any:
     return Goal(ttft_s, tpot_s, args.slo_share)
 
 
-def _candidates(args: argparse.Namespace, config: Any) -> tuple[list[Any], dict[str, str]]:
+def _candidates(args: argparse.Namespace, config: Any, known: Any) -> tuple[list[Any], dict[str, str]]:
     """Every type at every degree that holds the model; and why the others do not, those without a price among them."""
     from rayneuron.errors import RayNeuronError
-    from rayneuron.placement import instances, prices
+    from rayneuron.placement import instances
     from rayneuron.sim.sizing import NodeChoice
 
-    known, found, refused = prices.priced(args.price), [], dict[str, str]()
+    found, refused = [], dict[str, str]()
     own = instances.instance(config.instance).name if args.profile is not None and config.instance is not None else None
     for name in args.of or instances.INSTANCES:
         instance = instances.instance(name)
@@ -135,9 +137,3 @@ def _json(one: Any) -> dict[str, Any]:
     c = one.candidate
     told = {"name": c.name, "nodes": one.nodes, "engines": c.engines, "measured": c.measured, "why": one.why}
     return told if one.report is None else {**told, "usd_per_hour": one.usd, "report": one.report.json()}
-
-
-def _notes(args: argparse.Namespace) -> dict[str, str]:
-    from rayneuron.placement import prices
-
-    return {name: price.note for name, price in prices.priced(args.price).items()}

@@ -37,6 +37,13 @@ def arrivals(args: argparse.Namespace, rate: float, most: int | None, block: int
     return islice((a for a in found if a.prompt + a.output <= length), most)
 
 
+def nothing_fits(length: int) -> Exception:
+    """What is raised where `arrivals` has none."""
+    from rayneuron.errors import ConfigError
+
+    return ConfigError(f"no request of the trace fits max_model_len {length}; write a larger one")
+
+
 def only(deployments: Any) -> Any:
     """The one model that is simulated."""
     from rayneuron.errors import ConfigError

@@ -49,16 +49,13 @@ class HostSampling:
         if not params.greedy:
             uniform = float(sampling.uniforms([sequence.seed], [len(sequence.ids)])[0])  # the same as `runner.pack` gives the device
         top_k = max(params.top_k, 0)
-        if self._rule is None or params.greedy:
-            how = (params.temperature, top_k, params.top_p, params.min_p, uniform)
-            if params.greedy or params.typical_p == 1.0:
-                return sampling.on_host(row, how, mask)
-            if mask is not None and (row := sampling.masked(row, mask)).max() == logits.BANNED:
-                return -1
-            row = sampling.typical(row, how, params.typical_p)
-            return sampling.on_host(row, (1.0, 0, 1.0, 0.0, uniform))
+        how = (params.temperature, top_k, params.top_p, params.min_p, uniform)
+        if params.greedy or (self._rule is None and params.typical_p == 1.0):
+            return sampling.on_host(row, how, mask)
         if mask is not None and (row := sampling.masked(row, mask)).max() == logits.BANNED:
             return -1
+        if self._rule is None:
+            return sampling.on_host(sampling.typical(row, how, params.typical_p), (1.0, 0, 1.0, 0.0, uniform))
         told = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
         ids, _ = neuron_sampling.sample(row[None], *told, self._rule)
         return int(ids[0])

@@ -115,17 +115,15 @@ class ServedEngine(Answering, Deployed, Replica):
     async def change_adapters(self, change: Change) -> None:
         """The same on every replica, first on this one, which says what is wrong. One that comes later has those of the file alone."""
         await super().change_adapters(change)
-        context = serve.get_replica_context()
-        handle, wanted = serve.get_deployment_handle(context.deployment, context.app_name), change._replace(replaces=True)
-        answers = await everybody(handle, "replica_change_adapters", *wanted)
+        answers = await self._everybody("replica_change_adapters", *change._replace(replaces=True))
         wrong = [answer for answer in answers if isinstance(answer, BaseException) and not isinstance(answer, UnknownModel)]
         if wrong:
             raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
 
-    async def _everybody(self, method: str) -> Sequence[Any]:
+    async def _everybody(self, method: str, *arguments: Any) -> Sequence[Any]:
         """What every replica, this one too, answers to a call of a method, or what it raised."""
         context = serve.get_replica_context()
-        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method)
+        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method, *arguments)
 
     def _publish(self, progress: str) -> None:
         readiness.publish(serve.get_replica_context().app_name, progress)
