@@ -30,7 +30,7 @@ WAYS = [
 @pytest.mark.parametrize(("seed", "way", "cached", "ahead"), WAYS)
 def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, way, cached, ahead):  # noqa: F811
     """Whatever the generator of the engine's fuzz draws: seeds, choices, logprobs, penalties, stops; with and without a prefix cache on
-    both sides; not one prompt token is computed where it is decoded."""
+    both sides; not one prompt token is computed where it is decoded unless its KV was lost, or half of the blocks waited."""
     rng = random.Random(seed)
     families = [[rng.randrange(12, 512) for _ in range(64)] for _ in range(3)] if cached else None
     requests = [draw(rng, i, families) for i in range(40)]
@@ -41,7 +41,7 @@ def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, 
         got = pair.run(*requests)
         assert got == {(r.id, i): solo(r, i) for r in requests for i in range(r.params.n)}
         pair.at_baseline()
-        local = pair.d.engine.scheduler.preemptions + pair.d.counts["failed"]
+        local = pair.d.engine.scheduler.preemptions + pair.d.counts["failed"] + pair.d.pulls.prefills["local", "room"]
         assert pair.d.counts["adopted"] > 15 and (local or not pair.d.counts["prefill"]), pair.d.counts
         assert pair.p.offers.counts["committed"] >= pair.d.pulls.counts["adopted"], "what is adopted was committed"
 
