@@ -102,7 +102,7 @@ def fuzz(tmp_path: Path, share: float) -> None:
 
 
 def test_every_key_with_wrong_values(tmp_path: Path) -> None:
-    fuzz(tmp_path, 0.06)
+    fuzz(tmp_path, 0.03)
 
 
 @pytest.mark.slow
