@@ -52,6 +52,14 @@ void Adapting::wait() const {
         else sched_yield();
 }
 
+void Adapting::fetch(int first, int count, int vector, int vectors) const {
+    for (const Share& s : shares_) {
+        if (s.first >= first + count || s.first + s.count <= first) continue;
+        const size_t each = s.pair->b_steps * VECTOR;
+        for (const char *at = s.pair->b + vector * each, *end = at + vectors * each; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    }
+}
+
 void Adapting::sums(int first, int count, int vector, int vectors, float* out) const {
     for (const Share& s : shares_) {
         const int from = std::max(first, s.first), rows = std::min(first + count, s.first + s.count) - from;

@@ -38,6 +38,9 @@ class Adapting {
     void help();
     void wait() const;
 
+    // Ask memory for what `sums` is going to read.
+    void fetch(int first, int count, int vector, int vectors) const;
+
     // For rows [first, first + count) and vectors of outputs from `vector` on: what is added, [count][vectors * LANES]. Only what belongs to
     // rows that `has` names is written. A row's sums run over its inputs, then over the rank, in order: they depend on no other row.
     void sums(int first, int count, int vector, int vectors, float* out) const;

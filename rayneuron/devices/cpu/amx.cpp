@@ -165,6 +165,8 @@ void tile_strip(Kind kind, int rows, const char* w, size_t panel, int vectors, c
     TILE_RELEASE();  // idle tiles are not saved when threads change, and let the core sleep
 }
 
+constexpr size_t FAR = 4096;  // bytes of A asked for early
+
 void tile_thin(int rows, const char* w, int vectors, const char* x, size_t stride, const int32_t* from, int steps, float* out, size_t ldo) {
     const int deep = steps % DEEP ? DEEP / 2 : DEEP;  // so that nothing is left of k
     TileShapes shapes;
@@ -176,6 +178,7 @@ void tile_thin(int rows, const char* w, int vectors, const char* x, size_t strid
         const int one = at(v), two = at(v + 1);
         TILE_ZERO(0); TILE_ZERO(1);
         for (int s = 0; s < steps; s += deep) {
+            for (int i = 0; steps > DEEP && i < deep; i++) _mm_prefetch(w + (s + i) * VECTOR + FAR, _MM_HINT_T1);  // of A, which is long
             if (one >= 0) { TILE_LOAD(4, x + one + 4 * s, stride); TILE_LOAD(5, w + s * VECTOR, VECTOR); TILE_DOT_BF16(0, 4, 5); }
             if (two >= 0) { TILE_LOAD(6, x + two + 4 * s, stride); TILE_LOAD(7, w + size + s * VECTOR, VECTOR); TILE_DOT_BF16(1, 6, 7); }
         }

@@ -273,6 +273,7 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
+                if (more && blocks == 1) more->fetch(0, rows, 2 * p, vectors);
                 few(w, count, w.data + p * w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, acc, ahead);
                 if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
                 for (int i = 0; i < count; i++) {
