@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, L attended positions, M blocks of a row, U ids sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -208,8 +208,8 @@ class Adapts(Protocol):
     def open_adapters(self, arch: Arch, sizes: Sequence[Mapping[str, tuple[int, int]]], slots: int, rank: int) -> None:
         """Make room for `slots` of them, of at most `rank`, after the load and before any step. sizes: `models.lora.sizes`."""
 
-    def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
-        """One as the device keeps it on the host. For any thread."""
+    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
+        """One as the device keeps it on the host, of its layers as they come. For any thread."""
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """Have a slot hold what `pack_adapter` has made, between two steps."""

@@ -91,10 +91,10 @@ class Adapted(Runner):
 
 def cut(path: Path, runner: Runner, folders: list[Path], dtype: torch.dtype = torch.float32) -> list[list[adapted.Pairs]]:
     """Some adapters, as a rank of a model holds them."""
-    family = models.family(hub.read_config(path))
+    modules = lora.modules_of(runner.arch, models.family(hub.read_config(path)))
     how = weights.cut_for(runner.arch, runner.comm.rank, runner.comm.ranks)
-    read = [lora.read(folder, runner.arch, family, max_rank=RANK) for folder in folders]
-    return [lora.cut(each, how, range(runner.arch.layers), dtype) for each in read]
+    read = [lora.read(folder, runner.arch, modules, max_rank=RANK) for folder in folders]
+    return [list(lora.cut(each, how, range(runner.arch.layers), dtype)) for each in read]
 
 
 def sizes(path: Path, runner: Runner) -> list[dict[str, tuple[int, int]]]:

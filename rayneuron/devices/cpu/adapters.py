@@ -6,7 +6,7 @@ R the adapter's rank, in whole vectors; a pair is A [R, in] and B [out, R].
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,9 +81,9 @@ class Slots:
         """Of a layer's table."""
         return ctypes.addressof(self._tables[layer])
 
-    def pack(self, adapter: Sequence[Pairs], dtype: torch.dtype) -> Packed:
+    def pack(self, adapter: Iterable[Pairs], dtype: torch.dtype) -> Packed:
         """An adapter for `put`. For any thread."""
-        made = Packed(len(adapter))
+        made = Packed(len(self._sizes))
         for i, (pairs, sizes) in enumerate(zip(adapter, self._sizes, strict=True)):
             for name in TOGETHER:
                 made.put(i, name, pairs, sizes, dtype)
@@ -111,8 +111,13 @@ def _up(
         if pair is None:
             continue
         up, column = pair[1], 0 if apart else place * rank
-        where = torch.arange(len(up)) // LANES * 2 * LANES + torch.arange(len(up)) % LANES + i * LANES if gated else slice(firsts[i], firsts[i + 1])
-        b[where, column : column + up.shape[1]] = up
+        columns = slice(column, column + up.shape[1])
+        if gated:
+            whole, turns = len(up) // LANES, b.view(-1, 2, LANES, b.shape[1])[:, i, :, columns]
+            turns[:whole] = up[: whole * LANES].view(whole, LANES, -1)
+            turns[whole:, : len(up) % LANES] = up[whole * LANES :]
+        else:
+            b[firsts[i] : firsts[i + 1], columns] = up
         if apart:
             vectors = slice(i, None, 2) if gated else slice(firsts[i] // LANES, _whole(firsts[i + 1]) // LANES)
             starts[vectors] = place * rank * dtype.itemsize

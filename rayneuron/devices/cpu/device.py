@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -102,9 +102,10 @@ class Cpu:
         layers = [adapted.tables(w, each, slots, rank, self.dtype) for w, each in zip(layers, sizes, strict=True)]
         self._weights = {**self._weights, "layers": layers, "lora_rank": rank}
 
-    def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
+    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
         """Packed, or as it is."""
-        return self.kernels.slots.pack(adapter, self.dtype) if self.kernels is not None and self.kernels.slots is not None else adapter
+        slots = self.kernels.slots if self.kernels is not None else None
+        return list(adapter) if slots is None else slots.pack(adapter, self.dtype)
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """A row of the kernels' tables, or a part of torch's."""
