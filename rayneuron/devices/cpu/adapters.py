@@ -17,7 +17,7 @@ from rayneuron.models.adapted import Pairs
 
 # What is multiplied at once, of what: outputs lie one behind the other, those of gate and up in turns of a vector.
 TOGETHER = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",)}
-Sizes = Mapping[str, tuple[int, int]]
+PartSizes = Mapping[str, tuple[int, int]]
 
 
 class PairFields(ctypes.Structure):
@@ -35,14 +35,14 @@ class LoraFields(ctypes.Structure):
     _fields_ = [(name, PairFields) for name in TOGETHER]
 
 
-class Packed:
+class PackedAdapter:
     """An adapter: `rows` of every layer's table, in memory that is given back with them."""
 
     def __init__(self, layers: int) -> None:
         self.rows = [LoraFields() for _ in range(layers)]
         self._arena, self._held = Arena(), list[Tensor]()
 
-    def put(self, layer: int, name: str, pairs: Pairs, sizes: Sizes, dtype: torch.dtype) -> None:
+    def put(self, layer: int, name: str, pairs: Pairs, sizes: PartSizes, dtype: torch.dtype) -> None:
         """The pairs of what is multiplied at once."""
         parts = [part for part in TOGETHER[name] if part in sizes]
         every = [pairs.get(part) for part in parts]
@@ -71,25 +71,25 @@ class Packed:
 class Slots:
     """The slots of every layer. `put` changes them between two steps; what is in one is kept alive here."""
 
-    def __init__(self, sizes: Sequence[Sizes], slots: int) -> None:
+    def __init__(self, sizes: Sequence[PartSizes], slots: int) -> None:
         """sizes: `models.lora.sizes`."""
         self._sizes = sizes
         self._tables = [(LoraFields * slots)() for _ in sizes]
-        self._held: list[Packed | None] = [None] * slots
+        self._held: list[PackedAdapter | None] = [None] * slots
 
     def address(self, layer: int) -> int:
         """Of a layer's table."""
         return ctypes.addressof(self._tables[layer])
 
-    def pack(self, adapter: Iterable[Pairs], dtype: torch.dtype) -> Packed:
+    def pack(self, adapter: Iterable[Pairs], dtype: torch.dtype) -> PackedAdapter:
         """An adapter for `put`. For any thread."""
-        made = Packed(len(self._sizes))
+        made = PackedAdapter(len(self._sizes))
         for i, (pairs, sizes) in enumerate(zip(adapter, self._sizes, strict=True)):
             for name in TOGETHER:
                 made.put(i, name, pairs, sizes, dtype)
         return made
 
-    def put(self, slot: int, adapter: Packed) -> None:
+    def put(self, slot: int, adapter: PackedAdapter) -> None:
         """Have a slot hold an adapter."""
         for table, row in zip(self._tables, adapter.rows, strict=True):
             table[slot] = row
