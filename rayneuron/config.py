@@ -217,7 +217,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | None = Field(None, description="On the CPU, tokens tried before they are known. Default: none.")
+    speculative_config: SpeculativeConfig | None = SpeculativeConfig.model_construct()
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()
@@ -271,7 +271,7 @@ class Deployment(Section):
             raise ValueError("enable_prefix_caching goes without capacity_factor, by which KV depends on what shares a step; leave one out")
         if self.enable_prefix_caching and self.block_size and self.max_model_len and self.block_size >= self.max_model_len:
             raise ValueError("enable_prefix_caching needs blocks smaller than a sequence; leave block_size out, or write 64")
-        if self.speculative_config and (why := undrafted(self)) is not None:
+        if self.speculative_config and "speculative_config" in self.model_fields_set and (why := undrafted(self)) is not None:
             raise ValueError(f"speculative_config goes without {why}")
         if self.compile.async_mode and self.pipeline_parallel > 1:
             raise ValueError("compile.async_mode goes without pipeline_parallel, whose stages overlap by micro_batches; leave it out")

@@ -21,7 +21,8 @@ class OnDeviceSampling(Section):
 
 
 class SpeculativeConfig(Section):
-    """Tokens that may come next are tried several at once; which tokens come does not depend on it. vLLM's names."""
+    """Tokens that may come next are tried several at once; which tokens come does not depend on it. vLLM's names. Where nothing is said,
+    it is on wherever that is exact to the bit: on the CPU, with its kernels; null or false: off."""
 
     method: str = Field(default="ngram", description="ngram: what followed the last tokens where they occurred before.")
     num_speculative_tokens: int = Field(default=8, ge=1, le=64, description="The most tokens tried for a sequence in one step.")

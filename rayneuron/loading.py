@@ -23,6 +23,7 @@ from rayneuron.types import Profile
 if TYPE_CHECKING:
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
+    from rayneuron.engine.speculation.drafting import Speculation
     from rayneuron.group.children import Processes
     from rayneuron.group.group import Group
     from rayneuron.group.opening import Runnable
@@ -94,7 +95,6 @@ def open_engine(
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.probe import probe
-        from rayneuron.engine.speculation.drafting import speculation
         from rayneuron.structured import Grammars
 
     with _timed(seconds, "check"):
@@ -131,7 +131,7 @@ def open_engine(
         engine = Engine(
             runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile,
             grammars=grammars,
-            speculation=speculation(drafts, profile, runner.capacity.rows) if (drafts := config.speculative_config) else None,
+            speculation=_speculation(model, profile),
         )  # fmt: skip
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
@@ -227,6 +227,18 @@ def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile
         log.warning("what steps take cannot be kept for the next start: %s", problem)
         found = made[0] if made else profiles.measure(runner, model.arch.vocab)
     return profiles.limited(found, config.prefill_chunk_ms)
+
+
+def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
+    """What drafts; where nobody asked for it, only with the kernels, by which a token has the same bits in any step."""
+    from rayneuron import devices
+    from rayneuron.engine.speculation.drafting import speculation
+    from rayneuron.placement.fitting import drafting
+
+    said, config = drafting(model.config, model.raw), model.config
+    if said is None or ("speculative_config" not in config.model_fields_set and devices.built(config.device) == "torch"):
+        return None
+    return speculation(said, profile, model.capacity.rows)
 
 
 def _estimate(model: Runnable) -> str:

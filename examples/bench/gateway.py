@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if part not in args.parts:
             continue
         deployment: dict[str, Any] = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": 16, "max_model_len": 2048}
-        deployment |= {"dtype": args.dtype, "threads": args.threads if replicas == 1 else 1}
+        deployment |= {"speculative_config": False, "dtype": args.dtype, "threads": args.threads if replicas == 1 else 1}
         deployment |= {"serving": {"num_replicas": replicas, "num_cpus": 0.5, "reset_prefix_cache": True}}
         with ExitStack() as stack:
             server = launch.gateway(deployment, args.profile, args.urgent)

@@ -148,6 +148,7 @@ def decode_rates(model: str, rows: int, new: int, rounds: int) -> dict[str, list
     from rayneuron import LLM, SamplingParams
 
     options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": rows, "threads": 1, "buckets": {"batch": [rows]}}
+    options["speculative_config"] = False
     engines = {name: LLM(model, **options, **shape) for name, shape in MODES.items()}
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     prompts = [[1 + i, 2, 3, 4] for i in range(rows)]

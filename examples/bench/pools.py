@@ -252,6 +252,7 @@ def measure(args: argparse.Namespace, cores: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"rates": transports(cores, args.rounds)}
     token, pools = secrets.token_bytes(32), {"local_tokens": 100, "stall_s": STALL_S}
     words = {"model": {"path": args.model}, "dtype": args.dtype, "max_num_seqs": 24, "max_model_len": args.prompt + 96}
+    words["speculative_config"] = False
     with ExitStack() as stack:
         one = {**words, "threads": 1, "pools": pools}
         process, addresses = child({"config": one, "token": token.hex(), "cores": cores[-1:]}, stack)

@@ -56,7 +56,7 @@ def open_engine(model: str, **words: Any) -> Engine:
     from rayneuron import loading
     from rayneuron.config import parse
 
-    return loading.open_engine(parse({"model": {"path": model}, **words})).engine
+    return loading.open_engine(parse({"model": {"path": model}, "speculative_config": False, **words})).engine
 
 
 def add(engine: Engine, name: str, prompt: int, new: int) -> None:

@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rayneuron.text.text import Text
 
     path = sources.resolve(args.model).path
-    sizes = {"threads": args.threads, "dtype": args.dtype}
+    sizes = {"threads": args.threads, "dtype": args.dtype, "speculative_config": False}
     rows, length = max(args.clients), args.prompt + args.new + 16
     deployment = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": rows, "max_model_len": length, **sizes}
     with ExitStack() as stack:

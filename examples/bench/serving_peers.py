@@ -38,7 +38,7 @@ def servers(model: Path, args: argparse.Namespace) -> dict[str, Callable[[], Ser
     """How to start each, by name."""
     rows, length = max(args.clients), args.prompt + args.new + 16
     ours = {"model": {"path": str(model), "name": MODEL_NAME}, "dtype": "bf16", "threads": args.threads}
-    ours |= {"max_num_seqs": rows, "max_model_len": length}
+    ours |= {"max_num_seqs": rows, "max_model_len": length, "speculative_config": False}
     peer = (model, MODEL_NAME, rows, length, args.threads, args.urgent, args.venvs)
     return {
         FAST: lambda: launch.rayneuron(ours, "fast", args.urgent),

@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     watch = machine.Watch([])
     rows = max(args.rows, 9)
-    with LLM(args.model, dtype=args.dtype, threads=args.threads, max_num_seqs=rows, max_model_len=1024, enable_prefix_caching=False) as llm:
+    said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": rows, "max_model_len": 1024}
+    with LLM(args.model, **said, enable_prefix_caching=False, speculative_config=False) as llm:
         found = measure(llm, args)
     facts = machine.facts() | {"cores used by others": round(watch.others(), 2)}
     print(f"{report.show_facts(facts)}; {args.model}, {args.dtype}, {args.rounds} rounds\n\n{show(found)}")

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
+from rayneuron.config_features import SpeculativeConfig, undrafted
 from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES
 from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, targets
 from rayneuron.engine.buckets import SMALLEST_PREFIXED, Capacity, capacity, inventory, prefixes, smaller
 from rayneuron.errors import ConfigError
+from rayneuron.models import words
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
 from rayneuron.placement.layout import Layout, partition
 from rayneuron.placement.memory import Memory, memory
@@ -77,8 +79,19 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         smallest=config.buckets.smallest,
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
-        verify=1 + config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
+        verify=1 + drafts.num_speculative_tokens if (drafts := drafting(config, raw)) is not None else 0,
     )
+
+
+def drafting(config: Deployment, raw: Mapping[str, Any]) -> SpeculativeConfig | None:
+    """How tokens are drafted: as the deployment says; where it does not say, wherever no bit of a token hangs on how many share its step,
+    that is where layers run in the device's fused form."""
+    said = config.speculative_config
+    if said is None or "speculative_config" in config.model_fields_set:
+        return said
+    arch = models.architecture(dict(raw))
+    apart = config.kv_dtype is not None or config.shard_over_sequence or arch.uncommon or arch.head_dim % 2
+    return None if apart or undrafted(config) is not None or words.compute(config.dtype, raw) == "fp16" else said
 
 
 def graphs_of(config: Deployment, c: Capacity) -> Sequence[Target]:

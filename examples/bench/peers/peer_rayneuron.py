@@ -24,6 +24,7 @@ def open_peer(settings: dict[str, Any]) -> Run:
                 "threads": settings["threads"],
                 "max_num_seqs": settings["rows"],
                 "max_model_len": settings["length"],
+                "speculative_config": False,  # peers draft nothing, and text without an end repeats itself: drafts would be flattered
             }
         )
     )
