@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from rayneuron.metrics import METRICS, Gateway, Metric
+from rayneuron.metrics import METRICS, Gateway, HostMetrics, Metric
 
-EVERY = (*METRICS, *(f.default for f in fields(Gateway)))
+EVERY = (*METRICS, *(f.default for kind in (Gateway, HostMetrics) for f in fields(kind)))
 
 BY = "model_name"
 MINUTES = "5m"
@@ -62,9 +62,9 @@ def panel(number: int, metric: Metric) -> dict[str, Any]:
     }
 
 
-def board(title: str, metrics: list[Metric]) -> dict[str, Any]:
-    """One dashboard over some metrics."""
-    models = {"name": "model", "type": "query", "datasource": SOURCE, "query": 'label_values(vllm:num_requests_running, model_name)'}
+def board(title: str, metrics: list[Metric], named: str) -> dict[str, Any]:
+    """One dashboard over some metrics. `named`: the one whose models can be chosen."""
+    models = {"name": "model", "type": "query", "datasource": SOURCE, "query": f"label_values({named}, {BY})"}
     return {
         "uid": title.replace(" ", "-"),
         "title": title,
@@ -91,7 +91,7 @@ def boards() -> dict[str, dict[str, Any]]:
         mine = [m for m in rest if m.name.startswith(prefix)]
         rest = [m for m in rest if m not in mine]
         if mine:
-            out[name] = board(f"rayneuron {name}", mine)
+            out[name] = board(f"rayneuron {name}", mine, "rayneuron:host_models" if name == "host" else "vllm:num_requests_running")
     return out
 
 
@@ -114,6 +114,12 @@ def alerts() -> dict[str, Any]:
         alert("Errors", "critical", "5m",
               'sum by (model_name) (rate(vllm:request_success_total{finished_reason="error"}[5m])) > 0',
               "Requests to {{ $labels.model_name }} end with an error; the replica's log has their ids."),
+        alert("WakesFail", "critical", "0m", 'increase(rayneuron:host_wakes_total{outcome="failed"}[15m]) > 0',
+              "{{ $labels.model_name }} was called and could not be started; /debug/hosts says why."),
+        alert("Asleep", "warning", "10m", 'rayneuron:host_calls_held > 0 and on (model_name) rayneuron:host_models{state="sleeping"} > 0',
+              "Calls to {{ $labels.model_name }} are held and no cores can be had for it; add nodes, or lower what is pinned."),
+        alert("ForeignCores", "warning", "10m", 'rayneuron:host_cores{state="foreign"} > 0',
+              "Processes that are nobody's here hold cores of {{ $labels.node }}: see `rayneuron doctor` there."),
     ]  # fmt: skip
     return {
         "apiVersion": "monitoring.coreos.com/v1",

@@ -46,6 +46,10 @@ SERVICES = {
     "rayservice-trn1x4-405b": Service(
         "llama405b_trn1x4.yaml", "Llama-3.1-405B over four trn1.32xlarge with EFA. Not run on AWS.", "trn1.32xlarge", hosts=4
     ),
+    "rayservice-trn1x4-405b-pp": Service(
+        "llama405b_trn1x4_pp.yaml", "Llama-3.1-405B in four stages, a trn1.32xlarge each, with EFA. Not run on AWS.",
+        "trn1.32xlarge", hosts=4,
+    ),
     "rayservice-cpu": Service(
         "smollm2.yaml", "A small chat model on CPUs, for kind or any cluster.\n  kind load docker-image rayneuron:cpu",
         models=None, worker={"cpu": "4", "memory": "8Gi"},

@@ -20,6 +20,7 @@ _SAME = {
     "repetition_penalty": "repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "min_p": "min_p",
+    "typical_p": "typical_p",
     "top_p": "top_p",
     "top_k": "top_k",
     "temperature": "temperature",
@@ -34,7 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "penalty_alpha": (None, 0),
-    "typical_p": (None, 1.0),
     "return_dict_in_generate": (None, False),
     "output_scores": (None, False),
     "output_logits": (None, False),
@@ -144,7 +144,7 @@ def _params(settings: dict[str, Any], prompt: int, width: int, most: int) -> Sam
         )
     values = {ours: settings[theirs] for theirs, ours in _SAME.items() if theirs in settings}
     if not sampling:
-        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
     elif "top_k" not in settings:
         values["top_k"] = 50  # transformers' default
     eos = settings.get("eos_token_id")

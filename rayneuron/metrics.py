@@ -188,3 +188,35 @@ class Gateway:
     replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
     misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")
     frames: Metric = Metric("rayneuron:gateway_link_frames", "counter", "Frames heard from replicas.")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMetrics:
+    """What a gateway says of its host, as the arbiter knows it; the same whichever gateway is asked. `refusals` are the gateway's own."""
+
+    models: Metric = Metric("rayneuron:host_models", "gauge", "1 for how it stands with a model.", ("state",))
+    seats: Metric = Metric(
+        "rayneuron:host_seats", "gauge", "Seats of a model, by state.", ("state",),
+        known=tuple((state,) for state in ("reserved", "starting", "ready", "moving", "draining", "stopping")),
+    )  # fmt: skip
+    cores: Metric = Metric(
+        "rayneuron:host_cores", "gauge", "Cores of a node by its ledger: free, held by a seat, or by a process that is nobody's here.",
+        ("node", "state"),
+    )  # fmt: skip
+    eta: Metric = Metric("rayneuron:host_eta_seconds", "gauge", "When a model that is not awake is expected; none where nobody can say.")
+    eta_error: Metric = Metric(
+        "rayneuron:host_eta_error", "gauge", "|expected - actual| time of a model's last start, as a share of the actual."
+    )
+    wakes: Metric = Metric(
+        "rayneuron:host_wakes", "counter", "Starts, by how they ended.", ("outcome",), known=(("started",), ("failed",))
+    )
+    dismissals: Metric = Metric(
+        "rayneuron:host_dismissals", "counter", "Seats put to sleep, and why.", ("why",),
+        known=(("idle",), ("fewer",), ("moved",), ("room",)),
+    )  # fmt: skip
+    held: Metric = Metric("rayneuron:host_calls_held", "gauge", "Calls that wait for a model to wake.")
+    resident: Metric = Metric("rayneuron:host_weights_resident", "gauge", "Share of a model's weights that is in memory, 0 to 1.")
+    refusals: Metric = Metric(
+        "rayneuron:host_refusals", "counter", "Calls turned away from a model that was not awake.", ("reason",),
+        known=(("failed",), ("late",), ("full",)),
+    )  # fmt: skip

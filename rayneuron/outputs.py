@@ -74,6 +74,7 @@ Spell = Callable[[int], str]
 
 def collect(request: Request, prompt: str | None, deltas: Iterable[Delta], spell: Spell) -> RequestOutput:
     """Join the deltas of one request. `spell`: token id -> text."""
+    listed = bool(request.params.logprob_token_ids)
     outputs = [CompletionOutput(index=i) for i in range(request.params.n)]
     result = RequestOutput(request.id, prompt, request.prompt_ids, outputs)
     for delta in deltas:
@@ -81,7 +82,7 @@ def collect(request: Request, prompt: str | None, deltas: Iterable[Delta], spell
         choice.text += delta.text
         choice.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            choice.logprobs = (choice.logprobs or []) + [table(entry, spell) for entry in delta.logprobs]
+            choice.logprobs = (choice.logprobs or []) + [table(entry, spell, not listed) for entry in delta.logprobs]
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(entry.logprob for entry in delta.logprobs)
         if delta.prompt_logprobs is not None:
             result.prompt_logprobs = [None if entry is None else table(entry, spell) for entry in delta.prompt_logprobs]
@@ -92,7 +93,8 @@ def collect(request: Request, prompt: str | None, deltas: Iterable[Delta], spell
     return result
 
 
-def table(entry: TokenLogprobs, spell: Spell) -> dict[int, Logprob]:
-    """One position as vLLM gives it: the likeliest in order, the chosen token always among them."""
+def table(entry: TokenLogprobs, spell: Spell, ranked: bool = True) -> dict[int, Logprob]:
+    """One position as vLLM gives it: the likeliest in order, or where not `ranked` some that were asked for; the chosen one always among
+    them."""
     chosen = {entry.token_id: Logprob(entry.logprob, entry.rank, spell(entry.token_id))}
-    return {t: Logprob(p, rank, spell(t)) for rank, (t, p) in enumerate(entry.top, 1)} | chosen
+    return {t: Logprob(p, rank if ranked else None, spell(t)) for rank, (t, p) in enumerate(entry.top, 1)} | chosen

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
-from threading import Lock
+from threading import Lock, get_native_id
 from typing import Any
 
 import msgspec
@@ -24,6 +26,11 @@ KEPT = 256  # compiled ones
 WHITESPACE = r"[ \n\r\t]{0,20}"  # between the parts of JSON; without an end small models write newlines until max_tokens
 # Fuel is about 50 million a second: what one constraint may take to begin with, and in one step, in which all other rows wait for it.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_grammar_size": 100_000}
+# Regexes of which many tokens are texts: where one fits as a whole, those need not be looked at. llguidance's own leave the last ten
+# characters of a string with maxLength out, where each mask then takes ten times as long.
+_WITHIN = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_WITHIN}{{1,{most}}}" for most in (3, 6, 10, 30)), f"{_WITHIN}+"]
+POLITE = 10  # niceness of compiling, which may take long
 MISSING = "this server cannot constrain its output: it lacks llguidance; install rayneuron[structured]"
 
 
@@ -33,7 +40,7 @@ class Grammars:
     def __init__(self, text: Text, vocab: int) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._text, self._vocab = text, vocab
-        self._compiling = ThreadPoolExecutor(1, "rayneuron-grammar")
+        self._compiling = ThreadPoolExecutor(1, "rayneuron-grammar", initializer=_step_back)
         self._masking = ThreadPoolExecutor(1, "rayneuron-mask")
         self._kept: OrderedDict[bytes, Future[Matcher]] = OrderedDict()
         self._lock = Lock()
@@ -131,6 +138,12 @@ class _Vocabulary:
         return self._text.encode(piece, add_special_tokens=False)
 
 
+def _step_back() -> None:
+    """Have this thread take what the steps' threads leave."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), POLITE)
+
+
 def _missing(text: Text) -> str:
     """Why nothing can be compiled for a model; "" where it can."""
     if find_spec("llguidance") is None:
@@ -144,7 +157,7 @@ def _tokenizer(text: Text, vocab: int) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [text.token_bytes(token_id) for token_id in range(vocab)]
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(text, tokens)), n_vocab=vocab, eos_token=sorted(text.eos_ids))
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(text, tokens)), n_vocab=vocab, eos_token=sorted(text.eos_ids), slices=SLICES)
 
 
 def _grammar(said: StructuredOutputs) -> str:

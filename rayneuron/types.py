@@ -29,8 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Two spellings of one wish are one value: small temperatures are raised, biases clamped, ids listed once and in order.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. `max_tokens` None means as many as fit.
-    `logprobs` k returns the chosen token and the k likeliest (0: the chosen one only); `prompt_logprobs` likewise for the prompt.
+    `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 switch the filter off. `max_tokens` None: as many as
+    fit. `logprobs` k returns the chosen token and the k likeliest (0: the chosen one only), or `logprob_token_ids` instead of those.
     """
 
     n: int = 1
@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -55,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -65,11 +67,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # never true of a NaN, and integers of any size compare
                 raise RequestError(f"{name} must be between {low} and {high}, got {_shown(value)}", param=name)
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"top_p must be in (0, 1], got {_shown(self.top_p)}", param="top_p")
-        if not 0.0 < self.repetition_penalty <= sys.float_info.max:
-            said = f"repetition_penalty must be greater than 0, got {_shown(self.repetition_penalty)}"
-            raise RequestError(said, param="repetition_penalty")
+        for name, most in (("top_p", 1.0), ("typical_p", 1.0), ("repetition_penalty", sys.float_info.max)):
+            if not 0.0 < getattr(self, name) <= most:
+                said = "in (0, 1]" if most == 1.0 else "greater than 0"
+                raise RequestError(f"{name} must be {said}, got {_shown(getattr(self, name))}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}", param="min_tokens")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
@@ -86,9 +87,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _settle_ids(self) -> None:
         """Sets of ids in one spelling, and biases within their range."""
+        if self.logprob_token_ids and self.logprobs is None:
+            force_setattr(self, "logprobs", 0)
         for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
-            ids = getattr(self, name)
-            if ids:
+            if ids := getattr(self, name):
                 force_setattr(self, name, tuple(sorted(set(ids))))
         if self.logit_bias is not None:
             if any(math.isnan(value) for value in self.logit_bias.values()):
@@ -212,11 +214,6 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     predicted: tuple[int, int] = (0, 0)
-
-    @property
-    def total_tokens(self) -> int:
-        """Prompt and completion together."""
-        return self.prompt_tokens + self.completion_tokens
 
 
 class Delta(msgspec.Struct):

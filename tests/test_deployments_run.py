@@ -140,20 +140,24 @@ class Trn1(Cluster):
     cpus, cores = 128, 32
 
 
-def test_llama405b_over_two_of_its_four_nodes(expected: str) -> None:
-    """128 ranks are 24 GB of Python and torch, more than this machine has; 64 on two nodes take 12. One file, two keys changed for it."""
+@pytest.mark.parametrize(
+    ("name", "changed", "count"),
+    [("llama405b_trn1x4", {"tensor_parallel": 64}, 64), ("llama405b_trn1x4_pp", {"tensor_parallel": 8, "pipeline_parallel": 2}, 16)],
+)
+def test_llama405b_over_two_of_its_four_nodes(name: str, changed: dict[str, int], count: int, expected: str) -> None:
+    """128 ranks are 24 GB of Python and torch, more than this machine has; 64 on two nodes take 12. One file, a few keys changed for it."""
     from rayneuron import deployment_file
 
-    assignments = {"model.path": "demo:random:tp128", "device": "cpu", "dtype": "fp32", "nodes": 2, "tensor_parallel": 64}
-    read = deployment_file.read(ROOT / "deployments/llama405b_trn1x4.yaml", assignments)
+    assignments = {"model.path": "demo:random:tp128", "device": "cpu", "dtype": "fp32", "nodes": 2, **changed}
+    read = deployment_file.read(ROOT / f"deployments/{name}.yaml", assignments)
     with started(Trn1) as cluster:
         began = time.monotonic()
         assert deploy(cluster, read.content["applications"][0]["args"], 400.0) == "RUNNING", status()
         reply = httpx.post(f"{cluster.url}/v1/completions", json=PROMPT | {"model": "llama-3.1-405b-instruct"}, timeout=120)
         assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == expected
         found = [*cluster.workers, *cluster.replicas]
-        print(f"llama405b: {len(found)} ranks, answered after {time.monotonic() - began:.0f} s, {pss_mib(found)} MiB")
-        assert len(found) == 64
+        print(f"{name}: {len(found)} ranks, answered after {time.monotonic() - began:.0f} s, {pss_mib(found)} MiB")
+        assert len(found) == count
         remove(cluster)
 
 

@@ -79,8 +79,8 @@ def transports(cores: list[int], rounds: int) -> dict[str, list[float]]:
         pull = Pull(1, bytes(16), bytes(16), 0, blocks, Reading(0, 0, 0, layers, (Run(0, 0, heads),)), tuple(range(blocks)))
         ways = {
             "shared": Shared(unix, token, 1, 5.0),
-            "unix": Sockets([unix], token, 5.0, streams=2),
-            "TCP": Sockets([tcp], token, 5.0, streams=2),
+            "unix": Sockets([unix], token, 5.0, streams=1),
+            "TCP": Sockets([tcp], token, 5.0, streams=1),
         }
         flat = ours.reshape(-1)
         for turn in range(rounds + 1):
@@ -296,12 +296,12 @@ def slow_link(made: Decoding, prompt: int, token: bytes, stack: ExitStack) -> li
         began(Errand(peer, errand.ticket, errand.first, errand.end, errand.blocks), *rest)
 
     near.begin = begin  # type: ignore[method-assign]
-    near.forget(pulls._peers["p"].welcome.epoch)
+    near.forget(pulls._roster.get("p").welcome.epoch)
     try:
         return first_tokens(made, prompt, 2, "slow")[0]
     finally:
         near.begin, near._way = began, way  # type: ignore[method-assign]
-        near.forget(pulls._peers["p"].welcome.epoch)
+        near.forget(pulls._roster.get("p").welcome.epoch)
 
 
 def show(found: dict[str, Any]) -> str:

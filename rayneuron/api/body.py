@@ -15,9 +15,10 @@ from rayneuron.errors import ConfigError, RequestError, UnknownModel
 from rayneuron.policies.admission import room
 from rayneuron.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
-NO_DEFAULT = ("logprobs", "prompt_logprobs", "bad_words_ids", "structured_outputs")  # they shape the reply, or are derived
+NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
+# They shape the reply, or are derived.
+NO_DEFAULT = ("logprobs", "logprob_token_ids", "prompt_logprobs", "bad_words_ids", "structured_outputs")
 MAX_STOPS = 4  # OpenAI's limit of stop strings
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
 MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
@@ -149,6 +150,14 @@ def read_logprobs(fields: Fields, name: str) -> int | None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         wrong(name, f"between 0 and {MAX_LOGPROBS} (-1, the whole vocabulary, is more than this server returns)", count)
     return count
+
+
+def read_logprob_ids(fields: Fields, context: Context, logprobs: int | None) -> tuple[int, ...]:
+    """`logprob_token_ids`: whose probabilities are told at each token instead of the likeliest ones'; each once, in this order."""
+    ids = tuple(dict.fromkeys(fields.ids("logprob_token_ids", context.vocab_size)))
+    if ids and logprobs is None:
+        raise RequestError("logprob_token_ids needs logprobs, which shows probabilities at all", param="logprob_token_ids")
+    return ids
 
 
 def fit(words: Mapping[str, Any], prompt: int, asked: int | None, default: int | None, limit: int, name: str = "max_tokens") -> int:

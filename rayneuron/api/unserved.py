@@ -29,7 +29,7 @@ _ANYWHERE: Final[Rows] = (
     (LEAVE, ("medium", *NONE), "verbosity"),
     (LEAVE, (0,), "penalty_alpha epsilon_cutoff eta_cutoff encoder_no_repeat_ngram_size top_a top_h mirostat dry_multiplier"),
     (LEAVE, (0,), "xtc_probability dynatemp_range smoothing_factor"),
-    (LEAVE, (1,), "typical_p tfs_z encoder_repetition_penalty guidance_scale"),
+    (LEAVE, (1,), "tfs_z encoder_repetition_penalty guidance_scale"),
     (LEAVE, (-1, 0), "top_n_sigma"),
     (BEAMS, (1,), "num_beams num_beam_groups beam_width length_penalty"),
     (BEAMS, (0, *NONE), "diversity_penalty early_stopping"),

@@ -26,8 +26,8 @@ class ReadsLogits(Protocol):
     def next_id(self, row: Tensor, sequence: Sequence) -> int:
         """The next token of a sequence from its logits [V]."""
 
-    def logprobs(self, row: Tensor, token: int, count: int) -> TokenLogprobs:
-        """The chosen token's logprob and the `count` likeliest, of logits [V]."""
+    def logprobs(self, row: Tensor, token: int, count: int, ids: tuple[int, ...] = ()) -> TokenLogprobs:
+        """The chosen token's logprob and the `count` likeliest, or these `ids` instead, of logits [V]."""
 
     def prompt_logprobs(self, rows: Tensor, following: list[int], count: int) -> list[TokenLogprobs]:
         """The same for every prompt token that follows, of logits [T,V]."""
@@ -179,7 +179,7 @@ def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | Non
     request = sequence.request
     if sequence.needs == "logits" and (count := request.params.logprobs) is not None:
         assert row is not None
-        entry = host.logprobs(row, token, count)
+        entry = host.logprobs(row, token, count, request.params.logprob_token_ids)
         delta.logprobs = [entry] if delta.logprobs is None else [*delta.logprobs, entry]
     sequence.append(token)
     delta.token_ids.append(token)

@@ -49,8 +49,12 @@ class HostSampling:
             uniform = float(sampling.uniforms([sequence.seed], [len(sequence.ids)])[0])  # the same as `runner.pack` gives the device
         top_k = max(params.top_k, 0)
         if self._rule is None or params.greedy:
-            return sampling.on_host(row, (params.temperature, top_k, params.top_p, params.min_p, uniform), mask)
+            how = (params.temperature, top_k, params.top_p, params.min_p, uniform)
+            if params.greedy or params.typical_p == 1.0:
+                return sampling.on_host(row, how, mask)
+            row = sampling.typical(row if mask is None else sampling.masked(row, mask), how, params.typical_p)
+            return sampling.on_host(row, (1.0, 0, 1.0, 0.0, uniform))
         row = row if mask is None else sampling.masked(row, mask)
-        how = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
-        ids, _ = neuron_sampling.sample(row[None], *how, self._rule)
+        told = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
+        ids, _ = neuron_sampling.sample(row[None], *told, self._rule)
         return int(ids[0])

@@ -177,9 +177,13 @@ def _repeats(ids: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     return ids[places]
 
 
-def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Log-probability of `token` under a row [V] of unedited logits, its rank, and the `count` likeliest."""
-    return prompt_logprobs(logits[None], [token], count)[0]
+def logprobs(logits: Tensor, token: int, count: int, ids: Ids[int] = ()) -> TokenLogprobs:
+    """Log-probability of `token` under a row [V] of unedited logits, its rank, and the `count` likeliest, or these `ids` instead."""
+    entry = prompt_logprobs(logits[None], [token], 0 if ids else count)[0]
+    if not ids:
+        return entry
+    values = logits[torch.tensor(ids)].double() - float(logits[token]) + entry.logprob  # all have the same normaliser
+    return TokenLogprobs(token, entry.logprob, entry.rank, tuple(zip(ids, values.tolist(), strict=True)))
 
 
 def prompt_logprobs(logits: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:

@@ -68,8 +68,8 @@ def check(top_k: float, top_p: float, temperature: float, global_topk: int = 256
 
 def check_request(params: SamplingParams, rule: NeuronSampling) -> None:
     """Refuse what this rule has no meaning for. Greedy requests always pass: as the vLLM plugin, they are sent as (1, 1.0, 1.0)."""
-    if params.min_p:
-        raise RequestError("min_p is unknown to on_device_sampling.neuron_compat; leave it out", param="min_p")
+    for name in ("min_p",) * bool(params.min_p) + ("typical_p",) * (params.typical_p < 1.0):
+        raise RequestError(f"{name} is unknown to on_device_sampling.neuron_compat; leave it out", param=name)
     if not params.greedy:
         check(params.top_k, params.top_p, params.temperature, rule.global_topk)
 

@@ -61,7 +61,8 @@ class Sequence:
         params = self.request.params
         self.rank = (self.request.priority, self.order)
         self.whole = self.request.pooling == "mean"
-        self.edited = params.edits_logits or params.structured_outputs is not None
+        typical = params.typical_p < 1.0 and not params.greedy
+        self.edited = params.edits_logits or typical or params.structured_outputs is not None
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from rayneuron import gateway_config, keys
 from rayneuron.config import Limits
 from rayneuron.errors import NotReady, RequestError, UnknownModel
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
-from rayneuron.gateway.measures import Measured
+from rayneuron.gateway.measures import Collector, HostMeasured, Measured
 from rayneuron.gateway.measures import text as own_text
 from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, Sleeper, Waking
 from rayneuron.gateway_config import GatewayConfig
@@ -19,6 +20,9 @@ from rayneuron.serve.telemetry import Load, Telemetry, merged
 from rayneuron.serve.verbs import Json, Shut, Verbs
 from rayneuron.types import SamplingParams, Snapshot
 
+log = logging.getLogger(__name__)
+
+DESCRIBE_S = 2.0  # for the arbiter to say how the host stands
 NOBODY = "default"  # the account of a key that is nobody's in particular, and of calls without one
 
 
@@ -150,9 +154,21 @@ class Catalogue(Handles):
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`: the replicas' families, and this gateway's own."""
-        told = await asyncio.gather(*(entry.texts() for entry in self.entries), return_exceptions=True)
+        told, host = await asyncio.gather(asyncio.gather(*(entry.texts() for entry in self.entries), return_exceptions=True), self._host())
         texts = [text for each in told if not isinstance(each, BaseException) for _, text in each]
-        return merged([*texts, own_text([Measured(e.names[0], self.label, e.telemetry, e.engines) for e in self.entries])])
+        mine: list[Collector] = [Measured(e.names[0], self.label, e.telemetry, e.engines) for e in self.entries]
+        return merged([*texts, own_text([*mine, *host])])
+
+    async def _host(self) -> list[HostMeasured]:
+        """What is measured of the host; nothing while its arbiter does not answer."""
+        if self.arbiter is None or self.waking is None:
+            return []
+        try:
+            told = await asyncio.wait_for(self.arbiter.describe(), DESCRIBE_S)
+        except Exception as wrong:
+            log.warning("/metrics says nothing of the host, whose arbiter does not answer: %r", wrong)
+            return []
+        return [HostMeasured(told, self.label, self.waking.refused)]
 
     async def forget_prefixes(self) -> int:
         """Empty the prefix caches of all models."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
@@ -10,6 +11,8 @@ from prometheus_client.core import Metric as Family
 from rayneuron import metrics
 from rayneuron.gateway.remote import GATEWAY, RemoteEngine
 from rayneuron.serve.telemetry import Histogram, Series, Telemetry, merged
+
+HOST = metrics.HostMetrics()
 
 
 class Measured:
@@ -47,8 +50,63 @@ class Measured:
         yield errors.family(self._base)
 
 
-def text(measured: list[Measured]) -> bytes:
-    """The families of all models."""
+class HostMeasured:
+    """The families of a host, from what its arbiter describes. `refused`: calls turned away here, by model and reason."""
+
+    def __init__(self, told: Mapping[str, Any], label: str, refused: Mapping[tuple[str, str], int]) -> None:
+        self._told, self._label, self._refused = told, label, refused
+
+    def collect(self) -> Iterator[Family]:
+        """Every family, for prometheus_client."""
+        for name in self._told["models"]:
+            yield from (series.family((name, "host")) for series in self._model(name))
+            refusals = Series(HOST.refusals)
+            for (model, reason), count in self._refused.items():
+                if model == name:
+                    refusals.set(count, reason)
+            yield refusals.family((name, self._label))
+        yield self._cores().family(("", "host"))
+
+    def _model(self, name: str) -> Iterator[Series]:
+        one = self._told["models"][name]
+        states, seats, wakes, gone = Series(HOST.models), Series(HOST.seats), Series(HOST.wakes), Series(HOST.dismissals)
+        states.set(1, one["state"])
+        for seat in self._told["seats"]:
+            if seat["model"] == name:
+                seats.add(1, seat["state"])
+        for count in self._told["counts"]:
+            if count["model"] == name:
+                of = wakes if (count["what"],) in HOST.wakes.known else gone
+                of.set(count["count"], count["what"])
+        yield from (states, seats, wakes, gone)
+        awake = one["state"] == "ready"
+        for metric, value in (
+            (HOST.eta, None if awake else one["eta_s"]), (HOST.eta_error, one["eta_error"]), (HOST.held, one["held"]),
+            (HOST.resident, one["resident"]),
+        ):  # fmt: skip
+            if value is not None:
+                series = Series(metric)
+                series.set(value)
+                yield series
+
+    def _cores(self) -> Series:
+        series = Series(HOST.cores)
+        for name, node in self._told["nodes"].items():
+            seated = {core for seat in self._told["seats"] if seat["node"] == name for core in seat["cores"]}
+            left, free = set(node["left"]), set(node["free"])
+            for state, cores in (("free", free - seated), ("seat", seated), ("foreign", left - free - seated)):
+                series.set(len(cores), name, state)
+        return series
+
+
+class Collector(Protocol):
+    """What prometheus_client asks."""
+
+    def collect(self) -> Iterator[Family]: ...
+
+
+def text(measured: Sequence[Collector]) -> bytes:
+    """The families of all of them, each once."""
     texts = []
     for each in measured:
         registry = CollectorRegistry()

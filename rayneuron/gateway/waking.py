@@ -87,7 +87,7 @@ class Waking:
         self._config, self._sleepers, self._arbiter = config.scaling, sleepers, arbiter
         self._gateway = secrets.token_bytes(8)
         self._hurry = asyncio.Event()
-        self.heard = False
+        self.refused: dict[tuple[str, str], int] = {}  # calls turned away, by model and reason
 
     async def keep(self) -> None:
         """Tell and hear until told to end."""
@@ -109,7 +109,6 @@ class Waking:
         asked = {name: self._asked(sleeper, now_s) for name, sleeper in self._sleepers.items()}
         told = await self._arbiter.want(msgspec.msgpack.encode(Wanting(self._gateway, asked)))
         standings = msgspec.msgpack.decode(told, type=dict[str, Standing])
-        self.heard = True
         for name, standing in standings.items():
             sleeper = self._sleepers[name]
             before, sleeper.replicas.standing = sleeper.replicas.standing, standing
@@ -138,6 +137,7 @@ class Waking:
     @contextmanager
     def _holding(self, sleeper: Sleeper) -> Iterator[None]:
         if len(sleeper.held) >= self._config.max_held:
+            self._refuse(sleeper, "full")
             raise Busy(f"{len(sleeper.held)} calls wait for {sleeper.entry.name} to wake; the limit is {self._config.max_held}",
                        retry_after_s=retry_s(sleeper.replicas.standing.eta_s))  # fmt: skip
         key = object()
@@ -180,12 +180,18 @@ class Waking:
         if waited_s < 2 * ASK_S and not standing.failed:
             return
         if standing.failed and standing.state == "sleeping":
+            self._refuse(sleeper, "failed")
             raise NotReady(f"{name} failed to start: {standing.failed}", retry_after_s=retry_s(standing.eta_s))
         left_s = self._config.hold_s - waited_s
         if standing.eta_s is None or standing.eta_s > self._config.hold_s or left_s <= 0:
             said = f" ({standing.why})" if standing.why else ""
+            self._refuse(sleeper, "late")
             when = "nobody can say when" if standing.eta_s is None else f"expected in {standing.eta_s:.0f} s"
             raise NotReady(f"{name} is {standing.state}{said}; {when}", retry_after_s=retry_s(standing.eta_s))
+
+    def _refuse(self, sleeper: Sleeper, reason: str) -> None:
+        key = sleeper.entry.name, reason
+        self.refused[key] = self.refused.get(key, 0) + 1
 
 
 def retry_s(eta_s: float | None) -> float:

@@ -198,6 +198,7 @@ class Arbiter:
     async def describe(self) -> dict[str, Any]:
         """Nodes, cores, seats, models and what they wait for, for people."""
         now_s = self._clock()
+        wishes = {wish.model: wish for wish in self.table.wishes(now_s)}
         seats = [
             {
                 "seat": row.key, "model": row.model, "node": row.node, "cores": list(range(row.first, row.first + row.size)),
@@ -209,13 +210,14 @@ class Arbiter:
             name: {
                 **msgspec.to_builtins(standing), "cores": self.table.models[name].wish.size, "rate": self.table.models[name].rate,
                 "start_s": round(self.table.start_s(name), 1), "guessed": not self.table.models[name].parts,
-                "resident": round(self.table.models[name].resident, 3),
+                "resident": round(self.table.models[name].resident, 3), "held": wishes[name].waiting,
+                "eta_error": self.table.models[name].eta_error,
             }
             for name, standing in self.table.standings().items()
         }  # fmt: skip
         counts = [{"model": model, "what": what, "count": count} for (model, what), count in self.table.counts.items()]
         nodes = {name: {"instance": self._kind.name, "cores": self._kind.cores, **one} for name, one in self._nodes.items()}
-        return {"nodes": nodes, "seats": seats, "models": models, "counts": counts, "eta_errors": self.table.errors[-64:]}
+        return {"nodes": nodes, "seats": seats, "models": models, "counts": counts}
 
 
 def _starts_file() -> Path:

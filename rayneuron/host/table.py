@@ -37,6 +37,7 @@ class HostedModel:
     failures: int = 0
     barred_s: float = -math.inf  # until when nothing is started
     failed: str = ""
+    eta_error: float | None = None  # of its last start: how wrong the prediction was, as a part of what it took
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class SeatRow:
     work_s: float = 0.0
     progress: str = ""
     progress_s: float = 0.0  # when that was said
-    eta_s: float = 0.0  # as it was when the start began
+    eta_s: float | None = None  # as it was when the start began; None: this table has not seen it begin
 
     def seen(self, now_s: float) -> Seat:
         """As the policy sees it."""
@@ -77,7 +78,6 @@ class SeatTable:
         self.limits = limits
         self.rows: dict[str, SeatRow] = {}
         self.counts: dict[tuple[str, str], int] = {}
-        self.errors: list[float] = []  # of predicted starts, as parts of what they took
         self._heard: dict[bytes, tuple[float, Mapping[str, Asked]]] = {}
         self._moved_s = self._looked_s = -math.inf
         self._eta_s: Mapping[str, float] = {}
@@ -116,9 +116,9 @@ class SeatTable:
         if row is None or row.state != "starting":
             return
         model, took_s = self.models[row.model], now_s - row.since_s
-        if parts:
+        if parts and row.eta_s is not None:
             model.parts = learned(model.parts, {"spawn": max(0.0, took_s - sum(parts.values())), **parts})
-            self.errors.append(abs(took_s - row.eta_s) / max(took_s, 1e-9))
+            model.eta_error = abs(took_s - row.eta_s) / max(took_s, 1e-9)
             log.info("%s is ready after %.1f s; %.1f s were expected", key, took_s, row.eta_s)
         model.failures, model.failed, model.barred_s = 0, "", -math.inf
         self._become(row, "ready", now_s)

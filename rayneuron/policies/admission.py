@@ -9,6 +9,7 @@ from typing import Protocol
 from rayneuron.errors import Busy, RequestError
 from rayneuron.types import MAX_LOGPROBS, Request, SamplingParams
 
+MAX_LOGPROB_IDS = 128  # ids whose probability is told at each token, as vLLM caps them
 SCORES = 50_000  # probabilities one call may ask for, however short the model: each is half a kilobyte until the reply is written
 
 
@@ -147,9 +148,12 @@ def _check_params(params: SamplingParams, vocab: int, eos_ids: Set[int]) -> None
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("banned_token_ids", params.banned_token_ids),
         ("stop_token_ids", params.stop_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
         ("bad_words", [t for phrase in params.bad_words_ids for t in phrase]),
     ):
         _check_ids(field, ids, vocab)
+    if (listed := len(params.logprob_token_ids)) > MAX_LOGPROB_IDS:
+        raise RequestError(f"logprob_token_ids may hold at most {MAX_LOGPROB_IDS} token ids, got {listed}", param="logprob_token_ids")
     _refuse_nothing(params, vocab, eos_ids)
 
 
@@ -179,5 +183,6 @@ def _scores(request: Request) -> int:
     """Probabilities of a request: each prompt token once, each output token of each choice."""
     params = request.params
     prompt = 0 if params.prompt_logprobs is None else len(request.prompt_ids) * (params.prompt_logprobs + 1)
-    output = 0 if params.logprobs is None else params.n * (params.max_tokens or 0) * (params.logprobs + 1)
+    told = 0 if params.logprobs is None else (len(params.logprob_token_ids) or params.logprobs) + 1
+    output = params.n * (params.max_tokens or 0) * told
     return prompt + output

@@ -15,6 +15,7 @@ from rayneuron.transfer.layout import Reading
 from rayneuron.types import Request
 
 PIECE_BYTES = 512 << 10  # what is received, then hashed while it is still in the processor's cache
+AHEAD_BYTES = 2 << 20  # of a socket's buffer: one side hashes its next piece while the other takes this one
 SUMMED_BYTES = 16 << 20  # what is copied and hashed in one call where the memory itself can be read
 
 

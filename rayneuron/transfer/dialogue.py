@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rayneuron import wire
-from rayneuron.transfer.base import Halted, Lost, Pull
+from rayneuron.transfer.base import AHEAD_BYTES, Halted, Lost, Pull
 from rayneuron.transfer.messages import Get, Knock
 from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, pieces, said, summed
 
@@ -92,6 +92,7 @@ class Dialogue:
                 continue
             self._addresses = (address,)
             wire.ticking(self._connection)
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, AHEAD_BYTES)
             self._connection.sendall(wire.frame(Knock(self._token), sealed=True))
             break
         if self._connection is None:

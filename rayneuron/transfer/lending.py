@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory, KvRuns
+from rayneuron.transfer.base import AHEAD_BYTES
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
 from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, header, pieces, places_of, segments, stale, summed
@@ -71,6 +72,7 @@ class Lender:
         if knock.memory:
             self._give_memory(channel.socket)
             return
+        channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AHEAD_BYTES)
         while True:
             get = channel.receive()
             if not isinstance(get, Get):

@@ -43,6 +43,8 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("frequency_penalty", [-2.1, 2.1, None.__class__.__name__]),
     ("repetition_penalty", [0, -1, "x"]),
     ("no_repeat_ngram_size", [-1, "x", 0.5, 65, 2**31, 10**400]),
+    ("typical_p", [0, -1, 1.01, "x"]),
+    ("logprob_token_ids", [5, [10**6], ["5"], [5]]),
     ("n", [0, -1, 129, "2", 1.5, True]),
     ("seed", [2**63, -(2**63) - 1, "x", 0.5, HUGE]),
     ("stop", [5, [5], ["a", ""], "", ["a"] * 5, {"a": 1}, [["a"]], "a" * 4097, ["a" * 2049, "b" * 2048]]),
@@ -188,7 +190,7 @@ FOREIGN: list[tuple[str, Any]] = [
     *[("best_of", 4), ("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
     *[("regex", "a"), ("json_schema", {}), ("json_schema", "{}"), ("ebnf", "root ::= x"), ("grammar", "root ::= x"), ("lora_path", "p")],
     *[("adapter_id", "a"), ("lora_request", {"lora_name": "a"}), ("length_penalty", 2.0), ("early_stopping", True), ("num_beams", 4)],
-    *[("repeat_penalty", 1.3), ("n_predict", 64), ("typical_p", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)],
+    *[("repeat_penalty", 1.3), ("n_predict", 64), ("tfs_z", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)],
     *[("do_sample", False), ("max_new_tokens", 9), ("stop_sequences", ["x"]), ("watermark", True), ("return_full_text", True)],
     ("system", "x"),
     *[("random_seed", 5), ("extra_body", {"top_k": 5}), ("sampling_params", {"top_k": 5}), ("no_stop_trim", True), ("top_a", 0.2)],
@@ -227,6 +229,7 @@ def test_a_field_of_the_other_endpoint_is_refused(byte_level: Text) -> None:
 
 SETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1}, {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1}),
+    ({"typical_p": 0.3}, {"typical_p": 0.3}),
     ({"temperature": 0}, {"temperature": 0.0}),
     ({"temperature": 0.001}, {"temperature": 0.01}),
     ({"top_k": -1, "top_p": 1, "repetition_penalty": 1.2}, {"top_k": -1, "top_p": 1.0, "repetition_penalty": 1.2}),

@@ -28,7 +28,7 @@ from rayneuron.text.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
 SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py", "pools.py", "speculation.py")
-SCRIPTS += ("structured.py",)
+SCRIPTS += ("structured.py", "dialects.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from rayneuron import deployment_file
-from rayneuron.metrics import METRICS, Gateway
+from rayneuron.gateway_config import hosted_model
+from rayneuron.metrics import METRICS, Gateway, HostMetrics
 from rayneuron.placement import instances
 from rayneuron.placement.cores import NOSET
 from rayneuron.placement.layout import CORES
@@ -28,7 +29,7 @@ from tests.cluster_files.subset import KINDS, NODE, VALUES, pods, strangers
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "cluster"
 KUBERNETES = "1.33"
-EVERY = (*METRICS, *(f.default for f in fields(Gateway)))
+EVERY = (*METRICS, *(f.default for kind in (Gateway, HostMetrics) for f in fields(kind)))
 DEVICES = {"trn1": {1, 4, 8, 16}}  # counts the device plugin gives of such a host
 DEVICE, EFA, CORE = "aws.amazon.com/neuron", "vpc.amazonaws.com/efa", "aws.amazon.com/neuroncore"
 
@@ -112,6 +113,28 @@ def test_a_service_serves_what_fits_its_hosts(name: str, tmp_path: Path) -> None
     assert limits.get(EFA) == (str(machine.efa) if hosts > 1 else None)
     grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > max(d.serving.drain_timeout_s for d in file.deployments.values())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_sums_of_every_file_come_out(path: Path) -> None:
+    """Degrees the machine has, stages and shares that divide it, aligned runs, no core twice: from the numbers alone, beside `plan`."""
+    file = deployment_file.read(path)
+    wanted = [*file.deployments.values(), *(hosted_model(g, name) for g in file.gateways.values() for name in g.hosted)]
+    for one in wanted:
+        if one.instance is None:
+            continue
+        machine = instances.instance(one.instance)
+        ranks = one.tensor_parallel * one.pipeline_parallel
+        a_node, of_stage = ranks // one.nodes, min(one.tensor_parallel, ranks // one.nodes)
+        assert machine.cores == 2 * machine.devices and ranks % one.nodes == 0 and a_node <= machine.cores
+        assert of_stage in machine.degrees and machine.cores % of_stage == 0 and one.tensor_parallel % of_stage == 0
+    served = {d.instance for d in file.deployments.values() if d.instance}
+    cores = sum(d.tensor_parallel * d.pipeline_parallel * (d.serving.num_replicas or 1) for d in file.deployments.values() if d.instance)
+    hosts = max((d.nodes for d in file.deployments.values()), default=1)
+    assert len(served) <= 1 and cores <= sum(hosts * instances.instance(name).cores for name in served)
+    for gateway in file.gateways.values():
+        always = sum(max(m.min, int(m.pinned)) * hosted_model(gateway, name).tensor_parallel for name, m in gateway.hosted.items())
+        assert gateway.host is None or always <= gateway.host.nodes * instances.instance(gateway.host.instance).cores
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from rayneuron.devices.cpu import draws, library
 from rayneuron.engine.logits import describe
-from rayneuron.engine.sampling import sample, uniforms
+from rayneuron.engine.sampling import sample, typical, uniforms
 from rayneuron.models.choice import likeliest
 
 VOCAB = 50
@@ -175,6 +183,26 @@ def test_the_kernels_draw_what_torch_draws(case, march, vocab):
     assert logits[torch.arange(n), ids.long()].isfinite().all()
 
 
+@pytest.mark.parametrize("march", ["native", "x86-64-v3"])
+@pytest.mark.parametrize("vocab", [1, 33, 500, 4099])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 0.97, 1.0])
+def test_the_kernels_take_the_first_largest_that_a_mask_allows(march: str, vocab: int, share: float):
+    rng = np.random.default_rng(vocab)
+    found = library.library(march)
+    assert found is not None
+    for turn in range(20):
+        row = torch.tensor(rng.normal(size=vocab).round(1), dtype=torch.float32)  # equals are many
+        row[rng.random(vocab) < 0.2 * (turn % 3)] = float("-inf")
+        allowed = rng.random(vocab) < share
+        allowed[rng.integers(vocab)] = True
+        mask = np.zeros((vocab + 31) // 32 * 4, np.uint8)
+        bits = np.packbits(allowed, bitorder="little")
+        mask[: len(bits)] = bits
+        got = draws.draw_row(found, row, draws.DrawFields(0.0, 1.0, 0.0, 0.0, 0), mask.view(np.uint32))
+        want = torch.where(torch.from_numpy(allowed), row, float("-inf"))
+        assert want[got] == want.max() and (want.max() == float("-inf") or got == int(want.argmax()))
+
+
 def test_the_kernels_reach_both_ends_of_what_is_kept():
     """As uniform runs over [0, 1) the drawn tokens are exactly those torch keeps, likeliest first."""
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1, 5000).astype(np.float32))
@@ -192,6 +220,18 @@ def test_the_kernels_reach_both_ends_of_what_is_kept():
         allowed = set(kept[0].isfinite().nonzero()[:, 0].tolist())
         assert set(ids.tolist()) - allowed == set()
         assert len(set(ids.tolist())) > 0.9 * len(allowed)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.01, 0.99), st.sampled_from([{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 20}]))
+@settings(max_examples=60, deadline=None)
+def test_typical_ids_are_transformers(seed, mass, others):
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, 80).astype(np.float32))
+    scores = TemperatureLogitsWarper(0.7)(None, logits[None].double())
+    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        scores = warper(others[name])(None, scores) if name in others else scores
+    wanted = TypicalLogitsWarper(mass)(None, scores)[0]
+    row = typical(logits, (0.7, others.get("top_k", 0), others.get("top_p", 1.0), others.get("min_p", 0.0), 0.0), mass)
+    assert torch.allclose(row.double(), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("march", ["native", "x86-64-v3"])

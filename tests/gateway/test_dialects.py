@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -11,18 +12,25 @@ from typing import Any
 import httpx
 import pytest
 
+from rayneuron import loading
 from rayneuron.api.routes import SPOKEN
 from rayneuron.gateway.routes import application
 from rayneuron.serve.ingress import application as alone
 from tests.gateway.fleet import House, house, scripted
 from tests.gateway.test_remote import client, single
+from tests.serve.real import serving
 from tests.serve.test_dialects import ASK
 
 __all__ = ["single"]
 
 TOLD = ("text", "content", "delta", "generated_text", "output_text", "arguments")  # what a stream tells in pieces, however it is cut
 OWN = re.compile(r"^(x-request-id|id|item_id|request_id|created|created_at|completed_at|sequence_number)$|_time$|^time_|^rayneuron$")
-VECTORS = ("/embeddings", "/pooling", "/score", "/rerank")  # routes without text, of which the scripted model has none to give
+VECTORS: dict[str, dict[str, Any]] = {  # routes without text, of which the scripted model has none to give
+    "/v1/embeddings": {"input": [[5, 6, 7, 8], [9]], "encoding_format": "base64"},
+    "/pooling": {"input": "hello there"},
+    "/score": {"text_1": "hello", "text_2": ["hello there", "x"]},
+    "/rerank": {"query": "hello", "documents": ["a", "hello you", "c"], "top_n": 2},
+}
 ASIDE = ("/info", "/models", "/models/scripted", "/v1/models/scripted", "/tokenizer_info", "/version")
 READ: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hello there"},
@@ -71,11 +79,11 @@ def folded(body: bytes, stream: bool = False) -> dict[str, Any]:
     return out
 
 
-async def both(made: House, single: Any, path: str, **asked: Any) -> list[httpx.Response]:
+async def both(made: House, single: Any, path: str, name: str = "scripted", **asked: Any) -> list[httpx.Response]:
     """What the gateway says at / and below the model's name, and what a replica alone says."""
     method = "POST" if asked else "GET"
     async with client(application(made.catalogue)) as through, client(alone(single)) as direct:
-        named = f"/m/scripted{path}"
+        named = f"/m/{name}{path}"
         return [
             await through.request(method, path, **asked),
             await through.request(method, named, **asked),
@@ -90,7 +98,7 @@ def streaming(path: str) -> dict[str, Any]:
 
 def test_every_route_that_generates_is_asked_here() -> None:
     asked = {re.sub("scripted", "{model}", path) for path in ASK}
-    spoken = {re.sub(r"{\w+}", "{model}", path) for path in SPOKEN if not path.endswith(VECTORS)}
+    spoken = {re.sub(r"{\w+}", "{model}", path) for path in SPOKEN if not path.endswith(tuple(VECTORS))}
     assert spoken <= asked, "a dialect's route has no body in ASK"
 
 
@@ -115,3 +123,24 @@ async def test_what_is_read_beside_is_that_of_a_replica(two: House, single: Any)
         assert folded(said[1].content) == folded(said[2].content)
         if path not in ("/models", "/models/scripted"):  # at / they are all models', by every name
             assert folded(said[0].content) == folded(said[2].content)
+
+
+async def test_vectors_are_those_of_a_replica_and_survive_one(tiny: Path) -> None:
+    args = {"model": {"path": str(tiny), "name": "tiny"}, "max_model_len": 64, "max_num_seqs": 4, "threads": 1, "dtype": "fp32"}
+    async with house({"tiny": [(args, loading.open_engine)] * 2}) as made, serving(tiny, **args) as alone:
+        for path, body in VECTORS.items():
+            said = await both(made, alone.server, path, "tiny", json=body)
+            assert [reply.status_code for reply in said] == [200] * 3, said[0].text
+            assert folded(said[0].content) == folded(said[1].content) == folded(said[2].content)
+            said = await both(made, alone.server, path, "tiny", json=body | {"stream": True})
+            assert [reply.status_code for reply in said] == [400] * 3 and said[0].json()["error"]["param"] == "stream"
+            long = {name: ["a " * 200] if isinstance(value, list) else "a " * 200 for name, value in body.items() if name != "top_n"}
+            said = await both(made, alone.server, path, "tiny", json=long | {"encoding_format": "float"})
+            assert [reply.status_code for reply in said] == [400] * 3 and said[0].json() == said[2].json()
+        async with client(application(made.catalogue)) as through:
+            many = {"input": [f"text number {i} of some more" for i in range(24)]}
+            want = (await through.post("/v1/embeddings", json=many)).json()["data"]
+            call = asyncio.ensure_future(through.post("/v1/embeddings", json=many))
+            await made.until(lambda: made.engine.books.placed)
+            made.members[0].die()
+            assert (await call).json()["data"] == want

@@ -253,13 +253,15 @@ def test_every_deployment_file_has_a_plan(path: Path, request: pytest.FixtureReq
     assert all(f"{name} replica 0" in text for name in read.deployments)
 
 
-def test_the_three_named_files() -> None:
+def test_the_named_files() -> None:
     made = {}
-    for name, kind, nodes in (("llama70b", TRN1, 1), ("llama405b_trn1x4", TRN1, 4), ("inf2_three_models", INF2, 1)):
+    wide = [(f"llama405b_trn1x4{more}", TRN1, 4) for more in ("", "_pp")]
+    for name, kind, nodes in (("llama70b", TRN1, 1), *wide, ("inf2_three_models", INF2, 1)):
         read = deployment_file.read(ROOT / f"deployments/{name}.yaml")
         made[name] = plan({n: Wanted(d, read_raw(d), SPMD) for n, d in read.deployments.items()}, kind, nodes)
     assert placed(made["llama70b"]) == [("llama70b0", 0, 0, "0-31")]
     assert placed(made["llama405b_trn1x4"]) == [("llama405b0", n, 0, "0-31") for n in range(4)]
+    assert placed(made["llama405b_trn1x4_pp"]) == [("llama405b0", n, n, "0-31") for n in range(4)], "a stage a host"
     assert placed(made["inf2_three_models"]) == [("chat0", 0, 0, "0-7"), ("mistral0", 0, 0, "8-15"), ("qwen0", 0, 0, "16-23")]
     assert all(len(group.graphs) <= 12 for one in made.values() for group in one.groups), "each graph is minutes of compiling"
 

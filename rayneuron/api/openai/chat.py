@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, truncate
+from rayneuron.api.body import cut, fit, read_common, read_logprob_ids, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, chat_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, wrong
@@ -40,6 +40,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     logprobs = _read_logprobs(fields)
     if logprobs is not None:
         words["logprobs"] = logprobs
+    listed = words["logprob_token_ids"] = read_logprob_ids(fields, context, logprobs)
     asked, name = _max_tokens(fields)
     keep, side = truncate(fields, context, asked or 1)
     predicted = read_prediction(fields, context) if "prediction" in fields else None
@@ -64,7 +65,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         requests=[Request(id=f"{request_id}-0", prompt_ids=ids, params=params, **common, prediction=predicted)],
         text=context.text,
         answer=ANSWER,
-        logprobs=logprobs,
+        logprobs=len(listed) or logprobs,
         prompt_logprobs=params.prompt_logprobs,
         role=role,
         scan=scan,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from rayneuron.api.body import cut, fit, read_common, read_logprobs, reply_id, truncate
+from rayneuron.api.body import cut, fit, read_common, read_logprob_ids, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
 from rayneuron.api.fields import Fields, token_ids, wrong
@@ -34,6 +34,9 @@ def parse(
         words["logprobs"] = logprobs
         if echo:
             words["prompt_logprobs"] = max(logprobs, shown or 0)
+    listed = words["logprob_token_ids"] = read_logprob_ids(fields, context, logprobs)
+    if echo and listed:
+        raise RequestError("logprob_token_ids tells of the output alone; leave it or echo out", param="logprob_token_ids")
     asked = fields.integer("max_tokens", low=0)
     if asked == 0 and not echo:
         raise RequestError("max_tokens must be at least 1, or 0 together with echo: true to score the prompt only", param="max_tokens")
@@ -55,7 +58,7 @@ def parse(
         requests=requests,
         text=context.text,
         answer=ANSWER,
-        logprobs=logprobs,
+        logprobs=len(listed) or logprobs,
         prompt_logprobs=shown,
         echo=echoed,
         echo_offsets=offsets,

@@ -19,6 +19,7 @@ from rayneuron.api.tgi.reply import answer
 from rayneuron.errors import RequestError
 
 MAX_NEW_TOKENS = 100  # TGI's default
+WARPING = ("top_k", "top_p", "typical_p")  # with one of these, or a temperature, tokens are drawn
 NAMES = {"prompt": "inputs", "logprobs": "parameters.top_n_tokens", "prompt_logprobs": "parameters.decoder_input_details"} | {
     "structured_outputs": "parameters.grammar"} | {
     ours: f"parameters.{theirs}" for ours, theirs in (("max_tokens", "max_new_tokens"), ("truncate_prompt_tokens", "truncate"))
@@ -59,12 +60,14 @@ parse_stream = partial(parse, stream=True)
 
 def _parameters(given: Fields, streams: bool) -> dict[str, Any]:
     """TGI's parameters as a completion's fields; what is left over is said as it came, and refused there where it would change the text."""
-    greedy = not given.flag("do_sample") and given.peek("temperature") in (None, 1) and not given.peek("top_k") and not given.peek("top_p")
-    temperature, top_p, top_k = given.number("temperature"), given.number("top_p"), given.integer("top_k", low=1)
+    greedy = not given.flag("do_sample") and given.peek("temperature") in (None, 1) and not any(map(given.peek, WARPING))
+    temperature, top_k = given.number("temperature"), given.integer("top_k", low=1)
+    parts = {name: given.number(name) for name in WARPING[1:]}
     if temperature is not None and not temperature > 0:
         wrong("parameters.temperature", "a number above 0; leave it and do_sample out for the likeliest token", temperature)
-    if top_p is not None and not 0 < top_p < 1:
-        wrong("parameters.top_p", "between 0 and 1, or left out", top_p)
+    for name, value in parts.items():
+        if value is not None and not 0 < value < 1:
+            wrong(f"parameters.{name}", "between 0 and 1, or left out", value)
     if given.integer("best_of", 1, low=1) > 1:
         raise RequestError("parameters.best_of is not supported by this server yet; leave it out", param="parameters.best_of")
     prompt = given.flag("decoder_input_details")
@@ -73,8 +76,8 @@ def _parameters(given: Fields, streams: bool) -> dict[str, Any]:
         raise RequestError(said, param="parameters.decoder_input_details")
     told = {
         "temperature": 0.0 if greedy else temperature,
-        "top_p": top_p,
         "top_k": top_k,
+        **parts,
         "max_tokens": given.integer("max_new_tokens", MAX_NEW_TOKENS, low=1),
         "stop": list(given.strings("stop", most=MAX_STOPS)) or None,
         "include_stop_str_in_output": True,

@@ -35,14 +35,6 @@ int first_largest(const float* x, int n) {
     return (int)(std::find(x, x + n, most) - x) % n;  // nothing equals NaN: then 0
 }
 
-// Weights of n values relative to `most`: exactly 1 there, 0 for what can never come.
-struct Weigher {
-    V by, most;
-    Weigher(float temperature, float largest) : by(set1(1.0f / temperature)), most(mul(set1(largest), by)) {}
-    V operator()(V x) const { return power_of_two(maximum(mul(sub(mul(x, by), most), set1(LOG2_E)), set1(-200.0f))); }
-    V bucket(V x) const { return minimum(mul(sub(most, mul(x, by)), set1(LOG2_E * FINE)), set1(BUCKETS - 1)); }
-};
-
 V some(const float* x, int n) {  // up to 16 values, then such as can never come
     if (n >= LANES) return load(x);
     alignas(64) float t[LANES];
@@ -50,6 +42,30 @@ V some(const float* x, int n) {  // up to 16 values, then such as can never come
     std::copy_n(x, n, t);
     return load(t);
 }
+
+// The same among the ids whose bit is set; -1 where none is above -infinity. What a word forbids may bring a look at it, not a choice.
+int first_largest_allowed(const float* x, int n, const uint32_t* mask) {
+    float most = -INFINITY;
+    int first = -1;
+    for (int i = 0; i < n; i += 2 * LANES) {
+        const int count = std::min(2 * LANES, n - i);
+        uint32_t bits = mask[i / 32] & (0xffffffffu >> (32 - count));
+        if (!bits || !any_above(maximum(some(x + i, count), some(x + i + LANES, count - LANES)), set1(most))) continue;
+        for (; bits; bits &= bits - 1) {
+            const int id = i + __builtin_ctz(bits);
+            if (x[id] > most) most = x[id], first = id;
+        }
+    }
+    return first;
+}
+
+// Weights of n values relative to `most`: exactly 1 there, 0 for what can never come.
+struct Weigher {
+    V by, most;
+    Weigher(float temperature, float largest) : by(set1(1.0f / temperature)), most(mul(set1(largest), by)) {}
+    V operator()(V x) const { return power_of_two(maximum(mul(sub(mul(x, by), most), set1(LOG2_E)), set1(-200.0f))); }
+    V bucket(V x) const { return minimum(mul(sub(most, mul(x, by)), set1(LOG2_E * FINE)), set1(BUCKETS - 1)); }
+};
 
 double weight_of(const Weigher& weigh, const float* x, int n) {
     V total = zero();
@@ -211,6 +227,8 @@ int32_t draw(const float* x, int n, const Draw& how) {
 }
 
 int32_t draw_allowed(const float* x, int n, const Draw& how, const uint32_t* mask) {
+    if (how.temperature <= 0)
+        if (const int id = first_largest_allowed(x, n, mask); id >= 0) return id;
     thread_local std::vector<float> allowed;
     allowed.assign(x, x + n);
     for (int i = 0; i < n; i += 32) {  // most words are all of one kind
