@@ -38,6 +38,7 @@ _PROFILE = "profile.json"
 _TIMED = {  # keys that change what a step takes; the buckets and lengths are the capacity's
     *("device", "instance", "nodes", "quantization", "kv_dtype", "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
     *("micro_batches", "fused_qkv", "group_query_attention", "shard_over_sequence", "capacity_factor", "on_device_sampling", "compile"),
+    "speculative_config",
 }
 
 StageProgress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
@@ -63,6 +64,7 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     from rayneuron.group.opening import Runnable
     from rayneuron.models import presharded, words
     from rayneuron.models.config_json import read_config
+    from rayneuron.sources import drafts
 
     devices.check(config.device)
     found = sources.resolve(config.model.source, progress, allow_pickle=config.model.allow_pickle)
@@ -74,7 +76,8 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     if presharded.is_presharded(path):
         ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
         presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
-    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source), fitted
+    draft = drafts.draft_model(config, path, fitted.arch, fitted.capacity.length, lambda named: sources.resolve(named, progress).path)
+    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source, draft), fitted
 
 
 def open_engine(
@@ -238,7 +241,7 @@ def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
     said, config = drafting(model.config, model.raw), model.config
     if said is None or ("speculative_config" not in config.model_fields_set and devices.built(config.device) == "torch"):
         return None
-    return speculation(said, profile, model.capacity.rows)
+    return speculation(said, profile, model.capacity, None if model.draft is None else model.draft.limit)
 
 
 def _estimate(model: Runnable) -> str:

@@ -74,8 +74,10 @@ class Scheduler:
         before = self.preemptions
         works = self._grow()
         if works:
-            drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
-            return Plan("verify" if drafted else "decode", works, self.blocks.copies())
+            plan = Plan("decode", works, self.blocks.copies())
+            if self.speculation is not None:
+                self.speculation.draft(plan, self.blocks)
+            return plan
         # where growing has preempted all who decode, others can be served now; else nobody is there, or waits for the step under way
         return self.plan() if self.preemptions > before else None
 

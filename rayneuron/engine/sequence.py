@@ -136,8 +136,10 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step."""
+    """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
+    `fills`: what a draft model reads then."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    fills: list[Work] = field(default_factory=list)

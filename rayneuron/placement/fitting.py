@@ -80,6 +80,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
         verify=1 + drafts.num_speculative_tokens if (drafts := drafting(config, raw)) is not None else 0,
+        drafts=drafts is not None and drafts.method == "draft_model",
     )
 
 
