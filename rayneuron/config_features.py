@@ -32,7 +32,7 @@ class SpeculativeConfig(Section):
     it is on wherever that is exact to the bit: on the CPU, with its kernels; null or false: off."""
 
     method: str = Field(
-        default="ngram", description="ngram: what followed the last tokens where they occurred before; draft_model: what a smaller model says."
+        default="ngram", description="ngram: what followed the last tokens where they occurred before; draft_model: what that says."
     )
     model: str | None = Field(
         None, min_length=1, description="Of draft_model: where it is, as model.path; same vocabulary. Default: the model itself, in int8."

@@ -54,7 +54,8 @@ def _drafted(
         new, at, slots = tokens[rows, j, None], batch.positions[rows, j, None], batch.slots[rows, j, None]  # R 1
         if not j:
             before = at - 1
-            new, at, slots = (torch.cat(pair, 1) for pair in ((_before(tokens, rows), new), (before, at), (_slots(kv, batch, rows, before), slots)))
+            slots = torch.cat((_slots(kv, batch, rows, before), slots), 1)
+            new, at = torch.cat((_before(tokens, rows), new), 1), torch.cat((before, at), 1)
         where = Places(at, batch.rows[rows], batch.blocks[rows], slots, shape.length)
         hidden = decoder.forward(draft, ops, comm, weights, kv, new, where)[:, -1]
         tokens[rows, j + 1] = _chosen(draft, ops, comm, weights, hidden, batch, rows, j, shape, rule)

@@ -58,7 +58,7 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1. `drafted`: by a draft model, but the first."""
+    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1. `drafted`: by a draft model."""
 
     tag: Literal["prefill", "decode", "verify"]
     rows: int

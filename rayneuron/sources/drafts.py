@@ -58,7 +58,9 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
             param=KEY,
         )
     if (other := _differing(path, there)) is not None:
-        raise ConfigError(f"{KEY} {there} calls other tokens by the same ids, {other} among them; name a model with the same tokenizer", param=KEY)
+        raise ConfigError(
+            f"{KEY} {there} calls other tokens by the same ids, {other} among them; name a model with the same tokenizer", param=KEY
+        )
     return DraftModel(there, raw, made, dtype, said.quantization, limit)
 
 
