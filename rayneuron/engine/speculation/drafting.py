@@ -72,7 +72,7 @@ class Speculation:
             elif most > 0 and (self._chain is not None or pace is None or not pace.hopeless(record, rows, length)):
                 drafts, record.kind = self._propose(sequence, most)
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
-            if not drafts and self._chain is not None and (most := min(most, self._chain.limit - work.start - 1)) > 0:
+            if not drafts and self._chain is not None and work.start and (most := min(most, self._chain.limit - work.start - 1)) > 0:
                 drafts, record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
                 behind = self._chain.reading.behind(sequence, sequence.drafter.read, work.start)
             found.append(drafts)
