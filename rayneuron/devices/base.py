@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 FOLLOWS = -1  # as a decode step's token: the id that the row's last step sampled, which the device has kept
 
-Tag = Literal["prefill", "decode", "verify"]
+# As a verify step's token, and below it: the draft model says what it is. DRAFTED - id: and `id` stands before the row's last known one.
+DRAFTED = -2
+
+Tag = Literal["prefill", "decode", "verify", "fill"]  # fill: a draft model reads, and nothing is returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ LIKELIEST, SAMPLED = Want("likeliest"), Want("sampled")
 LOGITS = Want("sampled", logits=True)  # for host processors and logprobs
 SCORES = Want(logits=True, at="all")
 POOLED = Want(pooled=True)
+NOTHING = Want()
 HIDDEN = Want(hidden=True, at="all")
 
 
@@ -100,6 +104,7 @@ class StepOutput:
     logits: Tensor | None = None
     hidden: Tensor | None = None
     pooled: Tensor | None = None
+    drafts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
