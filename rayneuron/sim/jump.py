@@ -185,7 +185,7 @@ class JumpHost(ExactHost):
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
         longest = self.scheduler.longest if self.scheduler.members else 0
-        return pressure(self.scheduler, self.costs, self._output, seen, longest=longest)
+        return pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest)
 
     def _turn(self) -> None:
         scheduler = self.scheduler
@@ -193,6 +193,7 @@ class JumpHost(ExactHost):
             scheduler.catch_up(sequence)
             self._forget(self._progress(sequence).key)
         self._unwanted.clear()
+        self._take()
         plan = scheduler.plan()
         self._running = plan is not None
         if plan is None:
@@ -211,9 +212,10 @@ class JumpHost(ExactHost):
         self._leaps += 1
         self.clock.at(began_s + count * step_s, self._land, self._leaps)
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """Something is to be looked at when a step ends."""
         if self._leap is None:
-            super()._interrupt()
+            super().interrupt()
             return
         began_s, step_s, count = self._leap
         needed = max(1, ceil((self.clock.now_s - began_s) / step_s - 1e-9))
