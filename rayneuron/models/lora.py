@@ -140,11 +140,15 @@ def cut(adapter: Adapter, how: Cut, layers: Iterable[int], dtype: torch.dtype) -
     made = []
     for i in layers:
         pairs: Pairs = {}
+        shared: dict[int, Tensor] = {}  # the A of what is fused in theirs: one here too
         for name, (a, b) in adapter.layers[i].items():
             whole = name + ".w"
             _, dim = cut_of(whole) or ("", 0)
-            a, b = (how(whole, a), b) if dim in (1, -1) else (a, how(whole, b))
-            pairs[name] = a.to(dtype).contiguous(), b.to(dtype).contiguous()
+            if dim in (1, -1):
+                pairs[name] = how(whole, a).to(dtype).contiguous(), b.to(dtype).contiguous()
+            else:
+                down = shared.setdefault(id(a), a.to(dtype).contiguous())
+                pairs[name] = down, how(whole, b).to(dtype).contiguous()
         made.append(pairs)
     return made
 

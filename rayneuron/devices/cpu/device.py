@@ -105,7 +105,7 @@ class Cpu:
         """As the kernels read them where they run whole layers, else as tables for torch's products."""
         layers = self._weights["layers"]
         if self.kernels is not None and self.kv is not None and refused(arch, layers, self.kv) is None:
-            self.kernels.slots = adapters.Slots(len(layers), slots)
+            self.kernels.slots = adapters.Slots(sizes, slots)
             self._weights = {**self._weights, "lora_rank": 0}
             return
         layers = [adapted.tables(w, each, slots, rank, self.dtype) for w, each in zip(layers, sizes, strict=True)]
@@ -113,7 +113,7 @@ class Cpu:
 
     def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
         """Packed, or as it is."""
-        return adapters.pack(adapter, self.dtype) if self.kernels is not None and self.kernels.slots is not None else adapter
+        return self.kernels.slots.pack(adapter, self.dtype) if self.kernels is not None and self.kernels.slots is not None else adapter
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """A row of the kernels' tables, or a part of torch's."""

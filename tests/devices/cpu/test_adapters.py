@@ -51,9 +51,9 @@ def on_kernels(
     runner = replace(runner, ops=made.ops, weights=made.pack(runner.weights, dtype))
     if not folders:
         return runner
-    made.slots = device.Slots(runner.arch.layers, len(folders))
+    made.slots = device.Slots(adapters.sizes(saved.path, runner), len(folders))
     for slot, pairs in enumerate(adapters.cut(saved.path, runner, folders, dtype)):
-        made.slots.put(slot, device.pack(pairs, dtype))
+        made.slots.put(slot, made.slots.pack(pairs, dtype))
     return adapters.Adapted(
         runner.arch, {**runner.weights, "lora_rank": 0}, runner.kv, comm, runner.ops, torch.tensor(own, dtype=torch.int32)
     )  # fmt: skip
