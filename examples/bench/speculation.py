@@ -109,9 +109,9 @@ def serve(opened: Opened, ids: Sequence[list[int]], new: int) -> Run:
     return run
 
 
-def measure(engines: dict[str, Opened], rows: Sequence[int], new: int, turn: int, into: Measured) -> None:
+def measure(engines: dict[str, Opened], families: Sequence[str], rows: Sequence[int], new: int, turn: int, into: Measured) -> None:
     """One round; who is first changes."""
-    for family in FAMILIES:
+    for family in families:
         for count in rows:
             ids, first = prompts(next(iter(engines.values())), family, count, turn), None
             for name in sorted(engines, reverse=turn % 2 == 1):
@@ -154,6 +154,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "speculation", 5)
     options.add_dtype(parser)
+    parser.add_argument("--prompts", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), help="kinds of prompts (default all)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="prompts served together (default 1 16)")
     parser.add_argument("--new", type=int, default=160, help="most output tokens of a prompt (default %(default)s)")
     parser.add_argument("--fixed", action="store_true", help="also engines that always try 2, 4 and 8 drafts")
@@ -177,9 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     said |= {"max_num_seqs": max(args.rows), "max_model_len": 1024, "enable_prefix_caching": False}
     engines = {name: loading.open_engine(parse({**said, "speculative_config": kind})) for name, kind in kinds.items()}
     watch, found = machine.Watch([]), Measured()
-    measure(engines, args.rows, args.new, 1000, Measured())
+    measure(engines, args.prompts, args.rows, args.new, 1000, Measured())
     for turn in range(args.rounds):
-        measure(engines, args.rows, args.new, turn, found)
+        measure(engines, args.prompts, args.rows, args.new, turn, found)
     for opened in engines.values():
         opened.engine.close()
     ratios = {f"{family}, {rows}": {n: found.ratio(family, rows, n) for n in by} for (family, rows), by in found.runs.items()}

@@ -160,6 +160,7 @@ def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts):
     assert (engine.steps <= 8) == drafts and (engine.steps == 24) == (not drafts)
 
 
+@pytest.mark.slow
 def test_with_int8_of_the_same_model_text_is_what_it_was(smollm2):
     """Through the deployment's own words, from the profile to the text; and nearly every draft is right."""
     ids = LLM(smollm2, **GENEROUS, dtype="bf16", speculative_config=None)

@@ -59,7 +59,6 @@ class Cpu:
         self._shared_kv = shared_kv
         self._fd, self._stride = -1, 0
         self._units: list[Tensor] = []
-        self._drafts: list[Tensor] = []  # the same of a draft model
         self._panels = False
         self._weights: Weights = {}
         self._program: Program | None = None
@@ -77,8 +76,7 @@ class Cpu:
         if kv.draft is not None:
             draft, dtype = weights["draft"], weights["draft"]["top"]["embed.w"].dtype  # which need not compute in the same
             self._weights = {**self._weights, "draft": self._packed(draft, dtype)}
-            self._drafts = self._zeros(kv.draft, dtype)
-            self.kv.draft = Kv(kv.draft, viewed(self._drafts, self.kernels is not None and panels.fit(kv.draft, dtype)))
+            self.kv.draft = Kv(kv.draft, viewed(self._zeros(kv.draft, dtype), self.kernels is not None and panels.fit(kv.draft, dtype)))
 
     def _packed(self, weights: Weights, dtype: torch.dtype) -> Weights:
         if self.kernels is not None:
@@ -149,9 +147,9 @@ class Cpu:
 
     @torch.inference_mode()
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks."""
+        """Copy whole blocks; of a draft model none: it reads what it has not read, and remembers blocks by what it wrote there."""
         source, target = zip(*pairs, strict=True)
-        for units in (*self._units, *self._drafts):
+        for units in self._units:
             bytes_of(units)[list(target)] = bytes_of(units)[list(source)]
 
     @torch.inference_mode()
@@ -175,7 +173,7 @@ class Cpu:
             self.kernels.close()
         if self._fd >= 0:
             os.close(self._fd)
-        self.kv, self._units, self._drafts, self._weights, self._program, self._fd = None, [], [], {}, None, -1
+        self.kv, self._units, self._weights, self._program, self._fd = None, [], {}, None, -1
 
 
 def viewed(units: Sequence[Tensor], lying: bool) -> list[plain.Layer]:
