@@ -96,9 +96,12 @@ def _verified(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
     width = output.ids.shape[1] if output.ids.dim() == 2 else None
     ids, logits = output.ids.flatten().tolist(), None if output.logits is None else output.logits.flatten(0, -2)
     complete = [True] * len(ids) if output.complete is None else output.complete.flatten().tolist()
+    drafted = None if output.drafts is None else output.drafts.tolist()
     deltas: list[TokenDelta | None] = []
     at = 0
     for i, work in enumerate(works):
+        if drafted is not None:  # by the model, within the step
+            work.drafts = tuple(drafted[i][work.count : work.tokens])
         at = at if width is None else i * width
         mine = slice(at, at + work.tokens)
         at = mine.stop

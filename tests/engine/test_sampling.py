@@ -78,7 +78,7 @@ def parameters(rows: int, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.
 @pytest.mark.parametrize("how", ["torch", "native", "x86-64-v3"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_draws_follow_transformers(case, how):
-    n = 20_000
+    n = 10_000
     expected = reference(**case).double().numpy()
     if how == "torch":
         ids, complete = draw(n, uniforms(range(n), [7] * n), **case)
