@@ -188,9 +188,9 @@ class Waking:
         exchange.said[b"x-rayneuron-waited-ms"] = f"{1e3 * (time.monotonic() - began_s):.0f}".encode()
 
     def _judge(self, sleeper: Sleeper, waited_s: float) -> None:
-        """Raise where it is not worth waiting. The arbiter is given a moment to say what it makes of the call."""
+        """Raise where it is not worth waiting. The arbiter is given a moment to hear of it and to begin, after a failure too."""
         standing, name = sleeper.replicas.standing, sleeper.entry.name
-        if waited_s < 2 * ASK_S and not standing.failed:
+        if waited_s < 2 * ASK_S:
             return
         if standing.failed and standing.state == "sleeping":
             self._refuse(sleeper, "failed")

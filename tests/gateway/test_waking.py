@@ -130,7 +130,7 @@ def _row(key: str, made: Hosted) -> Any:
 @pytest.mark.parametrize("what", ["start", "drain", "delete"])
 async def test_what_serve_does_not_do_is_tried_again(what: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayneuron.host.table.ENDED_S", 0.3)
-    monkeypatch.setattr("rayneuron.host.table.BACKOFF_S", 0.3)
+    monkeypatch.setattr("rayneuron.host.table.BACKOFF_S", 1.0)
     async with hosted(tiny, {"a": 4, "b": 4}) as made, client(application(made.catalogues[0])) as http:
         made.stage.refuse = {what: 1}
         first = await asked(made, http, "a")
