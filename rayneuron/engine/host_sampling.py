@@ -19,7 +19,7 @@ class HostSampling:
     """`commit.ReadsLogits` with torch. `rule`: as in `engine.step.step`."""
 
     logprobs = staticmethod(logits.logprobs)
-    prompt_logprobs = staticmethod(logits.prompt_logprobs)
+    listed = staticmethod(logits.listed)
 
     def __init__(self, rule: NeuronSampling | None = None) -> None:
         self._rule = rule

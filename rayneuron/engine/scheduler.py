@@ -76,8 +76,8 @@ class Scheduler:
         before = self.preemptions
         works = self._grow()
         if works:
-            drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
-            return Plan("verify" if drafted else "decode", works, self.blocks.copies(), self.adapters.installs())
+            plan = Plan("decode", works, self.blocks.copies(), self.adapters.installs())
+            return plan if self.speculation is None else self.speculation.draft(plan, self.blocks)
         # where growing has preempted all who decode, others can be served now; else nobody is there, or waits for the step under way
         return self.plan() if self.preemptions > before else None
 

@@ -138,12 +138,13 @@ class Work:
 @dataclass(slots=True)
 class Plan:
     """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
-    `installs`: (slot, adapter) to be put before it."""
+    `installs`: (slot, adapter) to be put before it; `fills`: what a draft model reads then."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
     copies: list[tuple[int, int]] = field(default_factory=list)
     installs: list[tuple[int, str]] = field(default_factory=list)
+    fills: list[Work] = field(default_factory=list)
 
 
 def wants_scores(sequence: Sequence) -> bool:

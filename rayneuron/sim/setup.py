@@ -15,6 +15,31 @@ Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; 
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """Engines that only compute prompts. `local_tokens`: as `policies.pools.choose`; `tail_s`: of the copy of a prompt's last chunk."""
+
+    nodes: int
+    capacity: Capacity
+    profile: Profile
+    local_tokens: int | None = None
+    tail_s: float = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """How many engines there are, by `policies.scaling.replicas` of `target_ms`: looked at every second, and changed where the same was
+    wished for all of `up_s` or `down_s`. `parts`: seconds of a start (`policies.starts`), none: guessed of `weight_bytes`."""
+
+    least: int
+    most: int
+    target_ms: float = 2000.0
+    up_s: float = 30.0
+    down_s: float = 600.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """A fleet of equal engines. `hop_s`: from a gateway to an engine or back. An engine says how busy it is, `load_late_s` after it was so,
     to all gateways when an order has come or ended, and with a step if that is `load_s` ago.
@@ -39,3 +64,5 @@ class Setup:
     exact: bool = False
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    pool: PoolSetup | None = None
+    elastic: Elastic | None = None
