@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from rayneuron.devices.base import StepOutput
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.errors import RequestError
-from rayneuron.types import SamplingParams, TokenDelta, TokenLogprobs
+from rayneuron.types import TokenDelta, TokenLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,28 +42,42 @@ class _Step:
 
     now: float
     host: ReadsLogits
-    asked: dict[int, list[tuple[TokenDelta, int, Tensor, SamplingParams]]] = field(default_factory=dict)
+    asked: dict[int, list[tuple[TokenDelta, int, Tensor, Sequence]]] = field(default_factory=dict)
 
-    def ask(self, delta: TokenDelta, token: int, row: Tensor, params: SamplingParams) -> None:
+    def ask(self, delta: TokenDelta, token: int, row: Tensor, sequence: Sequence) -> None:
         """Have a delta tell of one token more."""
-        count = 0 if params.logprob_token_ids else params.logprobs or 0
-        self.asked.setdefault(count, []).append((delta, token, row, params))
+        count = 0 if sequence.params.logprob_token_ids else sequence.params.logprobs or 0
+        self.asked.setdefault(count, []).append((delta, token, row, sequence))
 
-    def tell(self) -> None:
-        """Tell all that has been asked: one call for many rows costs little more than for one."""
+    def tell(self, deltas: list[TokenDelta | None]) -> list[TokenDelta | None]:
+        """The deltas, which tell all that has been asked: one call for many rows costs little more than for one. Who cannot be told
+        ends alone."""
+        ended: dict[int, TokenDelta] = {}
         for count, asked in self.asked.items():
-            entries = self.host.logprobs([row for _, _, row, _ in asked], [token for _, token, _, _ in asked], count)
-            for (delta, _, row, params), entry in zip(asked, entries, strict=True):
-                told = self.host.listed(row, entry, params.logprob_token_ids) if params.logprob_token_ids else entry
-                delta.logprobs = [*(delta.logprobs or ()), told]
+            try:
+                self._tell(count, asked)
+            except Exception:
+                for one in asked:
+                    try:
+                        self._tell(count, [one])
+                    except Exception as wrong:
+                        ended[id(one[0])] = failed(one[3], wrong)
+        return [delta and ended.get(id(delta), delta) for delta in deltas] if ended else deltas
+
+    def _tell(self, count: int, asked: list[tuple[TokenDelta, int, Tensor, Sequence]]) -> None:
+        entries = self.host.logprobs([row for _, _, row, _ in asked], [token for _, token, _, _ in asked], count)
+        for place, (_, _, row, sequence) in enumerate(asked):
+            if ids := sequence.params.logprob_token_ids:
+                entries[place] = self.host.listed(row, entries[place], ids)
+        for (delta, *_), entry in zip(asked, entries, strict=True):
+            delta.logprobs = [*(delta.logprobs or ()), entry]
 
 
 def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
     """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
     step = _Step(now, host)
     deltas = _verified(plan.works, output, step) if plan.tag == "verify" else _advanced(plan.works, output, step)
-    step.tell()
-    return deltas
+    return step.tell(deltas)
 
 
 def _advanced(works: list[Work], output: StepOutput, step: _Step) -> list[TokenDelta | None]:
@@ -213,7 +227,7 @@ def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | Non
     sequence.append(token)
     if sequence.needs == "logits" and sequence.request.params.logprobs is not None:
         assert row is not None
-        step.ask(delta, token, row, sequence.request.params)
+        step.ask(delta, token, row, sequence)
     delta.token_ids.append(token)
     if not sequence.stamps.first_token:
         sequence.stamps.prefill_done = sequence.stamps.first_token = step.now
