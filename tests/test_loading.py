@@ -81,7 +81,8 @@ def test_a_table_of_a_busy_machine_is_taken_once_more(tiny: Path, kept: Path, mo
     def scaled(by: float) -> None:
         def measured(*words: Any) -> Profile:
             found = measure(*words)
-            tables.append(msgspec.structs.replace(found, decode=tuple((b, n, by * ms) for b, n, ms in found.decode)))
+            slower = {kind: tuple((*at, by * ms) for *at, ms in getattr(found, kind)) for kind in ("decode", "prefill")}
+            tables.append(msgspec.structs.replace(found, **slower))
             return tables[-1]
 
         monkeypatch.setattr(profile, "measure", measured)
