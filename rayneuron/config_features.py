@@ -10,13 +10,14 @@ from pydantic import Field, field_validator, model_validator
 
 from rayneuron.validation import Section
 
+_HEADS = "heads that read the model's hidden states"
 # How drafts are made; of those that are not served, what they would need.
 METHODS = {
     "ngram": None,
     "draft_model": None,
-    "eagle": "heads that read the model's hidden states",
-    "eagle3": "heads that read the model's hidden states",
-    "medusa": "heads that read the model's hidden states",
+    "eagle": _HEADS,
+    "eagle3": _HEADS,
+    "medusa": _HEADS,
 }
 
 

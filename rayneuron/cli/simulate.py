@@ -98,6 +98,7 @@ def _pool(args: argparse.Namespace, config: Any) -> Any:
 def _elastic(args: argparse.Namespace, config: Any) -> Any:
     """How the file lets the number of engines change; None where it does not."""
     from rayneuron.errors import ConfigError
+    from rayneuron.policies.scaling import TARGET_MS
     from rayneuron.sim.setup import Elastic
 
     how = config.serving.autoscaling
@@ -105,7 +106,7 @@ def _elastic(args: argparse.Namespace, config: Any) -> Any:
         return None
     if how.policy.policy_function != _SIMULATED:
         raise ConfigError(f"serving.autoscaling.policy: only {_SIMULATED} is simulated; write it, or serving.num_replicas")
-    said = float(how.policy.policy_kwargs.get("target_ms", 2000.0))
+    said = float(how.policy.policy_kwargs.get("target_ms", TARGET_MS))
     parts = {} if args.start_s is None else {"said": args.start_s}
     return Elastic(max(1, how.min_replicas), how.max_replicas, said, how.upscale_delay_s, how.downscale_delay_s, parts)
 

@@ -9,6 +9,7 @@ from typing import Literal
 from rayneuron.engine.buckets import Capacity
 from rayneuron.policies.desk import DeskLimits
 from rayneuron.policies.fairness import AccountShare
+from rayneuron.policies.scaling import TARGET_MS
 from rayneuron.types import Profile
 
 Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; one after another
@@ -32,7 +33,7 @@ class Elastic:
 
     least: int
     most: int
-    target_ms: float = 2000.0
+    target_ms: float = TARGET_MS
     up_s: float = 30.0
     down_s: float = 600.0
     parts: Mapping[str, float] = field(default_factory=dict)

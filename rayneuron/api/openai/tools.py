@@ -52,8 +52,9 @@ class Tools(NamedTuple):
                 rules.append(f"c{place}: {_schema(call | {'required': ['name', form.keys[0]], 'additionalProperties': False, **shared})}")
         each = " | ".join(f"c{place}" for place in range(len(self.names)))
         more = f"({_quoted(between + opening, text)} body)*" if self.many else ""
-        mark = form.begin if text.special(form.begin) is None else ""  # as text it is met while free text is read
-        first = before + opening if self.forced or form.bare else (before + opening).removeprefix(mark)
+        free = not (self.forced or form.bare)
+        mark = form.begin if free and text.special(form.begin) is None else ""  # as text it is met while free text is read
+        first = (before + opening).removeprefix(mark)
         start = ["start: calls"] if self.forced else _free(form.bare, mark, self.many)
         calls = [f"calls: {_quoted(first, text)} body {more} {_quoted(behind, text)}", f"body: ({each}) {_quoted(closing, text)}"]
         lark = "\n".join([*start, *calls, *rules])
