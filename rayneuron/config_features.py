@@ -66,11 +66,16 @@ class SpeculativeConfig(Section):
     def _ordered(self) -> SpeculativeConfig:
         if self.method == "ngram" and (self.model or self.quantization):
             raise ValueError("model and quantization are of a draft model; write method: draft_model, or leave them out")
-        if self.method == "draft_model" and not (self.model or self.quantization):
+        if self.by_model and not (self.model or self.quantization):
             raise ValueError("a copy of the model saves nothing; write quantization: int8, or model: a smaller one")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max {self.prompt_lookup_max}")
         return self
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a draft model makes them."""
+        return self.method == "draft_model"
 
     @property
     def dtype(self) -> str:
@@ -166,7 +171,7 @@ def undrafted(config: Any) -> str | None:
         return "pipeline_parallel, whose stages do not verify drafts; leave one out"
     if config.capacity_factor is not None:
         return "capacity_factor, by which tokens depend on what shares a step with them; leave one out"
-    if config.speculative_config.method == "draft_model" and config.shard_over_sequence:
+    if config.speculative_config.by_model and config.shard_over_sequence:
         return "shard_over_sequence, which a draft model is not cut by; write method: ngram"
     degree = config.speculative_config.draft_tensor_parallel_size
     if degree not in (None, config.tensor_parallel):

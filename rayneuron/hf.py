@@ -112,7 +112,7 @@ class HuggingFaceGenerationAdapter:
 def _check_drafts(llm: LLM) -> None:
     """Which model drafts the deployment says, since it loads it; which tokens come does not depend on it. Raises RequestError."""
     said = llm.config.speculative_config
-    if said is None or said.method != "draft_model":
+    if said is None or not said.by_model:
         wanted = "LLM(path, speculative_config={'model': its directory, 'num_speculative_tokens': 4})"
         raise RequestError(f"generate(assistant_model=...) needs an LLM that has loaded it; write {wanted}", param="assistant_model")
 

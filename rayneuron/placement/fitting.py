@@ -80,7 +80,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
         verify=1 + said.num_speculative_tokens if (said := config.speculative_config) else 0,
-        drafts=said is not None and said.method == "draft_model",
+        drafts=said is not None and said.by_model,
     )
 
 
@@ -102,7 +102,7 @@ def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_paral
     """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
     parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel)
     held = [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
-    if (said := want.config.speculative_config) is None or said.method != "draft_model":
+    if (said := want.config.speculative_config) is None or not said.by_model:
         return held
     raw = want.raw if want.draft is None else want.draft
     own = {"dtype": said.dtype, "quantization": said.quantization, "kv_dtype": None, "group_query_attention": None}

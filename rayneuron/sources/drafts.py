@@ -36,7 +36,7 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
     Raises ConfigError or CheckpointError, naming the key, where the two do not go together.
     """
     said = config.speculative_config
-    if said is None or said.method != "draft_model":
+    if said is None or not said.by_model:
         return None
     try:
         there = path if said.model is None else find(said.model)
