@@ -154,8 +154,6 @@ def unadapted(config: Any) -> str | None:
         return f"device {config.device}, whose graphs have no adapters yet; merge the adapter into the weights"
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before a slot may change; leave one out"
-    if config.pools is not None:
-        return "pools, which do not tell each other of adapters yet; leave one out"
     if config.sequence_parallel:
         return "sequence_parallel, whose prefills take layers apart; leave one out"
     return None

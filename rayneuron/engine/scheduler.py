@@ -56,6 +56,7 @@ class Scheduler:
             assert self.prefills is not None and sequence.hold is not None
             self.remote[sequence.asked] = sequence.hold, None
             self.prefills.cancel(sequence.asked)
+            self.adapters.leave(sequence)
             sequence.hold = None
         elif sequence.hold is not None:
             self._release(sequence)
@@ -125,6 +126,7 @@ class Scheduler:
         """A sequence that was computed for somebody else has ended: what it holds belongs to its ticket."""
         assert sequence.hold is not None and sequence.loan is not None
         self.running.remove(sequence)
+        self.adapters.leave(sequence)
         self.blocks.pin(sequence.hold, sequence.loan.ticket, sequence.prompt_len)
 
     def inherit(self, sequence: Sequence, heir: Sequence) -> None:
@@ -132,6 +134,7 @@ class Scheduler:
         assert sequence.hold is not None
         heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
         heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
+        heir.slot, sequence.slot = sequence.slot, -1
         self.remote[heir.asked] = heir.hold, heir
 
     def arrived(self, key: str, whole: bool) -> Sequence | None:
