@@ -263,8 +263,9 @@ def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
     """What drafts."""
     from rayneuron.engine.speculation.drafting import speculation
 
-    said = model.config.speculative_config
-    return None if said is None else speculation(said, profile, model.capacity, None if model.draft is None else model.draft.limit)
+    config, limit = model.config, None if model.draft is None else model.draft.limit
+    said = config.speculative_config
+    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs)
 
 
 def _estimate(model: Runnable) -> str:
