@@ -59,7 +59,7 @@ def test_each_pool_scales_by_what_it_is_asked_for() -> None:
         ({"tensor_paralel": 2}, "pools.prefill: unknown key tensor_paralel; did you mean tensor_parallel?"),
         ({"tensor_parallel": 0}, "pools.prefill: tensor_parallel: must be at least 1, got 0"),
         ({"buckets": {"batch": []}}, "pools.prefill: buckets.batch: a bucket list needs"),
-        ({"lora": {"lora_modules": {"a": "/a"}}}, "pools.prefill: lora is lora_modules={'a': '/a'}"),
+        ({"lora": {"lora_modules": {"a": "/a"}}}, "there and None for decoding, and both pools must have the same"),
         ({"pools": {"lease_s": 1.0}}, "pools are not nested"),
         ({"speculative_config": {"method": "ngram"}}, "pools.prefill: speculative_config is of those that decode"),
         ({"serving": {"autoscaling": {"min_replicas": 0}}}, "pools.prefill: serving.autoscaling.min_replicas is 0, and nobody would ask"),
