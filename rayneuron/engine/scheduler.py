@@ -166,7 +166,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while (head := self.adapters.first(self.waiting)) is not None:
+        while self.waiting and (head := self.adapters.first(self.waiting)) is not None:
             like, known = self._shareable(head)
             hashes = () if head.whole or wants_scores(head) else self._hashes(head)
             hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
