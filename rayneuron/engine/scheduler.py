@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while (head := self.adapters.first(self.waiting)) is not None:
+        while self.waiting and (head := self.adapters.first(self.waiting)) is not None:
             like, known = shareable(head)
             alone = not self.caching or head.whole or wants_scores(head)
             hashes = () if alone else self._hashes(head)

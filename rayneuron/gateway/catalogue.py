@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from msgspec.structs import asdict
+
 from rayneuron import gateway_config, keys
 from rayneuron.config import Limits
 from rayneuron.errors import NotReady, RequestError, UnknownModel
@@ -75,8 +77,7 @@ class Catalogue(Handles):
         found = []
         for entry in self.entries:
             for send in [send for engine in entry.engines for send in engine.desk.recent][: -most - 1 : -1]:
-                terms = {name: getattr(send.terms, name) for name in send.terms.__slots__}
-                found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **terms})
+                found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **asdict(send.terms)})
         return found
 
     async def hosts(self) -> Json:
