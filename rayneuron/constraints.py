@@ -1,13 +1,18 @@
-"""What a choice's whole output must match, as a client said it: pure data, part of SamplingParams."""
+"""What a choice's whole output must match, or how it is searched for, as a client said it: pure data, part of SamplingParams."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from rayneuron.errors import RequestError
 
+if TYPE_CHECKING:
+    from rayneuron.types import SamplingParams
+
+MAX_WIDTH = 128  # as many as choices
+MAX_PENALTY = 10.0  # a power beyond makes scores that are no numbers
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -48,3 +53,33 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def kind(self) -> str:
         """Which of the constraints it is; "" where only the marker may be forced."""
         return next((kind for kind in KINDS if getattr(self, kind) not in (None, False) or (kind == "json" and self.json is False)), "")
+
+
+class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Beam search: `width` beams at once; scores are divided by length ** length_penalty.
+
+    rule "transformers": `early_stopping` True ends with the first `width` answers, False where no beam as it is could come before them,
+    "never" where none could however long it grew. "vllm": ends with the last token there is room for.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    rule: Literal["transformers", "vllm"] = "transformers"
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for a search that cannot be, or for what it cannot have beside it."""
+        if not 1 <= self.width <= MAX_WIDTH:
+            raise RequestError(f"the width of a beam search must be between 1 and {MAX_WIDTH}, got {self.width}", param="beams")
+        if not -MAX_PENALTY <= self.length_penalty <= MAX_PENALTY:
+            said = f"length_penalty must be between {-MAX_PENALTY} and {MAX_PENALTY}, got {self.length_penalty}"
+            raise RequestError(said, param="length_penalty")
+        if params.n > self.width:
+            raise RequestError(f"n must be at most the width of the beam search, {self.width}, got {params.n}", param="n")
+        if params.structured_outputs is not None:
+            said = f"{params.structured_outputs.field} cannot constrain a beam search; leave one of the two out"
+            raise RequestError(said, param=params.structured_outputs.field)
+        if params.stop:
+            raise RequestError("stop does not end a beam; send stop_token_ids", param="stop")
+        if params.max_tokens == 0:
+            raise RequestError("max_tokens must be at least 1 for a beam search", param="max_tokens")

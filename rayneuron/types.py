@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
-from rayneuron.constraints import StructuredOutputs
+from rayneuron.constraints import Beams, StructuredOutputs
 from rayneuron.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -26,7 +26,6 @@ MIN_TEMPERATURE = 0.01  # below this fp32 logits overflow; vLLM raises small tem
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, named as vLLM names it. Ranges are checked on construction; vocabulary and lengths by the engine.
-
     Two spellings of one wish are one value: small temperatures are raised, biases clamped, ids listed once and in order.
 
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 switch the filter off. `max_tokens` None: as many as
@@ -61,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    beams: Beams | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -75,7 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}", param="min_tokens")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             force_setattr(self, "temperature", MIN_TEMPERATURE)
-        if self.n > 1 and self.greedy:
+        if self.beams is not None:
+            self.beams.check(self)
+        elif self.n > 1 and self.greedy:
             raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
         if any(not s for s in self.stop):
             raise RequestError("stop must not hold an empty string", param="stop")

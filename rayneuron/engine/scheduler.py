@@ -7,11 +7,13 @@ from operator import attrgetter
 
 from rayneuron import hashing
 from rayneuron.engine.adapters import Adapters
+from rayneuron.engine.beams import Group
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
+from rayneuron.engine.forks import Forks
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
-from rayneuron.engine.sequence import Plan, Sequence, Work, wants_scores
+from rayneuron.engine.sequence import Plan, Sequence, Work, shareable, wants_scores
 from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
 
@@ -37,6 +39,7 @@ class Scheduler:
         self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
+        self.forks = Forks(self.blocks, self.adapters, self.running)
         self.prefills: Prefills | None = None
         self.remote: dict[str, tuple[Hold, Sequence | None]] = {}  # by key: what others may write, and whose it is; None: who has ended
         self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
@@ -57,8 +60,10 @@ class Scheduler:
             self.remote[sequence.asked] = sequence.hold, None
             self.prefills.cancel(sequence.asked)
             sequence.hold = None
+        elif sequence.group is not None and sequence.group.running:
+            self.forks.disband(sequence.group)
         elif sequence.hold is not None:
-            self._release(sequence)
+            self.forks.release(sequence)
         else:
             self.waiting.remove(sequence)
             self.waiting_tokens -= sequence.remaining
@@ -150,8 +155,8 @@ class Scheduler:
     def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
         """Whether another pool computes a prompt that has just been given its blocks. All who wait so hold at most half of them, so that
         who runs and grows finds room."""
-        prompt = sequence.prompt_len
-        if self.prefills is None or sequence.loan or sequence.generated or sequence.preemptions or not sequence.max_tokens:
+        prompt, here = sequence.prompt_len, sequence.group or sequence.loan or sequence.generated or sequence.preemptions
+        if self.prefills is None or here or not sequence.max_tokens:
             return False
         held = sum(len(other.blocks) for other, _ in self.remote.values())
         if hold.known >= prompt - 1 or held + len(hold.blocks) > self.capacity.blocks // 2:
@@ -167,9 +172,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (head := self.adapters.first(self.waiting)) is not None:
-            like, known = self._shareable(head)
+            like, known = shareable(head)
             hashes = () if head.whole or wants_scores(head) else self._hashes(head)
-            hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
+            seated = head.group is None or self.blocks.free_rows >= head.group.width
+            most = min(len(head.ids) + 1, head.prompt_len + head.max_tokens)
+            hold = self.blocks.admit(most, hashes, like, known) if seated else None
             if hold is None:
                 victim = self._victim()
                 if victim is None or victim.request.priority <= head.request.priority:
@@ -179,20 +186,12 @@ class Scheduler:
             self.waiting.remove(head)
             self.waiting_tokens -= head.remaining
             head.hold = hold
+            if head.group is not None:
+                self.forks.reserve(head.group)
             self.adapters.seat(head)
             self._skip_to(head, hold.known)
             if not self._asks(head, hold, hashes):
                 insort(self.running, head, key=_RANK)
-
-    @staticmethod
-    def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
-        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
-        wanted."""
-        leader = sequence.leader
-        wanted = sequence.prompt_len - (not sequence.generated)
-        if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
-            return None, 0
-        return leader.hold, wanted
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of its ids, whether or not they have KV."""
@@ -250,20 +249,23 @@ class Scheduler:
     def _grow(self) -> list[Work]:
         """A token more for all that decode, in order of service; the last in order makes room for those before it."""
         size, works = self.capacity.block, []
+        stuck = [g for g in [*self.forks.pending] if not self._room(g.beams[0].sequence, None, g)]
         for sequence in [s for s in self.running if s.phase == "decode"]:
             hold, start = sequence.hold, sequence.computed
             if hold is not None and (start < len(hold.blocks) * size or self._room(sequence, hold)):
                 works.append(Work(sequence, start, 1))
-        return works
+            elif sequence.group is not None:
+                stuck.append(sequence.group)
+        return [work for work in works if work.sequence.group not in stuck] if stuck else works
 
-    def _room(self, sequence: Sequence, hold: Hold) -> bool:
-        while not self.blocks.extend(hold, sequence.length):
+    def _room(self, sequence: Sequence, hold: Hold | None, group: Group | None = None) -> bool:
+        while not (self.blocks.extend(hold, sequence.length) if hold is not None else group is None or self.forks.split(group)):
             if self.blocks.limbo:
                 return False  # what others held comes free with the step under way
             victim = self._victim()
             assert victim is not None  # a loan never grows
             self._preempt(victim)
-            if victim is sequence:
+            if sequence.hold is None:
                 return False
         return True
 
@@ -273,7 +275,10 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
-        self._release(victim)
+        if victim.group is not None:
+            victim = self.forks.disband(victim.group)
+        else:
+            self.forks.release(victim)
         victim.rewind(0)
         if victim.prompt_logprobs is not None:
             victim.prompt_logprobs = [None]  # they are computed again with the prompt
@@ -281,17 +286,11 @@ class Scheduler:
         self.preemptions += 1
         self.add(victim)
 
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.hold is not None
-        self.blocks.release(sequence.hold)
-        self.adapters.leave(sequence)
-        sequence.hold = None
-        self.running.remove(sequence)
-
     def check(self) -> None:
         """Raise AssertionError if a row or block is owned twice or by nobody, or a phase says what is not so."""
         holds = [s.hold for s in self.running if s.hold is not None]
         assert len(holds) == len(self.running), "a sequence runs that holds nothing"
+        holds += [hold for group in {s.group for s in self.running if s.group is not None} for hold in group.spare]
         self.blocks.check([*holds, *(hold for hold, _ in self.remote.values())])
         assert all(s is None or (s.phase == "remote" and s.hold is hold and s.asked == key) for key, (hold, s) in self.remote.items())
         assert all(s.phase == ("due", "decode", "prefill")[min(s.remaining, 2)] for s in self.running), "a phase is wrong"

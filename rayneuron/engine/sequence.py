@@ -51,6 +51,7 @@ class Sequence:
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
     grammar: Any = None  # engine.grammar.Grammar, where its output is constrained; made once that is compiled
     drafter: Any = None  # engine.speculation.drafting.Drafter, where this engine drafts; made with the first decode step
+    group: Any = None  # engine.beams.Group, where its request searches beams
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[int, int] = field(init=False)  # order of service: priority first (lower earlier), then arrival
@@ -63,7 +64,8 @@ class Sequence:
         self.rank = (self.request.priority, self.order)
         self.whole = self.request.pooling == "mean"
         typical = params.typical_p < 1.0 and not params.greedy
-        self.edited = params.edits_logits or typical or params.structured_outputs is not None
+        constrained = params.structured_outputs is not None
+        self.edited = params.edits_logits or typical or constrained or params.beams is not None
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property
@@ -149,3 +151,13 @@ class Plan:
 def wants_scores(sequence: Sequence) -> bool:
     """Whether the logits of every prompt position are still to be reported."""
     return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0
+
+
+def shareable(sequence: Sequence) -> tuple[Hold | None, int]:
+    """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
+    wanted."""
+    leader = sequence.leader
+    wanted = sequence.prompt_len - (not sequence.generated)
+    if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
+        return None, 0
+    return leader.hold, wanted

@@ -49,7 +49,7 @@ class Speculation:
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
             record = sequence.drafter.record
-            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1)
+            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.group is None else 0
             grammar: Grammar | None = sequence.grammar
             drafts = _forced(grammar, most)
             if drafts:
