@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rayneuron.validation import Section
 
-METHODS = ("ngram", "draft_model", "eagle", "eagle3", "medusa")
+_HEADS = "heads that read the model's hidden states"
+# How drafts are made; of those that are not served, what they would need.
+METHODS = {
+    "ngram": None,
+    "draft_model": None,
+    "eagle": _HEADS,
+    "eagle3": _HEADS,
+    "medusa": _HEADS,
+}
 
 
 class OnDeviceSampling(Section):
@@ -25,7 +33,14 @@ class OnDeviceSampling(Section):
 class SpeculativeConfig(Section):
     """Tokens that may come next are tried several at once; which tokens come does not depend on it. vLLM's names."""
 
-    method: str = Field(default="ngram", description="ngram: what followed the last tokens where they occurred before.")
+    method: str = Field(
+        default="ngram", description="ngram: what followed the last tokens where they occurred before; draft_model: what that says."
+    )
+    model: str | None = Field(
+        None, min_length=1, description="Of draft_model: where it is, as model.path; same vocabulary. Default: the model itself, in int8."
+    )
+    quantization: Literal["int8"] | None = Field(None, description="Of draft_model: int8 weights; it then computes in bf16.")
+    draft_tensor_parallel_size: int | None = Field(None, ge=1, description="The model's own degree, by which its draft model is cut too.")
     num_speculative_tokens: int = Field(default=8, ge=1, le=64, description="The most tokens tried for a sequence in one step.")
     prompt_lookup_min: int = Field(default=2, ge=1, description="Tokens that must have occurred before.")
     prompt_lookup_max: int = Field(default=4, ge=1, description="A longer match is not looked for.")
@@ -34,16 +49,38 @@ class SpeculativeConfig(Section):
     @field_validator("method")
     @classmethod
     def _served(cls, value: str) -> str:
-        if value == "ngram":
+        needs = METHODS.get(value, "")
+        if needs is None:
             return value
-        known = "is not served yet" if value in METHODS else f"is none of {', '.join(METHODS)}"
-        raise ValueError(f"method {value} {known}; write ngram")
+        known = f"needs {needs}, which are not read here" if needs else f"is none of {', '.join(METHODS)}"
+        raise ValueError(f"method {value} {known}; write ngram or draft_model")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied(cls, value: Any) -> Any:
+        """As vLLM has it, who names a model means one that drafts."""
+        named = isinstance(value, dict) and value.get("model") is not None and "method" not in value
+        return {**value, "method": "draft_model"} if named else value
 
     @model_validator(mode="after")
     def _ordered(self) -> SpeculativeConfig:
+        if self.method == "ngram" and (self.model or self.quantization):
+            raise ValueError("model and quantization are of a draft model; write method: draft_model, or leave them out")
+        if self.by_model and not (self.model or self.quantization):
+            raise ValueError("a copy of the model saves nothing; write quantization: int8, or model: a smaller one")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max {self.prompt_lookup_max}")
         return self
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a draft model makes them."""
+        return self.method == "draft_model"
+
+    @property
+    def dtype(self) -> str:
+        """What a draft model computes in: its own, or what an int8 product is fast in."""
+        return "bf16" if self.quantization else "auto"
 
 
 class Lora(Section):
@@ -134,4 +171,9 @@ def undrafted(config: Any) -> str | None:
         return "pipeline_parallel, whose stages do not verify drafts; leave one out"
     if config.capacity_factor is not None:
         return "capacity_factor, by which tokens depend on what shares a step with them; leave one out"
+    if config.speculative_config.by_model and config.shard_over_sequence:
+        return "shard_over_sequence, which a draft model is not cut by; write method: ngram"
+    degree = config.speculative_config.draft_tensor_parallel_size
+    if degree not in (None, config.tensor_parallel):
+        return f"draft_tensor_parallel_size {degree} beside tensor_parallel {config.tensor_parallel}; leave it out"
     return None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from rayneuron.errors import RequestError
-
-if TYPE_CHECKING:
-    from rayneuron.types import SamplingParams
 
 MAX_WIDTH = 128  # as many as choices
 MAX_PENALTY = 10.0  # a power beyond makes scores that are no numbers
@@ -67,19 +64,18 @@ class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     early_stopping: bool | Literal["never"] = False
     rule: Literal["transformers", "vllm"] = "transformers"
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, n: int, max_tokens: int | None, stop: tuple[str, ...], said: StructuredOutputs | None) -> None:
         """Raise RequestError for a search that cannot be, or for what it cannot have beside it."""
         if not 1 <= self.width <= MAX_WIDTH:
             raise RequestError(f"the width of a beam search must be between 1 and {MAX_WIDTH}, got {self.width}", param="beams")
         if not -MAX_PENALTY <= self.length_penalty <= MAX_PENALTY:
-            said = f"length_penalty must be between {-MAX_PENALTY} and {MAX_PENALTY}, got {self.length_penalty}"
-            raise RequestError(said, param="length_penalty")
-        if params.n > self.width:
-            raise RequestError(f"n must be at most the width of the beam search, {self.width}, got {params.n}", param="n")
-        if params.structured_outputs is not None:
-            said = f"{params.structured_outputs.field} cannot constrain a beam search; leave one of the two out"
-            raise RequestError(said, param=params.structured_outputs.field)
-        if params.stop:
+            allowed = f"between {-MAX_PENALTY} and {MAX_PENALTY}"
+            raise RequestError(f"length_penalty must be {allowed}, got {self.length_penalty}", param="length_penalty")
+        if n > self.width:
+            raise RequestError(f"n must be at most the width of the beam search, {self.width}, got {n}", param="n")
+        if said is not None:
+            raise RequestError(f"{said.field} cannot constrain a beam search; leave one of the two out", param=said.field)
+        if stop:
             raise RequestError("stop does not end a beam; send stop_token_ids", param="stop")
-        if params.max_tokens == 0:
+        if max_tokens == 0:
             raise RequestError("max_tokens must be at least 1 for a beam search", param="max_tokens")

@@ -41,7 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_scores": (None, False),
     "output_logits": (None, False),
     "use_cache": (None, True),
-    "assistant_model": (None,),
 }
 
 
@@ -75,6 +74,8 @@ class HuggingFaceGenerationAdapter:
         Settings come from the model's generation_config, then `generation_config`, then keywords. `streamer` (put, end) needs one sequence.
         `stopping_criteria` are called after every token with ([1, tokens so far], None). Raises RequestError for what cannot be honoured.
         """
+        if kwargs.pop("assistant_model", None) is not None:
+            _check_drafts(self.llm)
         settings = _merge(self.llm.generation, self.generation_config, generation_config, kwargs)
         prompts = _unpadded(input_ids, _inferred(input_ids, settings) if attention_mask is None else attention_mask)
         requests = [self.llm.request(p, _params(settings, len(p), input_ids.shape[1], self.llm.max_model_len)) for p in prompts]
@@ -113,6 +114,14 @@ class HuggingFaceGenerationAdapter:
         return made
 
 
+def _check_drafts(llm: LLM) -> None:
+    """Which model drafts the deployment says, since it loads it; which tokens come does not depend on it. Raises RequestError."""
+    said = llm.config.speculative_config
+    if said is None or not said.by_model:
+        wanted = "LLM(path, speculative_config={'model': its directory, 'num_speculative_tokens': 4})"
+        raise RequestError(f"generate(assistant_model=...) needs an LLM that has loaded it; write {wanted}", param="assistant_model")
+
+
 def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
     """Later sources win; None means not set. Raises RequestError for a name or value that would be ignored."""
     settings = {k: v for k, v in model.items() if k in _SET}
@@ -131,9 +140,7 @@ def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
                 if value not in _NEUTRAL[name]:
                     raise RequestError(f"generate({name}={value!r}) is not supported; leave it out", param=name)
             elif strict:
-                raise RequestError(
-                    f"generate() does not know {name!r}; known are {', '.join(sorted(_SET))}", param=name
-                )
+                raise RequestError(f"generate() does not know {name!r}; known are {', '.join(sorted(_SET))}", param=name)
     return settings
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rayneuron.engine.adapters import Adapters
     from rayneuron.engine.engine import Engine
     from rayneuron.engine.runner import Runner
+    from rayneuron.engine.speculation.drafting import Speculation
     from rayneuron.group.children import Processes
     from rayneuron.group.group import Group
     from rayneuron.group.opening import Runnable
@@ -38,6 +39,7 @@ _PROFILE = "profile.json"
 _TIMED = {  # keys that change what a step takes; the buckets and lengths are the capacity's
     *("device", "instance", "nodes", "quantization", "kv_dtype", "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
     *("micro_batches", "fused_qkv", "group_query_attention", "shard_over_sequence", "capacity_factor", "on_device_sampling", "compile"),
+    "speculative_config",
 }
 
 StageProgress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
@@ -63,6 +65,7 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     from rayneuron.group.opening import Runnable
     from rayneuron.models import lora, presharded, words
     from rayneuron.models.config_json import read_config
+    from rayneuron.sources import drafts
 
     devices.check(config.device)
     found = sources.resolve(config.model.source, progress, allow_pickle=config.model.allow_pickle)
@@ -77,7 +80,8 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     if presharded.is_presharded(path):
         ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
         presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
-    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source), fitted
+    draft = drafts.draft_model(config, path, fitted.arch, fitted.capacity.length, lambda named: sources.resolve(named, progress).path)
+    return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source, draft), fitted
 
 
 def open_engine(
@@ -98,7 +102,6 @@ def open_engine(
         from rayneuron.engine.engine import Engine
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.probe import probe
-        from rayneuron.engine.speculation.drafting import speculation
         from rayneuron.structured import Grammars
 
     with _timed(seconds, "check"):
@@ -134,8 +137,7 @@ def open_engine(
         undo.callback(grammars.close)
         engine = Engine(
             runner, vocab=model.arch.vocab, eos_ids=text.eos_ids, rule=rule_of(config), model=kept, profile=profile,
-            grammars=grammars, adapters=_adapters(config, runner),
-            speculation=speculation(drafts, profile, runner.capacity.rows) if (drafts := config.speculative_config) else None,
+            grammars=grammars, adapters=_adapters(config, runner), speculation=_speculation(model, profile),
         )  # fmt: skip
         undo.pop_all()
     log.info("ready: %s", ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
@@ -257,12 +259,21 @@ def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile
     return profiles.limited(found, config.prefill_chunk_ms)
 
 
+def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
+    """What drafts."""
+    from rayneuron.engine.speculation.drafting import speculation
+
+    said = model.config.speculative_config
+    return None if said is None else speculation(said, profile, model.capacity, None if model.draft is None else model.draft.limit)
+
+
 def _estimate(model: Runnable) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
     from rayneuron.placement.fitting import Wanted, stage_memory
 
-    config = model.config
-    ranks = stage_memory(Wanted(config, model.raw), model.capacity, config.tensor_parallel, config.pipeline_parallel)
+    config, draft = model.config, None if model.draft is None else model.draft.raw
+    wanted = Wanted(config, model.raw, draft=draft)
+    ranks = stage_memory(wanted, model.capacity, config.tensor_parallel, config.pipeline_parallel)
     worst = max(ranks, key=lambda held: held.total)
     return f"weights {worst.weights / 2**20:.1f} MiB, KV {worst.kv / 2**20:.1f} MiB"
 

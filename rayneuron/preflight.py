@@ -24,6 +24,7 @@ from rayneuron.placement import cores, hosting
 from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, graphs_of, stage_memory
 from rayneuron.placement.layout import Layout, counted, group_layout, partition
 from rayneuron.placement.memory import Memory
+from rayneuron.sources.drafts import DraftModel, draft_model
 from rayneuron.text import text
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -137,7 +138,8 @@ def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) ->
     graphs_of(config, capacity)
     arch = models.check(dict(raw), tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
-    _check_memory(config, raw, layout, capacity)
+    draft = None if path is None else draft_model(config, path, arch, capacity.length, sources.located)
+    _check_memory(config, raw, layout, capacity, draft)
     return Fitted(raw, generation_config(path) if path is not None else {}, arch, capacity, layout)
 
 
@@ -192,8 +194,8 @@ def _check_words(config: Deployment, path: Path) -> None:
         raise ConfigError(wrong.message, param=f"model.{wrong.param}" if wrong.param == "chat_template" else wrong.param) from None
 
 
-def _check_memory(config: Deployment, raw: Mapping[str, Any], layout: Layout, capacity: Capacity) -> None:
-    wanted, instance = Wanted(config, raw), counted(config)
+def _check_memory(config: Deployment, raw: Mapping[str, Any], layout: Layout, capacity: Capacity, draft: DraftModel | None) -> None:
+    wanted, instance = Wanted(config, raw, draft=None if draft is None else draft.raw), counted(config)
     if instance is not None:
         check_memory(wanted, layout, capacity, instance)
     elif devices.ranks_per_process(config.device) == 1:  # ranks of one machine share its memory; only what is held for certain counts

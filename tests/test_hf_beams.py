@@ -43,12 +43,13 @@ def compare(folder, said, **options) -> set[int]:
     return lengths
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_beams_equal_transformers(name, tmp_path):
     saved = cases.save(cases.CONFIGS[name](), tmp_path, tokens=4)
     assert len(compare(saved.path, SAID, enable_prefix_caching=True)) > 1
 
 
+@pytest.mark.slow
 def test_beams_of_two_ranks_equal_transformers(tmp_path):
     saved = cases.save(cases.CONFIGS["llama"](), tmp_path, tokens=4)
     compare(saved.path, SAID[:3], tensor_parallel=2)

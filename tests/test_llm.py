@@ -283,8 +283,20 @@ class TestAdapter:
             criteria = [lambda seen, _: seen.shape[1] >= end]
             three = adapter.generate(ids, max_new_tokens=24, streamer=streamer, stopping_criteria=criteria)
             assert torch.equal(three, wanted[:, :end]) and streamed[1:] == [[t] for t in three[0, end - 3 :].tolist()]
-            with pytest.raises(RequestError, match="assistant_model"):
+            with pytest.raises(RequestError, match="assistant_model.*needs an LLM that has loaded it; write LLM.path, speculative_config="):
                 adapter.generate(ids, assistant_model=model)
+
+    @pytest.mark.slow
+    def test_an_assistant_gives_what_it_gives_in_transformers(self, demo, reference):
+        """With a draft model, which here the deployment names."""
+        model, tokenizer = reference
+        ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+        wanted = model.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=model)
+        said = {"dtype": "fp32", "max_model_len": 256, "max_num_seqs": 2}
+        drafts = {"method": "draft_model", "quantization": "int8", "num_speculative_tokens": 4, "adaptive": False}
+        with LLM(demo, **said, speculative_config=drafts) as llm:
+            got = HuggingFaceGenerationAdapter(llm).generate(ids, max_new_tokens=24, assistant_model=model, num_assistant_tokens=4)
+            assert torch.equal(got, wanted) and llm.engine.steps < 16
 
     def test_streamer_and_stopping_criteria(self, llm):
         from transformers import StoppingCriteriaList

@@ -44,9 +44,28 @@ def test_equal_seeds_and_more_engines(made: list[str], capsys: pytest.CaptureFix
     assert told[0] == told[1] != told[2]
 
 
+POOLS = ["--set", "pools.local_tokens=0", "--set", "max_num_seqs=4"]
+SCALED = [f"--set=serving.autoscaling.{key}" for key in ("max_replicas=3", "policy.policy_function=rayneuron.serve.scaler:TokenLoad")]
+
+
+def test_pools_and_autoscaling(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with pools sends its prompts there; one with autoscaling has as many engines as its policy wants."""
+    config = next(iter(deployment_file.made(made[1], {"max_num_seqs": 4}, {}).deployments.values()))
+    (tmp_path / "profile.json").write_bytes(msgspec.json.encode(profile(capacity_of(config, read_config(Path(made[1]))))))
+    figures = tmp_path / "figures.json"
+    assert main([*made, *POOLS, "--prefill-nodes", "2", "--json", str(figures)]) == 0
+    assert "60 prompts were computed by the prefill pool" in capsys.readouterr().out
+    assert json.loads(figures.read_text())["pooled"] == 60
+    fast = [*SCALED, "--set=serving.autoscaling.upscale_delay_s=0", "--set=serving.autoscaling.policy.policy_kwargs={target_ms: 1}"]
+    assert main([*made, "--set", "max_num_seqs=4", *fast, "--start-s", "1", "--scale", "60", "--json", str(figures)]) == 0
+    assert 1.0 <= json.loads(figures.read_text())["engines"] <= 3.0
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (["--prefill-nodes", "2"], "--prefill-nodes: the file has no pools"),
+        (["--set", "serving.autoscaling.max_replicas=3"], "only rayneuron.serve.scaler:TokenLoad is simulated"),
         (["--trace", "no.csv"], "no.csv"),
         (["--fault", "kill:some@3"], "--fault kill:some@3: write kill:N@S"),
         (["--max-model-len", "64"], "profile.json was measured with"),

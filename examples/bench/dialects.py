@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """What a dialect costs: the same streams in each of them, by 16 clients of one server, as tokens a second against OpenAI's.
 
-Those that put a prompt into the chat template are held against chat, those that take it as it is against completions. The rounds of all
-dialects alternate; prompts are as long and new each time, and clients only count bytes, so that a dialect is not charged for what it takes
-to read its events. Tokens are those the server says it has made. CPU a token is that of everything the server started.
+Those that put a prompt into the chat template are held against chat. TGI and LMI take a prompt as it is, and tell the probability of every
+token whether it is asked for or not: their clients' types demand it. So they are held against completions that ask for the same, and what
+asking costs stands beside completions that do not. In each round all dialects take their turns, beginning with another one. Prompts are as
+long and new each time, and clients only count bytes, so that a dialect is not charged for what it takes to read its events. Every stream
+has the same number of tokens, by the server's count: a run in which one ends early is refused. CPU a token is that of everything the
+server started.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from prompts import Words
 from server import Server
 
 MODEL_NAME = "bench"
-CHAT, COMPLETIONS = "chat", "completions"
-RAW = (COMPLETIONS, "TGI", "LMI")
+CHAT, COMPLETIONS, LIKELY = "chat", "completions", "completions with logprobs"
+AGAINST = {COMPLETIONS: COMPLETIONS, LIKELY: COMPLETIONS, "TGI": LIKELY, "LMI": LIKELY}  # the others against chat
+CONTROLS = (CHAT, COMPLETIONS, LIKELY)
 GREEDY = {"ignore_eos": True, "temperature": 0}
 
 
@@ -35,16 +39,17 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 
 def _parameters(new: int) -> dict[str, Any]:
-    return {"max_new_tokens": new, "do_sample": False, "details": False}
+    return {"max_new_tokens": new, "do_sample": False, "details": False, "ignore_eos": True}
 
 
 WAYS: dict[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {
     CHAT: ("/v1/chat/completions", lambda text, new: {"messages": _messages(text), "max_tokens": new, **GREEDY}),
     COMPLETIONS: ("/v1/completions", lambda text, new: {"prompt": text, "max_tokens": new, **GREEDY}),
+    LIKELY: ("/v1/completions", lambda text, new: {"prompt": text, "max_tokens": new, "logprobs": 0, **GREEDY}),
     "Responses": ("/v1/responses", lambda text, new: {"input": text, "max_output_tokens": new, **GREEDY}),
     "Anthropic": ("/v1/messages", lambda text, new: {"messages": _messages(text), "max_tokens": new, **GREEDY}),
     "TGI": ("/generate_stream", lambda text, new: {"inputs": text, "parameters": _parameters(new)}),
-    "LMI": ("/invocations", lambda text, new: {"inputs": text, "parameters": {**_parameters(new), "ignore_eos_token": True}}),
+    "LMI": ("/invocations", lambda text, new: {"inputs": text, "parameters": _parameters(new)}),
 }
 
 
@@ -71,12 +76,16 @@ async def measure(server: Server, words: Words, args: argparse.Namespace) -> dic
     found: dict[str, dict[str, list[float]]] = {name: {"tok_s": [], "cpu_us": []} for name in WAYS}
     clients = args.clients[0]
     for turn in range(-1, args.rounds):
-        for name, (path, made) in WAYS.items():
+        names = [*WAYS][turn % len(WAYS) :] + [*WAYS][: turn % len(WAYS)]
+        for name in names:
+            path, made = WAYS[name]
             texts = [words.prompt(args.prompt, f"{turn}-{name}-{i}")[0] for i in range(clients * args.each)]
             bodies = [made(text, args.new) | {"model": MODEL_NAME, "stream": True} for text in texts]
             before, cpu_s = await server.metric("vllm:generation_tokens_total"), server.cpu_s()
             took_s = await load(server.url, path, bodies, clients)
             tokens = await server.metric("vllm:generation_tokens_total") - before
+            if tokens != len(bodies) * args.new:
+                raise RuntimeError(f"{name}: {tokens} tokens of {len(bodies)} streams of {args.new}")
             if turn >= 0:
                 found[name]["tok_s"].append(tokens / took_s)
                 found[name]["cpu_us"].append(1e6 * (server.cpu_s() - cpu_s) / tokens)
@@ -88,12 +97,12 @@ def show(found: dict[str, dict[str, list[float]]]) -> str:
     """Two Markdown tables: figures of each dialect, and the bar of issue 19."""
     rows, bars = [], []
     for name, figures in found.items():
-        against = COMPLETIONS if name in RAW else CHAT
+        against = AGAINST.get(name, CHAT)
         ratio = report.median_ratio(figures["tok_s"], found[against]["tok_s"])
         rows.append([name, statistics.median(figures["tok_s"]), ratio, statistics.median(figures["cpu_us"])])
-        if name != against:
+        if name not in CONTROLS:
             bars.append(report.bar(f"{name} / {against}, tokens/s", ratio, 0.97))
-    head = ["dialect", "tok/s", "of OpenAI's", "CPU µs/token"]
+    head = ["dialect", "tok/s", "of its control", "CPU µs/token"]
     return f"{report.table(head, rows)}\n\n{report.table(['bar', 'measured', 'asked', ''], bars)}"
 
 

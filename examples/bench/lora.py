@@ -96,7 +96,7 @@ def load(llm: LLM, paths: Sequence[str]) -> None:
     shelf = llm.engine.runner.shelf
     assert shelf is not None
     for path in paths:
-        identity = shelf.read(path)
+        identity = shelf.read(path, gently=True)
         llm._loop.ask(partial(lambda identity, engine: engine.adapters.name("beside", identity), identity)).result()
 
     def forget(engine: Engine) -> None:

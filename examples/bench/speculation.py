@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What drafting by prompt lookup gains or costs: engines of one model in this process, without drafts and with as many as pay.
+"""What drafts gain or cost: engines of one model in this process, without drafts and with as many as pay, by prompt lookup and, with
+--int8, by an int8 copy of the model itself.
 
 Six kinds of prompts, from one that is repeated word for word to a chat in which nothing comes twice, in rounds that alternate. All engines
 give the same tokens, which is asserted, so a ratio of rates is one of times. With --fixed also engines that always try 2, 4 and 8.
@@ -44,6 +45,8 @@ FAMILIES = {
 TOWNS = ("Ashford", "Bremen", "Coimbra", "Delft", "Evora", "Faro", "Ghent", "Haarlem")
 NAMES = ("Anna", "Boris", "Chloe", "David", "Elena", "Farid", "Greta", "Hugo", "Irene", "Jonas")
 BARS = {("quote", 1): 4.0, ("extract", 1): 4.0, ("code edit", 1): 1.4, ("chat", 1): 0.98, ("quote", 16): 1.5, ("chat", 16): 0.98}
+BARS_INT8 = {"fp32": 1.5, "bf16": 1.1}  # of a chat alone, by what the model computes in
+DRAFTING = ("adaptive", "int8")
 
 
 @dataclass(slots=True)
@@ -106,9 +109,9 @@ def serve(opened: Opened, ids: Sequence[list[int]], new: int) -> Run:
     return run
 
 
-def measure(engines: dict[str, Opened], rows: Sequence[int], new: int, turn: int, into: Measured) -> None:
+def measure(engines: dict[str, Opened], families: Sequence[str], rows: Sequence[int], new: int, turn: int, into: Measured) -> None:
     """One round; who is first changes."""
-    for family in FAMILIES:
+    for family in families:
         for count in rows:
             ids, first = prompts(next(iter(engines.values())), family, count, turn), None
             for name in sorted(engines, reverse=turn % 2 == 1):
@@ -118,24 +121,32 @@ def measure(engines: dict[str, Opened], rows: Sequence[int], new: int, turn: int
                 into.runs.setdefault((family, count), {}).setdefault(name, []).append(run)
 
 
-def show(found: Measured) -> str:
+def line(found: Measured, key: tuple[str, int], name: str) -> list[Any]:
+    """What one engine did with one family of prompts."""
+    (family, rows), by = key, found.runs[key]
+    steps, tried = max(1, sum(r.steps for r in by[name])), sum(r.tried for r in by[name])
+    host_ms = [1e3 * sum(r.host_s for r in by[each]) / max(1, sum(r.steps for r in by[each])) for each in ("off", name)]
+    came = sum(r.accepted for r in by[name]) / max(1, tried)
+    fewer = sum(r.steps for r in by["off"]) / steps
+    given = sum(r.generated for r in by[name]) / steps / rows
+    return [family, rows, name, found.ratio(family, rows, name), fewer, given, tried / steps / rows, came, *host_ms]
+
+
+def show(found: Measured, dtype: str) -> str:
     """Markdown: what was measured, then the bars of issue 18."""
-    lines: list[list[Any]] = []
+    lines = [line(found, key, name) for key, by in found.runs.items() for name in DRAFTING if name in by]
     bars = []
     for (family, rows), by in found.runs.items():
-        runs = by["adaptive"]
-        steps, tokens = sum(r.steps for r in runs), sum(r.generated for r in runs)
-        host_ms = [1e3 * sum(r.host_s for r in by[name]) / max(1, sum(r.steps for r in by[name])) for name in ("off", "adaptive")]
-        came = sum(r.accepted for r in runs) / max(1, sum(r.tried for r in runs))
-        fewer = sum(r.steps for r in by["off"]) / max(1, steps)
-        lines.append([family, rows, found.ratio(family, rows, "adaptive"), fewer, tokens / max(1, steps) / rows, came, *host_ms])
         if (family, rows) in BARS:
             bars.append(report.bar(f"{family}, {rows} rows, on / off", found.ratio(family, rows, "adaptive"), BARS[family, rows]))
-        fixed = [name for name in by if name != "adaptive"]
+        if "int8" in by and (family, rows) == ("chat", 1) and dtype in BARS_INT8:
+            bars.append(report.bar("chat, 1 row, int8 / off", found.ratio(family, rows, "int8"), BARS_INT8[dtype]))
+        fixed = [name for name in by if name not in DRAFTING]
         if len(fixed) > 1:
             worst = min(found.ratio(family, rows, "adaptive", name) for name in fixed)
             bars.append(report.bar(f"{family}, {rows} rows, adaptive / best fixed", worst, 0.95))
-    head = ["prompts", "rows", "on / off", "steps off / on", "tokens a step and row", "drafts that came true", "host ms off", "host ms on"]
+    head = ["prompts", "rows", "drafts", "on / off", "steps off / on", "tokens a step and row", "drafts a step and row"]
+    head += ["drafts that came true", "host ms off", "host ms on"]
     return f"{report.table(head, lines)}\n\n{report.table(['bar', 'measured', 'asked', ''], bars)}"
 
 
@@ -143,9 +154,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "speculation", 5)
     options.add_dtype(parser)
+    parser.add_argument("--prompts", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), help="kinds of prompts (default all)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="prompts served together (default 1 16)")
     parser.add_argument("--new", type=int, default=160, help="most output tokens of a prompt (default %(default)s)")
     parser.add_argument("--fixed", action="store_true", help="also engines that always try 2, 4 and 8 drafts")
+    parser.add_argument("--int8", action="store_true", help="also an engine with an int8 copy of the model as its draft model")
     return parser.parse_args(argv)
 
 
@@ -157,20 +170,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rayneuron.config import parse
 
     kinds: dict[str, Any] = {"off": False, "adaptive": {}}
+    if args.int8:
+        kinds["int8"] = {"method": "draft_model", "quantization": "int8", "num_speculative_tokens": 4}
     if args.fixed:
         kinds |= {str(k): {"num_speculative_tokens": k, "adaptive": False} for k in (2, 4, 8)}
     said = {"model": {"path": args.model}, "dtype": args.dtype, "threads": args.threads}
     said |= {"max_num_seqs": max(args.rows), "max_model_len": 1024, "enable_prefix_caching": False}
     engines = {name: loading.open_engine(parse({**said, "speculative_config": kind})) for name, kind in kinds.items()}
     watch, found = machine.Watch([]), Measured()
-    measure(engines, args.rows, args.new, 1000, Measured())
+    measure(engines, args.prompts, args.rows, args.new, 1000, Measured())
     for turn in range(args.rounds):
-        measure(engines, args.rows, args.new, turn, found)
+        measure(engines, args.prompts, args.rows, args.new, turn, found)
     for opened in engines.values():
         opened.engine.close()
     ratios = {f"{family}, {rows}": {n: found.ratio(family, rows, n) for n in by} for (family, rows), by in found.runs.items()}
     about = f"{args.model}, {args.dtype}, {args.rounds} rounds"
-    report.tell("speculation", watch.facts(), about, show(found), {"ratios": ratios}, args.json)
+    report.tell("speculation", watch.facts(), about, show(found, args.dtype), {"ratios": ratios}, args.json)
     return 0
 
 

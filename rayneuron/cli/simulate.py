@@ -9,6 +9,8 @@ from typing import Any
 
 from rayneuron.cli import deployment, times
 
+_SIMULATED = "rayneuron.serve.scaler:TokenLoad"
+
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
@@ -19,6 +21,8 @@ def add(commands: Any) -> None:
     command.add_argument("--requests", type=int, metavar="N", help="only the first N (all of a trace, 1000 made up)")
     command.add_argument("--rate", type=float, default=1.0, help="requests a second and engine, where they have no times (1)")
     command.add_argument("--nodes", type=int, default=1, help="engines (1)")
+    command.add_argument("--prefill-nodes", type=int, metavar="N", help="of the prefill pool, where the file has pools (as it says, or 1)")
+    command.add_argument("--start-s", type=float, metavar="S", help="what an engine takes to start, where they are scaled (guessed)")
     command.add_argument("--gateways", type=int, default=1, help="before them (1)")
     command.add_argument("--late-ms", type=float, default=0.0, metavar="MS", help="how late they hear how busy an engine is (0)")
     command.add_argument("--route", choices=("kv", "least", "turns"), default="kv", help="by cost and prefixes, by cost, or in turn (kv)")
@@ -45,13 +49,15 @@ def run(args: argparse.Namespace) -> None:
         capacity, profile, args.nodes, args.gateways, args.route, config.caches_prefixes(capacity.length),
         load_late_s=args.late_ms / 1e3, kills=tuple(_kill(fault) for fault in args.fault), exact=args.exact,
         slo_ttft_s=times.seconds("--slo-ttft-ms", args.slo_ttft_ms), slo_tpot_s=times.seconds("--slo-tpot-ms", args.slo_tpot_ms),
+        pool=_pool(args, config), elastic=_elastic(args, config),
     )  # fmt: skip
     most = args.requests or (1000 if args.trace is None else None)
     arrivals = times.arrivals(args, args.rate * args.nodes, most, capacity.block, capacity.length)
     report = Simulation(setup, arrivals, args.seed).run()
     if not report.arrived:
         raise times.nothing_fits(capacity.length)
-    report.usd_per_hour = _usd(args, config)
+    engines = args.nodes if setup.elastic is None else report.engines
+    report.usd_per_hour = _usd(args, config, engines + (setup.pool.nodes if setup.pool is not None else 0))
     print(report.text())
     if args.json is not None:
         Path(args.json).write_text(json.dumps(report.json(), indent=1))
@@ -73,7 +79,39 @@ def _times(args: argparse.Namespace, config: Any) -> Any:
     return times.guessed(config, instances.instance(config.instance))
 
 
-def _usd(args: argparse.Namespace, config: Any) -> float | None:
+def _pool(args: argparse.Namespace, config: Any) -> Any:
+    """The prefill pool of the file; None where it has none."""
+    from rayneuron.errors import ConfigError
+    from rayneuron.group_config import prefill_of
+    from rayneuron.sim.setup import PoolSetup
+
+    if config.pools is None:
+        if args.prefill_nodes is not None:
+            raise ConfigError("--prefill-nodes: the file has no pools; write pools: {prefill: {}}")
+        return None
+    pool, local = prefill_of(config), config.pools.local_tokens
+    nodes = pool.serving.most_replicas if args.prefill_nodes is None else args.prefill_nodes
+    capacity, profile = _times(args, pool)
+    return PoolSetup(nodes, capacity, profile, None if local == "auto" else local)
+
+
+def _elastic(args: argparse.Namespace, config: Any) -> Any:
+    """How the file lets the number of engines change; None where it does not."""
+    from rayneuron.errors import ConfigError
+    from rayneuron.policies.scaling import TARGET_MS
+    from rayneuron.sim.setup import Elastic
+
+    how = config.serving.autoscaling
+    if how is None:
+        return None
+    if how.policy.policy_function != _SIMULATED:
+        raise ConfigError(f"serving.autoscaling.policy: only {_SIMULATED} is simulated; write it, or serving.num_replicas")
+    said = float(how.policy.policy_kwargs.get("target_ms", TARGET_MS))
+    parts = {} if args.start_s is None else {"said": args.start_s}
+    return Elastic(max(1, how.min_replicas), how.max_replicas, said, how.upscale_delay_s, how.downscale_delay_s, parts)
+
+
+def _usd(args: argparse.Namespace, config: Any, engines: float) -> float | None:
     """An hour of the nodes that have so many engines; None where nobody has said of what type they are."""
     from math import ceil
 
@@ -82,7 +120,7 @@ def _usd(args: argparse.Namespace, config: Any) -> float | None:
     price = prices.priced(args.price).get(config.instance or "")
     if price is None:
         return None
-    cores = args.nodes * config.tensor_parallel * config.pipeline_parallel
+    cores = engines * config.tensor_parallel * config.pipeline_parallel
     return float(price.usd * ceil(cores / instances.instance(config.instance).cores))
 
 

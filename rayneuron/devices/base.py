@@ -5,7 +5,7 @@ Shapes: B rows, T new tokens, L attended positions, M blocks of a row, U ids sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 FOLLOWS = -1  # as a decode step's token: the id that the row's last step sampled, which the device has kept
 
-Tag = Literal["prefill", "decode", "verify"]
+# As a verify step's token, and below it: the draft model says what it is. DRAFTED - id: and `id` stands before the row's last known one.
+DRAFTED = -2
+
+Tag = Literal["prefill", "decode", "verify", "fill"]  # fill: a draft model reads, and nothing is returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ LIKELIEST, SAMPLED = Want("likeliest"), Want("sampled")
 LOGITS = Want("sampled", logits=True)  # for host processors and logprobs
 SCORES = Want(logits=True, at="all")
 POOLED = Want(pooled=True)
+NOTHING = Want()
 HIDDEN = Want(hidden=True, at="all")
 
 
@@ -100,6 +104,7 @@ class StepOutput:
     logits: Tensor | None = None
     hidden: Tensor | None = None
     pooled: Tensor | None = None
+    drafts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +213,8 @@ class Adapts(Protocol):
     def open_adapters(self, arch: Arch, sizes: Sequence[Mapping[str, tuple[int, int]]], slots: int, rank: int) -> None:
         """Make room for `slots` of them, of at most `rank`, after the load and before any step. sizes: `models.lora.sizes`."""
 
-    def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
-        """One as the device keeps it on the host. For any thread."""
+    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
+        """One as the device keeps it on the host, of its layers as they come. For any thread."""
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """Have a slot hold what `pack_adapter` has made, between two steps."""

@@ -5,6 +5,8 @@ B rows, V vocabulary. None: there are no kernels, or they do not read such logit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,7 +26,7 @@ def draw(logits: Tensor, how: tuple[float, int, float, float, float], mask: NDAr
     return None if found is None else draws.draw_row(found, logits, draws.DrawFields(temperature, top_p, min_p, uniform, top_k), mask)
 
 
-def describe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+def describe(rows: Sequence[Tensor], tokens: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """As `engine.logits.describe`."""
-    found = library.present() if draws.fits(logits) else None
-    return None if found is None else draws.describe(found, logits, tokens, count)
+    found = library.present() if all(map(draws.fits, rows)) else None
+    return None if found is None else draws.describe(found, rows, tokens, count)

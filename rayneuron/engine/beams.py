@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rayneuron.engine.commit import ReadsLogits
     from rayneuron.engine.sequence import Sequence
 
-Candidate = tuple[float, int, int]  # sum of log-probabilities, its beam, the token
+Branch = tuple[float, int, int]  # sum of log-probabilities, its beam, the token
 
 
 class Hypothesis(NamedTuple):
@@ -38,7 +38,7 @@ class Beam:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class Search:
     """The beams of one request. All take part in a step or none; `spare`: rows reserved for those that are not there yet.
 
     `told`: what the step gave, by sequence: the likeliest (token, log-probability), and the logits, for whoever shows more of them.
@@ -52,6 +52,7 @@ class Group:
     told: dict[Sequence, tuple[list[tuple[int, float]], Tensor]] = field(default_factory=dict)
     sources: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     done: list[Hypothesis] = field(default_factory=list)  # the best first
+    needs: int = 0  # blocks without which it will not come further than it came
 
     def __post_init__(self) -> None:
         self.begin()
@@ -87,7 +88,7 @@ class Group:
         self.beams = [Beam(self.leader, logprobs=None if self.params.logprobs is None else [])]
         self.told, self.sources, self.spare, self.done = {}, [], [], []
 
-    def decide(self, host: ReadsLogits) -> list[Candidate]:
+    def decide(self, host: ReadsLogits) -> list[Branch]:
         """How it goes on after a complete step, the best first; nothing where it has ended, and `done` holds what is answered."""
         assert self.params.beams is not None
         pool = [
@@ -101,7 +102,7 @@ class Group:
         last = made >= self.leader.max_tokens
         return (self._as_vllm if self.params.beams.rule == "vllm" else self._as_transformers)(pool, made, last, host)
 
-    def _as_transformers(self, pool: list[Candidate], made: int, last: bool, host: ReadsLogits) -> list[Candidate]:
+    def _as_transformers(self, pool: list[Branch], made: int, last: bool, host: ReadsLogits) -> list[Branch]:
         """Those that end among the best `width` compete for the answer; it is over once no beam can come before the worst of them."""
         said = self.params.beams
         assert said is not None
@@ -118,7 +119,7 @@ class Group:
                 return []
         return going
 
-    def _as_vllm(self, pool: list[Candidate], made: int, last: bool, host: ReadsLogits) -> list[Candidate]:
+    def _as_vllm(self, pool: list[Branch], made: int, last: bool, host: ReadsLogits) -> list[Branch]:
         """Every end is kept, however likely; it is over when there is no room for another token. Lengths count the prompt, and no end."""
         said = self.params.beams
         assert said is not None
@@ -134,7 +135,7 @@ class Group:
             self._end(candidate, candidate[0] / length**said.length_penalty, host)
         return [] if last else going
 
-    def _end(self, candidate: Candidate, score: float, host: ReadsLogits) -> None:
+    def _end(self, candidate: Branch, score: float, host: ReadsLogits) -> None:
         _, at, token = candidate
         sequence = self.beams[at].sequence
         ids = [*sequence.ids[sequence.prompt_len :], token]
@@ -147,7 +148,8 @@ class Group:
         if beam.logprobs is None:
             return None
         row, params = self.told[beam.sequence][1], self.params
-        return [*beam.logprobs, host.logprobs(row, token, params.logprobs or 0, params.logprob_token_ids)]
+        entry = host.logprobs([row], [token], params.logprobs or 0)[0]
+        return [*beam.logprobs, host.listed(row, entry, params.logprob_token_ids) if params.logprob_token_ids else entry]
 
     def spread(self, delta: TokenDelta) -> list[TokenDelta]:
         """The same for every choice."""

@@ -99,14 +99,13 @@ class Blocks:
         if like is not None and further:
             found = like.blocks[: known // size]
         shared, need = len(found), -(-tokens // size) - len(found)
-        if not self._rows or need > self._available() - sum(block in self.cached for block in found):
+        if not self._rows or need > len(self._free) + len(self.cached) - sum(block in self.cached for block in found):
             return None
-        row = heapq.heappop(self._rows)
         age = like.age if like is not None and further else self._resets
-        hold = Hold(row, found, self._table, age, shared, known if further else shared * size)
+        hold = Hold(heapq.heappop(self._rows), found, self._table, age, shared, known if further else shared * size)
         for block in found:
             self._take(block)
-        self._table[row, :shared] = found
+        self._table[hold.row, :shared] = found
         self.extend(hold, tokens)
         if like is not None and further:
             like.shared = max(like.shared, shared)
@@ -117,22 +116,18 @@ class Blocks:
 
     def extend(self, hold: Hold, tokens: int) -> bool:
         """Make room for `tokens` positions; False, and nothing changed, where too few blocks can be had."""
-        have, need = len(hold.blocks), -(-tokens // self.space.block)
-        if need - have > self._available():
-            return False
-        for at in range(have, need):
-            block = heapq.heappop(self._free) if self._free else self._evict()
-            self._holders[block] = 1
-            hold.blocks.append(block)
-            hold.table[hold.row, at] = block
-        return True
+        have = len(hold.blocks)
+        more = -(-tokens // self.space.block) - have
+        taken = self._fresh(more) if more > 0 else []
+        hold.blocks += taken
+        hold.table[hold.row, have : len(hold.blocks)] = taken
+        return len(taken) >= more
 
     def rematch(self, hold: Hold, hashes: Sequence[bytes]) -> int:
         """Take what others have registered meanwhile instead of computing it; positions of the leading registered blocks."""
         if hold.age == self._resets:
             for at in range(hold.shared, min(len(hashes), len(hold.blocks))):
-                block = self._at.get(hashes[at])
-                if block is None:
+                if (block := self._at.get(hashes[at])) is None:
                     break
                 self._swap(hold, at, block)
                 hold.shared = at + 1
@@ -200,7 +195,7 @@ class Blocks:
         self._begun += 1
         copied, self._copies = self._copies, {}
         for source in copied.values():
-            self._drop(source)
+            self._drop([source])
 
     def end(self) -> None:
         """The step that has been under way longest has ended."""
@@ -219,8 +214,8 @@ class Blocks:
 
     def _shorten(self, hold: Hold, blocks: int) -> None:
         """Give back all but the first blocks, the last first."""
-        while len(hold.blocks) > blocks:
-            self._drop(hold.blocks.pop())
+        given, hold.blocks[blocks:] = hold.blocks[blocks:], []
+        self._drop(reversed(given))
 
     def _vacate(self, hold: Hold) -> None:
         hold.table[hold.row] = self.space.null
@@ -229,14 +224,10 @@ class Blocks:
     def _find(self, hashes: Sequence[bytes]) -> list[int]:
         found: list[int] = []
         for digest in hashes:
-            block = self._at.get(digest)
-            if block is None:
+            if (block := self._at.get(digest)) is None:
                 break
             found.append(block)
         return found
-
-    def _available(self) -> int:
-        return len(self._free) + len(self.cached)
 
     def _take(self, block: int) -> None:
         """One more holder of a block that is held, cached or in limbo."""
@@ -250,18 +241,19 @@ class Blocks:
         if own != block:
             self._take(block)
             hold.blocks[at] = hold.table[hold.row, at] = block
-            self._drop(own)
+            self._drop([own])
 
-    def _drop(self, block: int) -> None:
-        self._holders[block] -= 1
-        if self._holders[block]:
-            return
-        if block in self._copies:  # it is not needed any more
-            self._drop(self._copies.pop(block))
-        if self._begun > self._ended:
-            self.limbo[block] = self._begun
-        else:
-            self._rest(block)
+    def _drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if block in self._copies:  # it is not needed any more
+                self._drop([self._copies.pop(block)])
+            if self._begun > self._ended:
+                self.limbo[block] = self._begun
+            else:
+                self._rest(block)
 
     def _rest(self, block: int) -> None:
         if self._hash[block] is None:
@@ -269,14 +261,24 @@ class Blocks:
         else:
             self.cached[block] = None
 
-    def _evict(self) -> int:
-        block, _ = self.cached.popitem(last=False)
-        digest, self._hash[block] = self._hash[block], None
-        assert digest is not None and self.log is not None
-        del self._at[digest]
-        self.log.note(Removed([digest]))
-        self.evictions += 1
-        return block
+    def _fresh(self, count: int) -> list[int]:
+        """So many blocks that nobody holds, the lowest unknown ones first; none where there are too few."""
+        if count > len(self._free) + len(self.cached):
+            return []
+        taken, gone = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))], list[bytes]()
+        while len(taken) < count:
+            block, _ = self.cached.popitem(last=False)
+            digest, self._hash[block] = self._hash[block], None
+            assert digest is not None
+            del self._at[digest]
+            taken.append(block)
+            gone.append(digest)
+        if gone and self.log is not None:
+            self.log.note(Removed(gone))
+        self.evictions += len(gone)
+        for block in taken:
+            self._holders[block] = 1
+        return taken
 
     def check(self, holds: Iterable[Hold]) -> None:
         """Raise AssertionError if the invariant is broken. `holds`: all there are but the tickets'."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
-from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES, Shape, Want
+from rayneuron.devices.base import LIKELIEST, LOGITS, NOTHING, POOLED, SAMPLED, SCORES, Shape, Want
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models.kv import KvSpace
 from rayneuron.policies.prefix_buckets import select_prefix
@@ -29,7 +29,7 @@ class Capacity:
     rows: sequences at once; length: positions of a sequence; chunk: most new tokens of a prefill step; scores: the same for a prefill
     whose every logit is wanted; blocks, block: the KV of all, and the positions of one; wants: what there are graphs for; prefix: where
     not empty, a prefill of T new tokens has a graph for each of these numbers of tokens before it, 0 among them, instead of one for each
-    length; verify: new tokens of a row in a step that verifies drafts, 0 where none does.
+    length; verify: new tokens of a row in a step that verifies drafts, 0 where none does; drafts: whether a draft model makes them.
     """
 
     rows: int
@@ -45,6 +45,7 @@ class Capacity:
     prefix: tuple[int, ...] = ()
     wants: tuple[Want, ...] = (LIKELIEST, SAMPLED, LOGITS, SCORES, POOLED)
     verify: int = 0
+    drafts: bool = False
 
     @property
     def space(self) -> KvSpace:
@@ -93,6 +94,7 @@ def capacity(
     few: bool = False,
     wants: Sequence[Want] | None = None,
     verify: int = 0,
+    drafts: bool = False,
 ) -> Capacity:
     """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum. block: None for one block a row.
 
@@ -128,6 +130,7 @@ def capacity(
         prefix=tuple(sorted({0, *prefix, length})) if prefix else (),
         wants=tuple(wants or ((LOGITS,) if few else (LIKELIEST, SAMPLED, LOGITS, SCORES, POOLED))),
         verify=verify,
+        drafts=drafts,
     )
 
 
@@ -155,6 +158,8 @@ def inventory(c: Capacity) -> list[Shape]:
             made += [Shape("decode", b, 1, n, want) for b in c.batch for n in c.lengths]
         if want.ids is not None and c.verify:
             made += [Shape("verify", b, c.verify, n, EVERY[want]) for b in c.batch for n in c.lengths]
+    for rows, tokens in prefill_sizes(c) if c.drafts else ():
+        made += [Shape("fill", rows, tokens, n, NOTHING) for n in _reach(c, tokens)]
     return made
 
 
@@ -191,6 +196,11 @@ def prefill_shape(c: Capacity, counts: Sequence[int], length: int, want: Want) -
         fit = select_prefix([(t, p) for t in c.context for p in c.prefix], counts[0], length - counts[0])
         return Shape("prefill", rows, fit.prefill, min(fit.prefill + fit.prefix, c.length), want)
     return Shape("prefill", rows, at_least(c.context, max(counts), "context"), at_least(c.lengths, length, "sequence length"), want)
+
+
+def fill_shape(c: Capacity, counts: Sequence[int], length: int) -> Shape:
+    """The graph by which a draft model reads `counts[i]` tokens of row i."""
+    return replace(prefill_shape(c, counts, length, NOTHING), tag="fill")
 
 
 def pack_prefill(c: Capacity, remaining: Iterable[int], most: int) -> list[int]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rayneuron.devices.base import StepOutput
@@ -30,21 +32,63 @@ class ReadsLogits(Protocol):
     def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
         """What a beam may go on with, from its logits [V], each with its log-probability."""
 
-    def logprobs(self, row: Tensor, token: int, count: int, ids: tuple[int, ...] = ()) -> TokenLogprobs:
-        """The chosen token's logprob and the `count` likeliest, or these `ids` instead, of logits [V]."""
+    def logprobs(self, rows: Ids[Tensor], tokens: Ids[int], count: int) -> list[TokenLogprobs]:
+        """Of each row of logits [V] its token's logprob and the `count` likeliest."""
 
-    def prompt_logprobs(self, rows: Tensor, following: list[int], count: int) -> list[TokenLogprobs]:
-        """The same for every prompt token that follows, of logits [T,V]."""
+    def listed(self, row: Tensor, entry: TokenLogprobs, ids: Ids[int]) -> TokenLogprobs:
+        """An entry of logits [V] with these `ids` instead of the likeliest."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the deltas of a step share. `asked`: tokens whose logprobs are still to be told, by how many alternatives."""
+
+    now: float
+    host: ReadsLogits
+    asked: dict[int, list[tuple[TokenDelta, int, Tensor, Sequence]]] = field(default_factory=dict)
+
+    def ask(self, delta: TokenDelta, token: int, row: Tensor, sequence: Sequence) -> None:
+        """Have a delta tell of one token more."""
+        count = 0 if sequence.params.logprob_token_ids else sequence.params.logprobs or 0
+        self.asked.setdefault(count, []).append((delta, token, row, sequence))
+
+    def tell(self, deltas: list[TokenDelta | None]) -> list[TokenDelta | None]:
+        """The deltas, which tell all that has been asked: one call for many rows costs little more than for one. Who cannot be told
+        ends alone."""
+        ended: dict[int, TokenDelta] = {}
+        for count, asked in self.asked.items():
+            try:
+                self._tell(count, asked)
+            except Exception:
+                for one in asked:
+                    try:
+                        self._tell(count, [one])
+                    except Exception as wrong:
+                        ended[id(one[0])] = failed(one[3], wrong)
+        return [delta and ended.get(id(delta), delta) for delta in deltas] if ended else deltas
+
+    def _tell(self, count: int, asked: list[tuple[TokenDelta, int, Tensor, Sequence]]) -> None:
+        entries = self.host.logprobs([row for _, _, row, _ in asked], [token for _, token, _, _ in asked], count)
+        for place, (_, _, row, sequence) in enumerate(asked):
+            if ids := sequence.params.logprob_token_ids:
+                entries[place] = self.host.listed(row, entries[place], ids)
+        for (delta, *_), entry in zip(asked, entries, strict=True):
+            delta.logprobs = [*(delta.logprobs or ()), entry]
 
 
 def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
     """A delta for each sequence of the plan that sampled a token or ended, None for one still in its prompt or no longer meant."""
-    if plan.tag == "verify":
-        return _verified(plan.works, output, now, host)
+    step = _Step(now, host)
+    deltas = _verified(plan.works, output, step) if plan.tag == "verify" else _advanced(plan.works, output, step)
+    return step.tell(deltas)
+
+
+def _advanced(works: list[Work], output: StepOutput, step: _Step) -> list[TokenDelta | None]:
+    """The deltas of a step without drafts."""
     ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     deltas: list[TokenDelta | None] = []
-    for i, work in enumerate(plan.works):
+    for i, work in enumerate(works):
         sequence = work.sequence
         if not work.valid:
             deltas.append(None)
@@ -57,21 +101,24 @@ def advance(plan: Plan, output: StepOutput, now: float, host: ReadsLogits) -> li
             if output.pooled is not None:
                 deltas.append(_pool(work, output.pooled[i]))
                 continue
-            deltas.append(_advance(work, token, None if ids is None else ids[i], row, now, host))
+            deltas.append(_advance(work, token, None if ids is None else ids[i], row, step))
         except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
             deltas.append(failed(sequence, wrong))
     return deltas
 
 
-def _verified(works: list[Work], output: StepOutput, now: float, host: ReadsLogits) -> list[TokenDelta | None]:
+def _verified(works: list[Work], output: StepOutput, step: _Step) -> list[TokenDelta | None]:
     """The deltas of a step with drafts. ids [n] are those of the true tokens one after another, [B,T] have a line a row."""
     assert output.ids is not None
     width = output.ids.shape[1] if output.ids.dim() == 2 else None
     ids, logits = output.ids.flatten().tolist(), None if output.logits is None else output.logits.flatten(0, -2)
     complete = [True] * len(ids) if output.complete is None else output.complete.flatten().tolist()
+    drafted = None if output.drafts is None else output.drafts.tolist()
     deltas: list[TokenDelta | None] = []
     at = 0
     for i, work in enumerate(works):
+        if drafted is not None:  # by the model, within the step
+            work.drafts = tuple(drafted[i][work.count : work.tokens])
         at = at if width is None else i * width
         mine = slice(at, at + work.tokens)
         at = mine.stop
@@ -80,16 +127,16 @@ def _verified(works: list[Work], output: StepOutput, now: float, host: ReadsLogi
             continue
         told = [token if known else None for token, known in zip(ids[mine], complete[mine], strict=True)]
         try:
-            if work.sequence.group is not None and logits is not None:
-                deltas.append(_advance(work, told[0], ids[mine.start], logits[mine.start], now, host))
+            if work.sequence.search is not None and logits is not None:
+                deltas.append(_advance(work, told[0], ids[mine.start], logits[mine.start], step))
                 continue
-            deltas.append(_accept(work, told, None if logits is None else logits[mine], now, host))
+            deltas.append(_accept(work, told, None if logits is None else logits[mine], step))
         except Exception as wrong:
             deltas.append(failed(work.sequence, wrong))
     return deltas
 
 
-def _accept(work: Work, told: list[int | None], rows: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
+def _accept(work: Work, told: list[int | None], rows: Tensor | None, step: _Step) -> TokenDelta:
     """The token behind the last known one, and behind every draft that is the token its own position has.
 
     Each token is chosen as without drafts: from the ids before it, with its own position's random number. So nothing is drawn to accept,
@@ -103,8 +150,8 @@ def _accept(work: Work, told: list[int | None], rows: Tensor | None, now: float,
         try:
             if token is None or sequence.edited:
                 assert row is not None
-                token = host.next_id(row, sequence)
-            _append(delta, sequence, token, row, now, host)
+                token = step.host.next_id(row, sequence)
+            _append(delta, sequence, token, row, step)
         except Exception:
             if not j:
                 raise
@@ -118,25 +165,25 @@ def _accept(work: Work, told: list[int | None], rows: Tensor | None, now: float,
     return delta
 
 
-def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta | None:
+def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, step: _Step) -> TokenDelta | None:
     """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores."""
     sequence = work.sequence
     if taken is None:
         assert row is not None
-        row = _score(work, row, host)
+        row = _score(work, row, step.host)
     if not work.last:
         return None
     if sequence.max_tokens == 0:
         return _scored(sequence)
     if token is None or sequence.edited:
         assert row is not None
-        if sequence.group is not None:
-            sequence.group.told[sequence] = host.candidates(row, sequence), row
+        if sequence.search is not None:
+            sequence.search.told[sequence] = step.host.candidates(row, sequence), row
             return None
-        token = host.next_id(row, sequence)
+        token = step.host.next_id(row, sequence)
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
             sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
-    return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, now, host)
+    return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, step)
 
 
 def _pool(work: Work, row: Tensor) -> TokenDelta | None:
@@ -171,7 +218,7 @@ def _score(work: Work, logits: Tensor, host: ReadsLogits) -> Tensor:
     following = sequence.ids[work.start + 1 : work.start + work.count + 1]
     if following:
         count = sequence.params.prompt_logprobs or 0
-        sequence.prompt_logprobs += host.prompt_logprobs(logits[: len(following)], following, count)
+        sequence.prompt_logprobs += host.logprobs(logits[: len(following)].unbind(), following, count)
     return logits[work.count - 1]
 
 
@@ -184,17 +231,15 @@ def _scored(sequence: Sequence) -> TokenDelta:
     return delta
 
 
-def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | None, now: float, host: ReadsLogits) -> TokenDelta:
+def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | None, step: _Step) -> TokenDelta:
     """One token more, of the sequence and of its delta."""
-    request = sequence.request
-    if sequence.needs == "logits" and (count := request.params.logprobs) is not None:
-        assert row is not None
-        entry = host.logprobs(row, token, count, request.params.logprob_token_ids)
-        delta.logprobs = [entry] if delta.logprobs is None else [*delta.logprobs, entry]
     sequence.append(token)
+    if sequence.needs == "logits" and sequence.request.params.logprobs is not None:
+        assert row is not None
+        step.ask(delta, token, row, sequence)
     delta.token_ids.append(token)
     if not sequence.stamps.first_token:
-        sequence.stamps.prefill_done = sequence.stamps.first_token = now
+        sequence.stamps.prefill_done = sequence.stamps.first_token = step.now
         delta.cached_tokens = sequence.cached
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return ended(sequence, delta)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine.adapters import Adapters
-from rayneuron.engine.beams import Group
+from rayneuron.engine.beams import Search
 from rayneuron.engine.commit import adopt, advance, failed
 from rayneuron.engine.grammar import Compiles, Constraining
 from rayneuron.engine.host_sampling import HostSampling
@@ -42,16 +42,13 @@ class Engine:
         adapters: Adapters | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.runner, self.capacity = runner, runner.capacity
-        self.vocab = vocab
-        self.eos_ids = frozenset(eos_ids)
+        self.vocab, self.eos_ids = vocab, frozenset(eos_ids)
         self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation, adapters)
         self.adapters = self.scheduler.adapters
         self.timing = Timing(profile) if profile is not None else None
         self.info = StepInfo()
-        self.steps = 0
-        self._clock = clock
-        self.ledger_wrong = 0  # times the books did not balance
-        self._rule = rule
+        self.steps = self.ledger_wrong = 0  # ledger_wrong: times the books did not balance
+        self._clock, self._rule = clock, rule
         self._host = HostSampling(rule)
         self.constraining = Constraining(grammars, vocab)
         self._requests = Requests(self.capacity.length, self.eos_ids)
@@ -149,8 +146,8 @@ class Engine:
     def _skip(self, sequence: Sequence, wrong: Exception) -> list[TokenDelta]:
         """A choice that cannot be laid out in a step, or constrained, ends; the others are planned again in the next step."""
         delta = failed(sequence, wrong)
-        if sequence.group is not None:
-            return self._searched(sequence.group, delta, self._clock())
+        if sequence.search is not None:
+            return self._searched(sequence.search, delta, self._clock())
         self._forget(sequence, self._clock())
         delta.stamps = sequence.stamps
         return [delta]
@@ -217,7 +214,7 @@ class Engine:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
         self.scheduler.check()
         asked = [sequence for _, sequence in self.scheduler.remote.values() if sequence is not None]
-        running = [s if s.group is None else s.group.leader for s in self.scheduler.running]
+        running = [s if s.search is None else s.search.leader for s in self.scheduler.running]
         self._requests.check((*running, *self.scheduler.waiting, *asked))
         self.adapters.check_ledger(self.scheduler.running, [next(iter(c.values())).request for c in self._requests.values()])
 
@@ -239,8 +236,8 @@ class Engine:
             self.scheduler.speculation.learn(plan, made)
         for work, delta in zip(plan.works, made, strict=True):
             sequence = work.sequence
-            if delta is None or (delta.finish_reason == "error" and sequence.group is not None):
-                deltas += self._searched(sequence.group, delta, now) if sequence.group is not None else ()
+            if delta is None or (delta.finish_reason == "error" and sequence.search is not None):
+                deltas += self._searched(sequence.search, delta, now) if sequence.search is not None else ()
                 continue
             if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
                 # The prompt's KV exists now: the other choices may share it. (One before: the first may have come from elsewhere.)
@@ -254,14 +251,14 @@ class Engine:
                 delta.stamps = sequence.stamps
         return deltas
 
-    def _searched(self, group: Group, wrong: TokenDelta | None, now: float) -> list[TokenDelta]:
+    def _searched(self, search: Search, wrong: TokenDelta | None, now: float) -> list[TokenDelta]:
         """What a step says of a beam search: nothing before its end. `wrong`: of a beam that failed, and all with it."""
-        if not self.knows(group.leader.request.id):
+        if not self.knows(search.leader.request.id):
             return []  # another beam had failed before
-        deltas = group.spread(wrong) if wrong is not None else self.scheduler.forks.advance(group, self._host, now)
+        deltas = search.spread(wrong) if wrong is not None else self.scheduler.forks.advance(search, self._host, now)
         if deltas:
-            group.leader.finish_reason = deltas[0].finish_reason
-            self._forget(group.leader, now)
+            search.leader.finish_reason = deltas[0].finish_reason
+            self._forget(search.leader, now)
         return deltas
 
     def _end(self, choice: Sequence, reason: FinishReason, error: str | None) -> None:
@@ -273,7 +270,7 @@ class Engine:
         if choice.loan is not None:
             self.unpin(choice.loan.ticket)
         delta.stamps = choice.stamps
-        self._ended += [delta] if choice.group is None else choice.group.spread(delta)
+        self._ended += [delta] if choice.search is None else choice.search.spread(delta)
 
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now

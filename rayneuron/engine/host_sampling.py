@@ -19,7 +19,7 @@ class HostSampling:
     """`commit.ReadsLogits` with torch. `rule`: as in `engine.step.step`."""
 
     logprobs = staticmethod(logits.logprobs)
-    prompt_logprobs = staticmethod(logits.prompt_logprobs)
+    listed = staticmethod(logits.listed)
 
     def __init__(self, rule: NeuronSampling | None = None) -> None:
         self._rule = rule
@@ -40,7 +40,7 @@ class HostSampling:
         told = row.double().log_softmax(-1)
         if sequence.params.edits_logits:
             told = logits.edit(told.float(), sequence).double()
-        values, ids = told.topk(min(sequence.group.count, len(told)))
+        values, ids = told.topk(min(sequence.search.count, len(told)))
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
     def _allowed(self, row: Tensor, sequence: Sequence, mask: Mask) -> int:

@@ -183,21 +183,18 @@ def _repeats(ids: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     return ids[places]
 
 
-def logprobs(logits: Tensor, token: int, count: int, ids: Ids[int] = ()) -> TokenLogprobs:
-    """Log-probability of `token` under a row [V] of unedited logits, its rank, and the `count` likeliest, or these `ids` instead."""
-    entry = prompt_logprobs(logits[None], [token], 0 if ids else count)[0]
-    if not ids:
-        return entry
-    values = logits[torch.tensor(ids)].double() - float(logits[token]) + entry.logprob  # all have the same normaliser
-    return TokenLogprobs(token, entry.logprob, entry.rank, tuple(zip(ids, values.tolist(), strict=True)))
+def logprobs(rows: Ids[Tensor], tokens: Ids[int], count: int) -> list[TokenLogprobs]:
+    """Log-probability of each of `tokens` under its row [V] of unedited logits, its rank, and the `count` likeliest there: all rows in one
+    call of the CPU's kernels, where they are built."""
+    told = host.describe(rows, tokens, count) or describe(torch.stack(list(rows)), torch.tensor(tokens), count)
+    entries = zip(tokens, *(t.tolist() for t in told), strict=True)
+    return [TokenLogprobs(t, p, r, tuple(zip(i, v, strict=True))) for t, p, r, i, v in entries]
 
 
-def prompt_logprobs(logits: Tensor, tokens: Ids[int], count: int) -> list[TokenLogprobs]:
-    """The same for positions [T, V]: row i predicts tokens[i]. By the CPU's kernels where they are built."""
-    wanted = torch.tensor(tokens)
-    told = host.describe(logits, wanted, count) or describe(logits, wanted, count)
-    rows = zip(tokens, *(t.tolist() for t in told), strict=True)
-    return [TokenLogprobs(t, p, r, tuple(zip(i, v, strict=True))) for t, p, r, i, v in rows]
+def listed(row: Tensor, entry: TokenLogprobs, ids: Ids[int]) -> TokenLogprobs:
+    """An entry of a row [V] with these `ids` instead of the likeliest."""
+    values = row[torch.tensor(ids)].double() - float(row[entry.token_id]) + entry.logprob  # all have the same normaliser
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, tuple(zip(ids, values.tolist(), strict=True)))
 
 
 def describe(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,9 +21,10 @@ def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, a
     before += [(s.remaining, s.computed) for s in waiting]
     step_ms = costs.decode_ms(decoding, longest) if decoding else 0.0
     slot_ms = 0.0
-    if not blocks.free_rows:
-        each = sum(expected(output, s.max_tokens) for s in running) / len(running)  # how far one is says little of how far it goes
-        slot_ms = each * costs.decode_ms(len(running), longest) / len(running)
+    holding = [*running, *(s for _, s in scheduler.remote.values() if s is not None)] if scheduler.remote else running
+    if holding and not blocks.free_rows:
+        each = sum(expected(output, s.max_tokens) for s in holding) / len(holding)  # how far one is says little of how far it goes
+        slot_ms = each * costs.decode_ms(len(holding), longest) / len(holding)
     return Pressure(
         seen=seen,
         backlog_ms=costs.backlog_ms(before, decoding, longest),

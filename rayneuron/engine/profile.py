@@ -8,14 +8,16 @@ rows, which the decode grid knows by context.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec.structs import replace
 
+from rayneuron.devices.base import DRAFTED
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import at_least
 from rayneuron.engine.runner import Runs
@@ -56,12 +58,13 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1."""
+    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1. `drafted`: by a draft model."""
 
     tag: Literal["prefill", "decode", "verify"]
     rows: int
     tokens: int
     length: int
+    drafted: bool = False
 
     @property
     def size(self) -> int:
@@ -83,7 +86,10 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     if c.verify:
         held = at_least(c.lengths, c.verify, "sequence length")
         short = decode[: len(_some(c.batch))] + [Point("verify", rows, c.verify, held) for rows in _some(c.batch)]
-    found = _timed(runner, list(dict.fromkeys((decode[0], prefill[0], *short, *decode, *prefill))), vocab, clock)
+    drafted = [Point("verify", p.rows, p.tokens, p.length, True) for p in short if p.tag == "verify" and c.drafts]
+    for point in drafted[:1] * 2:  # a draft model's weights are met by its own passes alone: the first ones take many times as long
+        _took(runner, point, vocab, clock)
+    found = _timed(runner, list(dict.fromkeys((decode[0], prefill[0], *short, *drafted, *decode, *prefill))), vocab, clock)
     _fill(found, decode, 0)
     _fill(found, prefill, 1)
     return Profile(
@@ -95,7 +101,16 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
         decode=tuple((p.rows, p.length, found[p]) for p in decode),
         prefill=tuple((p.rows, p.tokens, p.length, found[p]) for p in prefill),
         tokens=_rising((p.size, found[p]) for p in short if p in found),
+        passes=_rising(_passes(found, drafted)),
     )
+
+
+def _passes(found: dict[Point, float], drafted: Iterable[Point]) -> Iterator[tuple[int, float]]:
+    """(rows, ms) of one pass of the draft model: what a step takes longer for those it makes."""
+    for point in drafted:
+        without = found.get(dataclasses.replace(point, drafted=False))
+        if point in found and without is not None:
+            yield point.rows, max(0.0, found[point] - without) / (point.tokens - 1)
 
 
 def outdated(profile: Profile, runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> bool:
@@ -128,6 +143,8 @@ class Timing:
         self._host_ms = _moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
         run_s = info.run_s + (host_s if overlaps else 0.0)
         works, profile = plan.works, self.fixed
+        if plan.fills:
+            return
         if plan.tag == "decode":
             grid, true, size = self._decode, len(works), at_least(profile.batch, len(works), "batch")
         elif plan.tag == "prefill" and works[0].sequence.prompt_logprobs is None:
@@ -202,7 +219,7 @@ def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
         sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=length, hold=hold)
         works.append(Work(sequence, length - count, 1 if point.tag == "verify" else count))
         if point.tag == "verify":
-            works[-1].drafts = tuple(ids[length - count + 1 :])
+            works[-1].drafts = (DRAFTED,) * (count - 1) if point.drafted else tuple(ids[length - count + 1 :])
     return works
 
 

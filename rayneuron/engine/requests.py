@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from rayneuron.devices.base import POOLED, SCORES
-from rayneuron.engine.beams import Group
+from rayneuron.engine.beams import Search
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.remote import Loan
@@ -56,7 +56,7 @@ class Requests(dict[str, dict[int, Sequence]]):
             )
             choice.edits = None if rules is None else Edits(choice, rules)
             if request.params.beams is not None:
-                choice.group = Group(choice, choice.stop_ids)
+                choice.search = Search(choice, choice.stop_ids)
             choice.stamps.arrived = request.arrival_s or now_s
             self._order += 1
             choices[index] = choice

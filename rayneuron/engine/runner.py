@@ -6,6 +6,7 @@ Shapes: B rows, T new tokens, M blocks of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from rayneuron.devices.base import (
     Weights,
     blank,
 )
-from rayneuron.engine.buckets import Capacity, decode_shape, inventory, prefill_shape, verify_shape
+from rayneuron.engine.buckets import Capacity, decode_shape, fill_shape, inventory, prefill_shape, verify_shape
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.sequence import Plan, Work, wants_scores
 from rayneuron.engine.shelf import Keeps, Shelf
@@ -74,10 +75,12 @@ class Runs(Protocol):
 
 
 class Runner:
-    """Runs plans on one device. `program`: what a step is, where it is not the whole model on one rank."""
+    """Runs plans on one device. `program`: what a step is, where it is not the whole model on one rank; `draft`: of a model that drafts."""
 
-    def __init__(self, arch: Arch, device: Device, capacity: Capacity, program: Program | None = None) -> None:
-        self.arch = arch
+    def __init__(
+        self, arch: Arch, device: Device, capacity: Capacity, program: Program | None = None, draft: Arch | None = None
+    ) -> None:  # fmt: skip
+        self.arch, self.draft = arch, draft
         self.device = device
         self.capacity = capacity
         self._space = capacity.space
@@ -87,7 +90,9 @@ class Runner:
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""
-        self.device.load(weights, kv_shape(self.arch, self._space, self.device.comm.ranks, len(weights["layers"])))
+        ranks = self.device.comm.ranks
+        shape = kv_shape(self.arch, self._space, ranks, len(weights["layers"]))
+        self.device.load(weights, shape if self.draft is None else replace(shape, draft=kv_shape(self.draft, self._space, ranks)))
 
     def prepare(self, progress: Progress) -> None:
         """What `warm` does before it needs other processes."""
@@ -99,8 +104,12 @@ class Runner:
 
     def start(self, plan: Plan) -> Pending:
         """Pack, copy shared prompt KV, begin. Raises RowError before anything has been done."""
-        shape = choose(self.capacity, plan)
-        return self.begin(plan.copies, shape, pack(plan.works, shape, self._space), plan.installs)
+        shape, copies = choose(self.capacity, plan), plan.copies
+        batch = pack(plan.works, shape, self._space)
+        for first in fills(self.capacity, plan):
+            self.begin(copies, *first).wait()
+            copies = []
+        return self.begin(copies, shape, batch, plan.installs)
 
     def begin(
         self, copies: Sequence[tuple[int, int]], shape: Shape, batch: Batch, installs: Sequence[tuple[int, str]] = ()
@@ -125,6 +134,15 @@ def choose(capacity: Capacity, plan: Plan) -> Shape:
     if plan.tag != "prefill":
         return (decode_shape if plan.tag == "decode" else verify_shape)(capacity, len(works), length, want)
     return prefill_shape(capacity, [w.count for w in works], length, want)
+
+
+def fills(capacity: Capacity, plan: Plan) -> list[tuple[Shape, Batch]]:
+    """What a draft model reads before the plan's own step, if anything."""
+    works = plan.fills
+    if not works:
+        return []
+    shape = fill_shape(capacity, [w.count for w in works], max([w.start + w.count for w in works]))
+    return [(shape, pack(works, shape, capacity.space))]
 
 
 def _want(plan: Plan) -> Want:
@@ -169,7 +187,8 @@ def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
         column = np.arange(len(row), dtype=np.int32) - (count.cumsum(dtype=np.int32) - count).repeat(count)
         at, shared, where = start[row] + column, shared[row], (row, column)
     slots = lines[row, at // size] * size + at % size
-    slots[at < shared] = space.nowhere  # computed again for what stands behind it: others read what is there
+    if shape.tag != "fill":  # a draft model's KV is not read by others unless they have it from whoever filled it
+        slots[at < shared] = space.nowhere  # computed again for what stands behind it: others read what is there
     tokens: list[int] = []
     for work, sequence in zip(works, sequences, strict=True):
         tokens += sequence.ids[work.start : work.start + work.count] or (FOLLOWS,)

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from rayneuron import hashing
 from rayneuron.engine.adapters import Adapters
-from rayneuron.engine.beams import Group
+from rayneuron.engine.beams import Search
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.forks import Forks
@@ -46,6 +46,7 @@ class Scheduler:
         self.preemptions = 0
         self._prefilled_last = False
         self._under_way: Plan | None = None  # the step begun last, until it has ended
+        self._short: Sequence | None = None  # the first who waits for room that others give back with the step under way
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence at its place by priority and arrival."""
@@ -60,8 +61,8 @@ class Scheduler:
             self.remote[sequence.asked] = sequence.hold, None
             self.prefills.cancel(sequence.asked)
             sequence.hold = None
-        elif sequence.group is not None and sequence.group.running:
-            self.forks.disband(sequence.group)
+        elif sequence.search is not None and sequence.search.running:
+            self.forks.disband(sequence.search)
         elif sequence.hold is not None:
             self.forks.release(sequence)
         else:
@@ -81,8 +82,8 @@ class Scheduler:
         before = self.preemptions
         works = self._grow()
         if works:
-            drafted = self.speculation is not None and self.speculation.draft(works, self.blocks)
-            return Plan("verify" if drafted else "decode", works, self.blocks.copies(), self.adapters.installs())
+            plan = Plan("decode", works, self.blocks.copies(), self.adapters.installs())
+            return plan if self.speculation is None else self.speculation.draft(plan, self.blocks)
         # where growing has preempted all who decode, others can be served now; else nobody is there, or waits for the step under way
         return self.plan() if self.preemptions > before else None
 
@@ -155,7 +156,7 @@ class Scheduler:
     def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
         """Whether another pool computes a prompt that has just been given its blocks. All who wait so hold at most half of them, so that
         who runs and grows finds room."""
-        prompt, here = sequence.prompt_len, sequence.group or sequence.loan or sequence.generated or sequence.preemptions
+        prompt, here = sequence.prompt_len, sequence.search or sequence.loan or sequence.generated or sequence.preemptions
         if self.prefills is None or here or not sequence.max_tokens:
             return False
         held = sum(len(other.blocks) for other, _ in self.remote.values())
@@ -172,11 +173,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (head := self.adapters.first(self.waiting)) is not None:
-            like, known = shareable(head)
+            if self._short is not None and self._short.hold is not None and head.rank > self._short.rank:
+                break  # else it takes that room, and is preempted for it again, for ever
             hashes = () if head.whole or wants_scores(head) else self._hashes(head)
-            seated = head.group is None or self.blocks.free_rows >= head.group.width
             most = min(len(head.ids) + 1, head.prompt_len + head.max_tokens)
-            hold = self.blocks.admit(most, hashes, like, known) if seated else None
+            hold = self.blocks.admit(most, hashes, *shareable(head)) if self.forks.seats(head.search) else None
             if hold is None:
                 victim = self._victim()
                 if victim is None or victim.request.priority <= head.request.priority:
@@ -186,8 +187,7 @@ class Scheduler:
             self.waiting.remove(head)
             self.waiting_tokens -= head.remaining
             head.hold = hold
-            if head.group is not None:
-                self.forks.reserve(head.group)
+            self.forks.reserve(head.search)
             self.adapters.seat(head)
             self._skip_to(head, hold.known)
             if not self._asks(head, hold, hashes):
@@ -248,20 +248,21 @@ class Scheduler:
 
     def _grow(self) -> list[Work]:
         """A token more for all that decode, in order of service; the last in order makes room for those before it."""
-        size, works = self.capacity.block, []
-        stuck = [g for g in [*self.forks.pending] if not self._room(g.beams[0].sequence, None, g)]
+        size, works, self._short = self.capacity.block, [], None
+        stuck = [each for each in [*self.forks.pending] if not self._room(each.beams[0].sequence, None, each)]
         for sequence in [s for s in self.running if s.phase == "decode"]:
             hold, start = sequence.hold, sequence.computed
             if hold is not None and (start < len(hold.blocks) * size or self._room(sequence, hold)):
                 works.append(Work(sequence, start, 1))
-            elif sequence.group is not None:
-                stuck.append(sequence.group)
-        return [work for work in works if work.sequence.group not in stuck] if stuck else works
+            elif sequence.search is not None:
+                stuck.append(sequence.search)
+        return [work for work in works if work.sequence.search not in stuck] if stuck else works
 
-    def _room(self, sequence: Sequence, hold: Hold | None, group: Group | None = None) -> bool:
-        while not (self.blocks.extend(hold, sequence.length) if hold is not None else group is None or self.forks.split(group)):
+    def _room(self, sequence: Sequence, hold: Hold | None, search: Search | None = None) -> bool:
+        while not (self.blocks.extend(hold, sequence.length) if hold is not None else search is None or self.forks.split(search)):
             if self.blocks.limbo:
-                return False  # what others held comes free with the step under way
+                self._short = min(self._short or sequence, sequence, key=_RANK)
+                return False
             victim = self._victim()
             assert victim is not None  # a loan never grows
             self._preempt(victim)
@@ -275,8 +276,8 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
-        if victim.group is not None:
-            victim = self.forks.disband(victim.group)
+        if victim.search is not None:
+            victim = self.forks.disband(victim.search)
         else:
             self.forks.release(victim)
         victim.rewind(0)
@@ -290,10 +291,9 @@ class Scheduler:
         """Raise AssertionError if a row or block is owned twice or by nobody, or a phase says what is not so."""
         holds = [s.hold for s in self.running if s.hold is not None]
         assert len(holds) == len(self.running), "a sequence runs that holds nothing"
-        holds += [hold for group in {s.group for s in self.running if s.group is not None} for hold in group.spare]
+        holds += [hold for search in {s.search for s in self.running if s.search is not None} for hold in search.spare]
         self.blocks.check([*holds, *(hold for hold, _ in self.remote.values())])
         assert all(s is None or (s.phase == "remote" and s.hold is hold and s.asked == key) for key, (hold, s) in self.remote.items())
         assert all(s.phase == ("due", "decode", "prefill")[min(s.remaining, 2)] for s in self.running), "a phase is wrong"
         assert all(s.hold is None and s.phase == "waiting" for s in self.waiting)
         assert self.waiting_tokens == sum(s.remaining for s in self.waiting)
-

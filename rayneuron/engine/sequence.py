@@ -51,7 +51,7 @@ class Sequence:
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
     grammar: Any = None  # engine.grammar.Grammar, where its output is constrained; made once that is compiled
     drafter: Any = None  # engine.speculation.drafting.Drafter, where this engine drafts; made with the first decode step
-    group: Any = None  # engine.beams.Group, where its request searches beams
+    search: Any = None  # engine.beams.Search, where its request searches beams
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[int, int] = field(init=False)  # order of service: priority first (lower earlier), then arrival
@@ -140,12 +140,13 @@ class Work:
 @dataclass(slots=True)
 class Plan:
     """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
-    `installs`: (slot, adapter) to be put before it."""
+    `installs`: (slot, adapter) to be put before it; `fills`: what a draft model reads then."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
     copies: list[tuple[int, int]] = field(default_factory=list)
     installs: list[tuple[int, str]] = field(default_factory=list)
+    fills: list[Work] = field(default_factory=list)
 
 
 def wants_scores(sequence: Sequence) -> bool:

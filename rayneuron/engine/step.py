@@ -17,7 +17,7 @@ from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv, Places
 
-_HOW = ("temperature", "top_k", "top_p", "min_p")
+HOW = ("temperature", "top_k", "top_p", "min_p")
 
 
 def step(
@@ -56,7 +56,7 @@ def finish(
     if want.ids == "likeliest":
         return StepOutput(ids=decoder.greedy(arch, ops, comm, weights, hidden)[:, None])
     logits = decoder.logits(arch, ops, comm, weights, hidden)  # B V
-    ids, complete = _sample(ops, logits, [getattr(batch, name) for name in _HOW], batch.uniform[:, 0], rule)
+    ids, complete = sample(ops, logits, [getattr(batch, name) for name in HOW], batch.uniform[:, 0], rule)
     return StepOutput(ids=ids[:, None], complete=complete, logits=ops.whole(logits))
 
 
@@ -87,14 +87,14 @@ def _every(
         return x if where is None else x[where]
 
     logits = decoder.logits(arch, ops, comm, weights, flat)
-    ids, complete = _sample(ops, logits, [each(getattr(batch, name)) for name in _HOW], each(batch.uniform), rule)
+    ids, complete = sample(ops, logits, [each(getattr(batch, name)) for name in HOW], each(batch.uniform), rule)
     return StepOutput(ids=ids.view(dims), complete=complete.view(dims), logits=ops.whole(logits).unflatten(0, dims))
 
 
-def _sample(
+def sample(
     ops: Any, logits: torch.Tensor, how: list[torch.Tensor], uniform: torch.Tensor, rule: NeuronSampling | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [B,V] and [B] of each of `_HOW` -> ids [B], complete [B]."""
+    """logits [B,V] and [B] of each of `HOW` -> ids [B], complete [B]."""
     temperature, top_k, top_p, min_p = how
     if rule is not None:
         return neuron_sampling.sample(logits, top_k, top_p, temperature, uniform, rule, ops)

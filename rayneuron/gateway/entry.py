@@ -125,6 +125,7 @@ class CatalogueEntry(Handles):
         self._user_config: dict[str, Any] | None = None
         self.left: NotReady | None = None  # why no call is taken any more
         self.standing: Standing | None = None  # of a model that may sleep
+        self._looking, self._looks, self._news = asyncio.Lock(), 0, asyncio.Event()
         self._there: set[bytes] = set()  # replicas that were connected at the last look
         self._changed_s = 0.0
 
@@ -177,7 +178,14 @@ class CatalogueEntry(Handles):
             await asyncio.sleep(LOOK_S if there and time.monotonic() - self._changed_s > CHANGING_S else SOON_S)
 
     async def look(self) -> None:
-        """Ask who is there now."""
+        """Ask who is there now, one at a time: whoever waited while another one began has been told by that."""
+        before = self._looks
+        async with self._looking:
+            if self._looks <= before:
+                self._looks += 1
+                await self._look()
+
+    async def _look(self) -> None:
         cards = await self.replicas.cards()
         for card in cards:
             key = json.dumps(card.args, sort_keys=True)
@@ -190,10 +198,25 @@ class CatalogueEntry(Handles):
             if era is not self.newest and not era.remote.fleet.workers and not len(era.flights):
                 del self._eras[key]
                 await era.close()
+        self._choose()
+
+    def _choose(self) -> None:
+        """Have what is connected answer."""
         ready = [era for era in self._eras.values() if era.remote.fleet.able]
         if self.left is not None:
             return
         self.now = ready[-1] if ready else self._shut("has no replica that is ready") if self._eras else self._shut("is still loading")
+
+    def _joined(self) -> None:
+        """A replica is connected: what waits for one goes now, not when the next look ends."""
+        self._choose()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def joined(self, within_s: float) -> None:
+        """Wait for a replica to be connected, no longer than so long."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), within_s)
 
     async def _begin(self, card: Card) -> Routed:
         config = deployment.parse(card.args)
@@ -204,7 +227,7 @@ class CatalogueEntry(Handles):
         desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)
         flights.engine = engine
-        engine.fleet.card = card
+        engine.fleet.card, engine.welcome = card, self._joined
         seen = Seen(engine, text, path, card.generation, card.chosen)
         made = around(Routed, config, seen, engine, flights, self.telemetry, None, lambda: self.now.limits, card.user_config)
         self._user_config = card.user_config

@@ -74,6 +74,7 @@ class RemoteEngine:
         self.repair = Repair(self.books, desk, deliver, lambda: self.known, rules)
         self.wishes: dict[str, Wishes] = {}
         self.misdirected = 0
+        self.welcome: Callable[[], None] = lambda: None  # called when a replica is connected
         self.errors = Histogram(GATEWAY.prediction_error)  # of what is predicted
         self._orders, self._deliver, self._eos_ids, self._rules = orders, deliver, eos_ids, rules
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,6 +157,7 @@ class RemoteEngine:
         card = linked.link.card
         self.desk.join(linked.number, card.replica, profile_of(card), card.kv_tokens, linked.pressure, time.monotonic())
         self.repair.joined()
+        self.welcome()
         self._pump()
 
     def heard(self, linked: Linked, tokens: Tokens) -> None:

@@ -71,12 +71,20 @@ class SeatReplicas:
 
 @dataclass(slots=True)
 class Sleeper:
-    """One model that may sleep. `held`: when each call came that waits for it."""
+    """One model that may sleep. `held`: when each call came that waits for it; `looking`: for its replicas meanwhile."""
 
     entry: CatalogueEntry
     replicas: SeatReplicas
     held: dict[object, float] = field(default_factory=dict)
     arrived: int = 0
+    looking: asyncio.Task[None] | None = None
+
+    async def look(self) -> None:
+        """Ask coming seats for their cards while somebody waits: one for all who do."""
+        while self.held:
+            if self.replicas.standing.coming and self.entry.state != "ready":
+                await self.entry.look()
+            await asyncio.sleep(LOOK_S)
 
 
 class Waking:
@@ -142,6 +150,8 @@ class Waking:
         key = object()
         sleeper.held[key] = time.monotonic()
         self._hurry.set()
+        if sleeper.looking is None or sleeper.looking.done():
+            sleeper.looking = asyncio.create_task(sleeper.look())
         try:
             yield
         finally:
@@ -172,15 +182,15 @@ class Waking:
                 if comments and now_s - said_s >= SAY_S:
                     said_s = now_s
                     await exchange.comment(f"{entry.name} {progress(sleeper.replicas.standing)}")
-                await asyncio.sleep(LOOK_S)
-                if sleeper.replicas.standing.coming and entry.state != "ready":
-                    await entry.look()
+                if sleeper.looking is not None and sleeper.looking.done():
+                    sleeper.looking.result()  # what it raised
+                await entry.joined(LOOK_S)
         exchange.said[b"x-rayneuron-waited-ms"] = f"{1e3 * (time.monotonic() - began_s):.0f}".encode()
 
     def _judge(self, sleeper: Sleeper, waited_s: float) -> None:
-        """Raise where it is not worth waiting. The arbiter is given a moment to say what it makes of the call."""
+        """Raise where it is not worth waiting. The arbiter is given a moment to hear of it and to begin, after a failure too."""
         standing, name = sleeper.replicas.standing, sleeper.entry.name
-        if waited_s < 2 * ASK_S and not standing.failed:
+        if waited_s < 2 * ASK_S:
             return
         if standing.failed and standing.state == "sleeping":
             self._refuse(sleeper, "failed")

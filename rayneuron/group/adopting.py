@@ -29,8 +29,8 @@ class Adopting:
         """Of all ranks."""
         return self._own.kept
 
-    def read(self, path: str) -> str:
-        """What is wrong with it is found here, before the others hear of it."""
+    def read(self, path: str, *, gently: bool = False) -> str:
+        """Steps wait for it in any case. What is wrong with it is found here, before the others hear of it."""
         before, identity = self._own.kept, self._own.read(path)
         self._send(Adopt(path, identity))
         for member, answer in zip(self._members, self._answers(), strict=True):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from rayneuron import settings, wire
 from rayneuron.devices.base import StepOutput
-from rayneuron.engine.runner import pack
+from rayneuron.engine.runner import fills, pack
 from rayneuron.engine.sequence import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
@@ -149,11 +149,11 @@ class Group:
         self._check()
         self._began_s = time.perf_counter()
         divided = pipeline.divide(self.capacity, plan, self.layout.pipeline_parallel, self.config.micro_batches)
-        parts = [(shape, pack(p.works, shape, self.capacity.space)) for shape, p in divided]
+        parts = [*(before := fills(self.capacity, plan)), *((shape, pack(p.works, shape, self.capacity.space)) for shape, p in divided)]
         self.steps += 1
         self._send(messages.Step(self.steps, plan.copies, [arrays.part(shape, batch) for shape, batch in parts], plan.installs))
         begun = self._locally(lambda: self.rank.start(plan.copies, parts, plan.installs))
-        return pipeline.UnderWay(self.steps, begun, [len(p.works) for _, p in divided], self._end)
+        return pipeline.UnderWay(self.steps, begun[len(before) :], [len(p.works) for _, p in divided], self._end)
 
     def _end(self, step: pipeline.UnderWay) -> StepOutput:
         outputs = self._locally(lambda: [part.wait() for part in step.parts])

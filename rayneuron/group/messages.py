@@ -11,7 +11,7 @@ from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 from rayneuron.transfer.layout import KvLayout
 
-VERSION = 9  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 10  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayneuron import devices, models
 from rayneuron.config import Deployment
+from rayneuron.engine import draft_step
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import rule_of
 from rayneuron.engine.runner import Runner
@@ -18,6 +20,7 @@ from rayneuron.group.ahead import ahead
 from rayneuron.models import Progress, presharded, weights
 from rayneuron.models.arch import Arch
 from rayneuron.models.shard import stage_layers
+from rayneuron.sources.drafts import DraftModel
 
 if TYPE_CHECKING:
     from rayneuron.models.collectives import Collectives
@@ -35,6 +38,7 @@ class Runnable:
     capacity: Capacity
     dtype: str
     source: str
+    draft: DraftModel | None = None
 
 
 def open_rank(
@@ -50,14 +54,19 @@ def open_rank(
     made = ahead(config, model.capacity.length, worker, workers, stage, model.arch.hidden, model.raw)
     if compiling:
         made = replace(made, artifact=None, required=False)
-    program = pipeline.program(model.arch, pipeline.stage_of(config, dtype, stage), rule_of(config))
+    program, draft = pipeline.program(model.arch, pipeline.stage_of(config, dtype, stage), rule_of(config)), model.draft
+    if draft is not None:
+        program = partial(draft_step.step, model.arch, draft.arch, rule=rule_of(config))
     with ExitStack() as undo:
         kv_dtype = models.kv_type(config.kv_dtype)
         shared = config.pools is not None
         device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=threads, comm=comm, shared_kv=shared)
         undo.callback(device.close)
-        runner = Runner(model.arch, device, model.capacity, program)
-        runner.load(_weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress))
+        runner = Runner(model.arch, device, model.capacity, program, None if draft is None else draft.arch)
+        held = _weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress)
+        if draft is not None:
+            held["draft"] = _draft_weights(draft, made, config)
+        runner.load(held)
         if config.lora is not None:
             how = weights.cut_for(model.arch, made.start_rank, made.ranks)
             layers = stage_layers(model.arch.layers, stage, config.pipeline_parallel)
@@ -65,6 +74,14 @@ def open_rank(
             runner.shelf = Shelf(device, model.arch, models.family(model.raw), how, layers, dtype, **room)
         undo.pop_all()
     return runner
+
+
+def _draft_weights(draft: DraftModel, made: devices.Ahead, config: Deployment) -> dict[str, Any]:
+    """The draft model's, cut as the model's own are."""
+    return presharded.open_weights(
+        draft.path, draft.raw, draft.arch, dtype=models.compute_type(draft.dtype), rank=made.start_rank, ranks=made.ranks,
+        fused=config.fused_qkv, quantization=draft.quantization, allow_pickle=config.model.allow_pickle,
+    )  # fmt: skip
 
 
 def _weights(model: Runnable, made: devices.Ahead, stage: int, progress: Progress) -> dict[str, Any]:

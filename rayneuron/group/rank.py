@@ -117,6 +117,7 @@ class Rank:
         from rayneuron.group.arrays import Batches
         from rayneuron.group.opening import Runnable, open_rank
         from rayneuron.models.config_json import read_config
+        from rayneuron.sources.drafts import draft_model
 
         begin, config, source = self._begin, self._config, self._begin.model
         self.batches = Batches(begin.capacity.space)
@@ -126,7 +127,8 @@ class Rank:
             raise CheckpointError(f"{source} is not on this node, and every node of a group needs the model: {absent.message}") from None
         raw = read_config(path)
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=begin.capacity.length, **config.model_options())
-        model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype, source)
+        draft = draft_model(config, path, arch, begin.capacity.length, lambda named: sources.resolve(named, progress).path)
+        model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype, source, draft)
         stage, worker, workers = begin.stage, begin.rank, begin.ranks
         self.runner = open_rank(model, begin.threads, progress, stage=stage, worker=worker, workers=workers, comm=self._comm)
         self._held.callback(self.runner.close)

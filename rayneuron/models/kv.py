@@ -45,7 +45,8 @@ class KvSpace:
 class KvShape:
     """The KV of one rank: `space`, in each of `layers` layers, of `heads` heads of `dim` values.
 
-    shards: ranks that hold the same heads, each every shards-th position of a block (flash decoding).
+    shards: ranks that hold the same heads, each every shards-th position of a block (flash decoding). draft: that of a draft model, in the
+    same blocks.
     """
 
     space: KvSpace
@@ -53,6 +54,7 @@ class KvShape:
     heads: int
     dim: int
     shards: int = 1
+    draft: KvShape | None = None
 
     @property
     def columns(self) -> int:
@@ -76,6 +78,7 @@ class Kv:
 
     shape: KvShape
     layers: list[Any]
+    draft: Kv | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -108,14 +108,18 @@ class AdapterConfig:
             raise CheckpointError(f"{self.path / CONFIG}: {pattern!r} is no regular expression: {wrong}") from None
 
 
-def read(path: Path, arch: Arch, family: ModuleType, *, max_rank: int) -> Adapter:
-    """The adapter of a directory, in memory of its own. Raises CheckpointError for whatever it is not known how to add, by name."""
+def read(path: Path, arch: Arch, modules: Mapping[str, Module], *, max_rank: int, rest: Callable[[], None] = lambda: None) -> Adapter:
+    """The adapter of a directory, in memory of its own. Raises CheckpointError for whatever it is not known how to add, by name.
+
+    modules: of `modules_of`; `rest` is called after every little piece of the work.
+    """
     said, digest = read_config(path)
-    pairs = _read_pairs(path, digest)
-    modules = dict(_modules(arch, family))
+    rest()
+    pairs = _read_pairs(path, digest, rest)
     layers: list[Pairs] = [{} for _ in range(arch.layers)]
     most = 0
     for name, (a, b) in pairs.items():
+        rest()
         module = modules.get(name)
         if module is None:
             raise CheckpointError(f"{path} adapts {name!r}; {_why_unknown(name, arch)}")
@@ -128,6 +132,7 @@ def read(path: Path, arch: Arch, family: ModuleType, *, max_rank: int) -> Adapte
         layers[module.layer] |= _ours(module, a.float(), b.float() * scale)
         most = max(most, rank)
     for name, module in modules.items():
+        rest()
         if name not in pairs and said.wants(name, module.layer):
             raise CheckpointError(f"{path / TENSORS} has no tensors for {name!r}, which target_modules of {CONFIG} names")
     if not pairs:
@@ -135,24 +140,26 @@ def read(path: Path, arch: Arch, family: ModuleType, *, max_rank: int) -> Adapte
     return Adapter(digest.hexdigest(), most, tuple(layers))
 
 
-def cut(adapter: Adapter, how: Cut, layers: Iterable[int], dtype: torch.dtype) -> list[Pairs]:
+def cut(adapter: Adapter, how: Cut, layers: Iterable[int], dtype: torch.dtype) -> Iterator[Pairs]:
     """One rank's share of some layers: B is cut where the weight's outputs are, A where its inputs are; rounded once to `dtype`."""
-    made = []
     for i in layers:
         pairs: Pairs = {}
+        shared: dict[int, Tensor] = {}  # the A of what is fused in theirs: one here too
         for name, (a, b) in adapter.layers[i].items():
             whole = name + ".w"
             _, dim = cut_of(whole) or ("", 0)
-            a, b = (how(whole, a), b) if dim in (1, -1) else (a, how(whole, b))
-            pairs[name] = a.to(dtype).contiguous(), b.to(dtype).contiguous()
-        made.append(pairs)
-    return made
+            if dim in (1, -1):
+                pairs[name] = how(whole, a).to(dtype).contiguous(), b.to(dtype).contiguous()
+            else:
+                down = shared.setdefault(id(a), a.to(dtype).contiguous())
+                pairs[name] = down, how(whole, b).to(dtype).contiguous()
+        yield pairs
 
 
 def sizes(arch: Arch, family: ModuleType, how: Cut, layers: range) -> list[dict[str, tuple[int, int]]]:
     """[out, in] of one rank's part of every product that may be adapted, of some layers."""
     made: list[dict[str, tuple[int, int]]] = [{} for _ in layers]
-    for _, module in _modules(arch, family):
+    for module in modules_of(arch, family).values():
         for product, shape in zip(module.products, module.shapes, strict=True) if module.layer in layers else ():
             outputs, inputs = how(product + ".w", torch.empty(shape, device="meta")).shape
             made[module.layer - layers.start][product] = outputs, inputs
@@ -222,12 +229,13 @@ def _names(file: Path, raw: Mapping[str, Any], key: str) -> str | tuple[str, ...
     return tuple(value or ())
 
 
-def _read_pairs(path: Path, digest: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def _read_pairs(path: Path, digest: Any, rest: Callable[[], None]) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B by module of theirs, in memory of their own, hashed on the way."""
     if not (path / TENSORS).exists():
         said = "; save it with safe_serialization=True" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {TENSORS}{said}")
     file = SafeFile(path / TENSORS)
+    rest()
     sides: dict[str, dict[str, Tensor]] = {}
     for name in sorted(file.entries):
         key = KEY.fullmatch(name)
@@ -239,14 +247,19 @@ def _read_pairs(path: Path, digest: Any) -> dict[str, tuple[Tensor, Tensor]]:
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
         digest.update(t.view(-1).view(torch.uint8).numpy().data)
         sides.setdefault(key["module"], {})[key["side"]] = t
+        rest()
     for module, pair in sides.items():
         if len(pair) != 2:
             raise CheckpointError(f"{path / TENSORS} has lora_{next(iter(pair))} of {module!r} alone")
     return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
-def _modules(arch: Arch, family: ModuleType) -> Iterator[tuple[str, Module]]:
+def modules_of(arch: Arch, family: ModuleType) -> dict[str, Module]:
     """The products of every layer by their module's name; of experts none."""
+    return dict(_modules(arch, family))
+
+
+def _modules(arch: Arch, family: ModuleType) -> Iterator[tuple[str, Module]]:
     turned = getattr(family, "TRANSPOSED", False)
     for i in range(arch.layers):
         ffn = arch.dense_ffn if i in arch.dense_layers else arch.ffn

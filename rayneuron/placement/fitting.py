@@ -26,11 +26,13 @@ DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model cou
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One application: its checked configuration, the model's config.json, and how many ranks its device drives from one process."""
+    """One application: its checked configuration, the model's config.json, how many ranks its device drives from one process, and the
+    config.json of a draft model, where that is another's."""
 
     config: Deployment
     raw: Mapping[str, Any]
     ranks_per_process: int = 1
+    draft: Mapping[str, Any] | None = None
 
     @property
     def replicas(self) -> int:
@@ -77,7 +79,8 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         smallest=config.buckets.smallest,
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
-        verify=1 + config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
+        verify=1 + said.num_speculative_tokens if (said := config.speculative_config) else 0,
+        drafts=said is not None and said.by_model,
     )
 
 
@@ -98,7 +101,14 @@ def graphs_of(config: Deployment, c: Capacity) -> Sequence[Target]:
 def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_parallel: int) -> list[Memory]:
     """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
     parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel)
-    return [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    held = [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    if (said := want.config.speculative_config) is None or not said.by_model:
+        return held
+    raw = want.raw if want.draft is None else want.draft
+    own = {"dtype": said.dtype, "quantization": said.quantization, "kv_dtype": None, "group_query_attention": None}
+    layers = range(models.architecture(dict(raw)).layers)
+    more = memory(want.config.model_copy(update=own), raw, c, tensor_parallel, layers)  # beside the one stage there is
+    return [replace(one, weights=one.weights + more.weights, kv=one.kv + more.kv) for one in held]
 
 
 def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> list[Memory]:

@@ -12,7 +12,7 @@ from rayneuron.devices.neuron.targets import Move, listed
 from rayneuron.placement import cores, instances
 from rayneuron.placement.fitting import Wanted, gib, parts
 from rayneuron.placement.instances import Instance
-from rayneuron.placement.plan import PlacementPlan, PlannedGroup, PlannedWorker, address, plan, read_raw, target
+from rayneuron.placement.plan import PlacementPlan, PlannedGroup, PlannedWorker, address, plan, read_draft, read_raw, target
 from rayneuron.policies import packing
 
 
@@ -30,7 +30,10 @@ def describe(
 
     `visible`: NEURON_RT_VISIBLE_CORES of this machine, taken for every node's.
     """
-    wanted = {name: Wanted(config, read_raw(config, resolve), ranks_per_process(config.device)) for name, config in deployments.items()}
+    wanted = {
+        name: Wanted(config, read_raw(config, resolve), ranks_per_process(config.device), read_draft(config, resolve))
+        for name, config in deployments.items()
+    }
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kind = target(wanted, named, vcpus, memory_bytes)
     return format(plan(wanted, kind, nodes, left=None if kind.name == instances.MACHINE else cores.left_here(kind, visible)))

@@ -160,6 +160,12 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
         raise CheckpointError(f"{problem}; write the model's config.json inline as model.config to plan without the checkpoint") from None
 
 
+def read_draft(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[str, Any] | None:
+    """config.json of a draft model that a deployment names, None where it names none. Raises CheckpointError."""
+    said = config.speculative_config
+    return None if said is None or said.model is None else read_json(resolve(said.model) / "config.json")
+
+
 def _lay(name: str, want: Wanted, instance: Instance) -> _Laid:
     config = want.config
     try:

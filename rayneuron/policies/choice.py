@@ -9,6 +9,8 @@ from math import log
 from operator import itemgetter
 from random import Random
 
+from msgspec import Struct
+
 from rayneuron.news import KvNews
 from rayneuron.policies.cost import LATER
 from rayneuron.policies.prefix_index import PrefixIndex
@@ -25,8 +27,7 @@ _COST = itemgetter(0)
 _Price = tuple[float, KnownWorker, float, float, float, int]  # cost, worker, queue, prefill, added, overlap
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayAsk:
+class GatewayAsk(Struct, frozen=True):
     """A request that wants a replica: its `prompt` tokens, what was generated before included, and at `most` so many output tokens.
 
     `hashes`: of the prompt's full blocks, each of `block` tokens. `rows`: choices. `left_s`: until its deadline. `ttft_ms`, `tpot_ms`:

@@ -13,6 +13,8 @@ from heapq import heappop, heappush
 from random import Random
 from weakref import WeakValueDictionary
 
+from msgspec import Struct
+
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
 from rayneuron.policies.cost import Costs, expected
@@ -44,8 +46,7 @@ class DeskLimits:
     session_ttl_s: float = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Struct, frozen=True):
     """It waits, and will begin in about so long."""
 
     start_s: float
@@ -61,8 +62,7 @@ class TurnedAway:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """A request goes to a replica as its `number`-th order of this gateway."""
 
     key: int

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from rayneuron.policies.cost import moved
 
 _SAVED_MS = 2000.0  # of its share an account may be behind when it comes back
@@ -28,8 +30,7 @@ class AccountShare:
     max_waiting_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Waiter:
+class Waiter(Struct, frozen=True):
     """One request that waits: `tokens` of its prompt, `ms` of a device. `again`: it was begun before, goes first and is not charged."""
 
     key: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayneuron.types import Profile
+
 
 @dataclass(frozen=True, slots=True)
 class Queue:
@@ -36,6 +38,16 @@ class Chosen:
     peer: str
     why: str
     terms: dict[str, dict[str, float]]
+
+
+def measured(here: Profile, there: Profile) -> Rates:
+    """By what a prompt's token takes in the largest prefill step of each."""
+    return Rates(_token_s(here), _token_s(there))
+
+
+def _token_s(profile: Profile) -> float:
+    rows, tokens, _, ms = max(profile.prefill, key=lambda point: (point[0] * point[1], -point[2]))
+    return ms / 1000 / (rows * tokens)
 
 
 def choose(here: Queue, peers: Sequence[Queue], rates: Rates | None, local_tokens: int | None = None) -> Chosen:

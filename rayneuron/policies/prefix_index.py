@@ -141,9 +141,9 @@ class PrefixIndex:
         return held & self._live if held else 0
 
     def _store(self, worker: int, hashes: Iterable[bytes]) -> None:
-        bit, shards = self._bits.get(worker) or self._take(worker), self._shards
+        bit, shards, number = self._bits.get(worker) or self._take(worker), self._shards, int.from_bytes
         for digest in hashes:
-            key = int.from_bytes(digest[:8], "little") & _KEY
+            key = number(digest[:8], "little") & _KEY
             shard = shards[key % _SHARDS]
             held = shard.get(key)
             shard[key] = bit if held is None else held | bit
@@ -159,12 +159,12 @@ class PrefixIndex:
         return bit
 
     def _remove(self, worker: int, hashes: Iterable[bytes]) -> None:
-        bit = self._bits.get(worker, 0)
+        bit, shards, number = self._bits.get(worker, 0), self._shards, int.from_bytes
         for digest in hashes:
-            key = int.from_bytes(digest[:8], "little") & _KEY
-            shard = self._shards[key % _SHARDS]
-            held = shard.get(key, 0) & ~bit
-            if held:
-                shard[key] = held
-            else:
-                shard.pop(key, None)
+            key = number(digest[:8], "little") & _KEY
+            shard = shards[key % _SHARDS]
+            held = shard.get(key)
+            if held == bit:
+                del shard[key]
+            elif held is not None and held & bit:
+                shard[key] = held ^ bit

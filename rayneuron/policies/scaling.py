@@ -12,6 +12,7 @@ from rayneuron.policies.seats import COMING, GOING, Bring, Dismissal, HostDecisi
 
 HYSTERESIS = 1.5  # what comes must be worth so many times what goes: else two models would push each other out for ever
 MOST_MISSED = 3.0  # calls: so that whoever waits for what is always in use waits some starts, not for ever
+TARGET_MS = 2000.0  # of work that a replica may have waiting
 SHIFTED = 0.2  # of a start, where another seat of the model answers meanwhile
 
 

@@ -40,7 +40,7 @@ async def change(config: Deployment, loop: EngineLoop, wanted: Change) -> None:
     if loop.engine.adapters.names.get(wanted.name) is not None and not wanted.replaces:
         raise _there(wanted.name)
     try:
-        identity = await asyncio.to_thread(read.read, path) if read is not None and read.beside else None
+        identity = await asyncio.to_thread(read.read, path, gently=True) if read is not None and read.beside else None
         await asyncio.wrap_future(loop.ask(partial(_load, wanted=wanted, path=path, identity=identity, most=most)))
     except CheckpointError as bad:
         raise RequestError(bad.message, param="lora_path") from None

@@ -42,11 +42,14 @@ class ServedEngine(Answering, Deployed, Replica):
         self._prefill = prefill
         opener = self._opener_of(deployment.parse(config), opener)
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
-        await self.open()
-        self._begun()
+        await self._opened(self.open())
         await self.listen()
         if self.config.serving.seat is not None:
             self._tasks.append(self._event_loop.create_task(seated.end_with_owner(self.config.serving.seat)))
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._routes = application(self, echo_request_id=False)
 
     async def retire(self, within_s: float) -> None:
         """Let the calls end as `drain` does, then give the engine back: its cores are free before Serve has taken this replica away."""
@@ -129,7 +132,7 @@ class ServedEngine(Answering, Deployed, Replica):
         readiness.publish(serve.get_replica_context().app_name, progress)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        return application(self, echo_request_id=False)
+        return self._routes
 
     async def __del__(self) -> None:
         self._end()

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Coroutine
 from typing import Any
 
 import ray
@@ -39,6 +40,7 @@ class Deployed:
     _leaving = False
     _event_loop: asyncio.AbstractEventLoop
     _tasks: list[asyncio.Task[None]]  # for as long as the replica lives
+    _exported: RayExport
 
     def _begin(self) -> None:
         log_through_serve()
@@ -53,9 +55,18 @@ class Deployed:
     def _open_group(self, config: Deployment, progress: loading.StageProgress) -> loading.Opened:
         return loading.open_engine(config, progress, processes=Actors(layout_of(config)), on_lost=self._lost)
 
-    def _begun(self) -> None:
+    async def _opened(self, opening: Coroutine[Any, Any, None]) -> None:
+        """Open what is opened on a thread of its own, and make meanwhile what the first call would else wait for."""
+        task = self._event_loop.create_task(opening)
+        await asyncio.sleep(0)  # it has begun
+        gc.freeze()  # what importing made is not looked through once more when all is there
+        self._prepare()
+        await task
         settle_interpreter()
-        self._tasks.append(self._event_loop.create_task(_export(RayExport(self.telemetry))))
+        self._tasks.append(self._event_loop.create_task(_export(self._exported)))
+
+    def _prepare(self) -> None:
+        self._exported = RayExport(self.telemetry)
 
     def _end(self) -> None:
         for task in self._tasks:

@@ -21,7 +21,7 @@ from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.group_config import Pools
 from rayneuron.loading import Opened
 from rayneuron.news import KvNews
-from rayneuron.policies.pools import Rates
+from rayneuron.policies.pools import Rates, measured
 from rayneuron.serve.health import Heart
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry, Values
@@ -223,8 +223,8 @@ def _rates(opened: Opened) -> Rates | None:
     timing = opened.engine.timing
     if timing is None:
         return None
-    rows, tokens, _, ms = max(timing.profile().prefill, key=lambda point: (point[0] * point[1], -point[2]))
-    return Rates(token_s=ms / 1000 / (rows * tokens), there_token_s=ms / 1000 / (rows * tokens))
+    profile = timing.profile()
+    return measured(profile, profile)
 
 
 def _pools(config: Deployment) -> Pools:

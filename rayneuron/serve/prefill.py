@@ -29,9 +29,8 @@ class PrefillServer(Deployed, Prefiller):
         self._begin()
         context = serve.get_replica_context()
         Prefiller.__init__(self, config, self._opener_of(deployment.parse(config), opener), f"prefill {context.rank.rank}")
-        await self.open(token_of(context.app_name), ray.util.get_node_ip_address())
+        await self._opened(self.open(token_of(context.app_name), ray.util.get_node_ip_address()))
         self._name = context.replica_id.unique_id
-        self._begun()
 
     def hello(self) -> tuple[str, tuple[str, ...]]:
         """Its name, and where it listens."""

@@ -13,7 +13,7 @@ class TokenLoad:
     Never by the number of calls: one may be four tokens, another a stream of minutes.
     """
 
-    def __init__(self, target_ms: float = 2000.0) -> None:
+    def __init__(self, target_ms: float = scaling.TARGET_MS) -> None:
         self._target_ms = target_ms
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
@@ -11,10 +10,13 @@ from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import GatewayAsk
 from rayneuron.policies.cost import Costs
 from rayneuron.policies.desk import GatewayDesk, Send, TurnedAway
-from rayneuron.policies.replay import Again, Fail, PassOn, Replay
+from rayneuron.policies.replay import Again, Fail, PassOn
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
 from rayneuron.sim.jump import JumpHost
+from rayneuron.sim.parts import FleetCall, FleetGateway, FleetNode
+from rayneuron.sim.pool import Asking, PrefillPool
+from rayneuron.sim.replicas import FleetSize
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Setup
 from rayneuron.sim.workload import Arrival
@@ -23,35 +25,6 @@ _TICK_S = 0.005  # how often a gateway looks again while somebody waits
 _SAMPLE_S = 1.0
 _FOUND_S = 0.01  # until the death of a replica is noticed
 _HOLD_S = 0.1  # until a replay is offered anew where there is no replica
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    arrival: Arrival
-    gateway: _Gateway
-    hashes: tuple[bytes, ...]
-    replay: Replay = field(default_factory=Replay)
-    key: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
-    start_s: float = 0.0  # predicted
-    predicted_s: float = 0.0  # when its first token was to come
-    lost_on: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True, eq=False)
-class _Gateway:
-    number: int
-    desk: GatewayDesk
-    ticking: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    number: int
-    host: ExactHost
-    seen: dict[int, int] = field(default_factory=dict)  # by gateway
-    told: dict[int, float] = field(default_factory=dict)  # by gateway: when
 
 
 class Simulation:
@@ -65,15 +38,18 @@ class Simulation:
         self._costs = Costs(setup.profile)
         self._arrivals = iter(arrivals)
         self._gateways = [
-            _Gateway(i, GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for i in range(setup.gateways)
+            FleetGateway(i, GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for i in range(setup.gateways)
         ]
         self._numbers, self._keys = count(), count(1)
-        self._nodes: dict[int, _Node] = {}
-        self._by_host: dict[ExactHost, _Node] = {}
-        self._calls: dict[int, _Call] = {}  # by key
+        self._nodes: dict[int, FleetNode] = {}
+        self._by_host: dict[ExactHost, FleetNode] = {}
+        self._calls: dict[int, FleetCall] = {}  # by key
         self._turn = 0
         self._arriving = True
-        self._busy_s = 0.0
+        self._busy_s = self._engine_s = 0.0
+        self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
+        elastic = setup.elastic
+        self._replicas = FleetSize(self.clock, elastic, self._nodes, self._open, self._gone) if elastic is not None else None
         for _ in range(setup.nodes):
             self._open()
         for when_s, some, back_s in setup.kills:
@@ -86,17 +62,21 @@ class Simulation:
         self.clock.run()
         report = self.report
         report.seconds = self.clock.now_s
-        life_s = sum(node.host.busy_s for node in self._nodes.values()) + self._busy_s
-        report.cached_tokens += sum(node.host.cached_tokens for node in self._nodes.values())
         each = [node.host.busy_s for node in self._nodes.values()]
         report.busiest = max(each) * len(each) / sum(each) if sum(each) else 0.0
-        report.busy = life_s / (self.clock.now_s * self.setup.nodes) if self.clock.now_s else 0.0
+        for node in list(self._nodes.values()):
+            self._count(node)
+        if self._pool is not None:
+            self._pool.tell(report)
+        report.busy = self._busy_s / self._engine_s if self._engine_s else 0.0
+        report.engines = self._engine_s / report.seconds if report.seconds else 0.0
         return report
 
     @property
     def open(self) -> dict[str, int]:
         """What is not over: all 0 at the end."""
         left = {"calls": len(self._calls), "sequences": sum(not node.host.idle for node in self._nodes.values())}
+        left["prompts"] = self._pool.open if self._pool is not None else 0
         for gateway in self._gateways:
             for name, number in gateway.desk.open.items():
                 left[name] = left.get(name, 0) + number
@@ -114,11 +94,10 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         self.report.arrived += 1
         gateway = self._gateways[arrival.number % len(self._gateways)]
-        hashes = arrival.hashes(self.setup.capacity.block) if self.setup.caching else ()
-        self._offer(_Call(arrival, gateway, hashes))
+        self._offer(FleetCall(arrival, gateway, arrival.hashes(self.setup.capacity.block) if self.setup.caching else ()))
         self._arrive_next()
 
-    def _offer(self, call: _Call) -> None:
+    def _offer(self, call: FleetCall) -> None:
         arrival, setup, done = call.arrival, self.setup, len(call.replay.ids)
         prompt = arrival.prompt + done
         call.key = next(self._keys)
@@ -143,7 +122,7 @@ class Simulation:
         call.start_s = self.clock.now_s + verdict.start_s
         self._pump(call.gateway)
 
-    def _pump(self, gateway: _Gateway) -> None:
+    def _pump(self, gateway: FleetGateway) -> None:
         now_s = self.clock.now_s
         for send in gateway.desk.next(now_s):
             self._sent(self._calls[send.key], send)
@@ -153,11 +132,11 @@ class Simulation:
             gateway.ticking = True
             self.clock.at(now_s + _TICK_S, self._tick, gateway)
 
-    def _tick(self, gateway: _Gateway) -> None:
+    def _tick(self, gateway: FleetGateway) -> None:
         gateway.ticking = False
         self._pump(gateway)
 
-    def _sent(self, call: _Call, send: Send) -> None:
+    def _sent(self, call: FleetCall, send: Send) -> None:
         now_s, first = self.clock.now_s, not call.replay.attempt
         if first:
             self.report.waited.add(send.waited_s)
@@ -167,8 +146,8 @@ class Simulation:
                 self.report.start_off.add(predicted_s / send.waited_s)
         self._place(call, send.worker, send.number)
 
-    def _in_turn(self, call: _Call) -> None:
-        nodes = list(self._nodes)
+    def _in_turn(self, call: FleetCall) -> None:
+        nodes = [number for number, node in self._nodes.items() if node.host.accepting]
         if not nodes:
             del self._calls[call.key]
             self.clock.at(self.clock.now_s + _HOLD_S, self._offer, call)
@@ -176,9 +155,11 @@ class Simulation:
         self._turn += 1
         self._place(call, nodes[self._turn % len(nodes)], 0)
 
-    def _place(self, call: _Call, worker: int, number: int) -> None:
+    def _place(self, call: FleetCall, worker: int, number: int) -> None:
         call.replay.placed()
         call.lost_on |= {worker} if self.setup.kills else frozenset()
+        if worker in self._nodes:
+            self._nodes[worker].under_way += 1
         self.clock.at(self.clock.now_s + self.setup.hop_s, self._ordered, call, call.key, worker, number)
 
     # Engines.
@@ -186,14 +167,19 @@ class Simulation:
     def _open(self) -> None:
         setup, number = self.setup, next(self._numbers)
         host = (ExactHost if setup.exact else JumpHost)(self.clock, setup.capacity, self._costs, self._stepped, setup.caching)
-        node = self._nodes[number] = self._by_host[host] = _Node(number, host)
+        node = self._nodes[number] = self._by_host[host] = FleetNode(number, host, self.clock.now_s)
+        if self._pool is not None:
+            host.scheduler.prefills = Asking(self._pool, host)
         for gateway in self._gateways:
             kv_tokens = setup.capacity.blocks * setup.capacity.block
             gateway.desk.join(number, f"n{number}", setup.profile, kv_tokens, node.host.pressure(0), self.clock.now_s)
 
-    def _ordered(self, call: _Call, key: int, worker: int, number: int) -> None:
+    def _ordered(self, call: FleetCall, key: int, worker: int, number: int) -> None:
         node = self._nodes.get(worker)
-        if node is not None and key in self._calls:
+        if node is None:
+            return
+        node.under_way -= 1
+        if key in self._calls:
             node.seen[call.gateway.number] = number
             node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes, len(call.replay.ids))
             for i, gateway in enumerate(self._gateways) if self.setup.route != "turns" else ():
@@ -213,17 +199,17 @@ class Simulation:
             if ended or now_s - node.told.get(i, -1.0) >= self.setup.load_s:
                 self._press(node, i, gateway)
 
-    def _press(self, node: _Node, i: int, gateway: _Gateway) -> None:
+    def _press(self, node: FleetNode, i: int, gateway: FleetGateway) -> None:
         seen, now_s = node.seen.get(i, 0), self.clock.now_s
         node.told[i] = now_s
         self.clock.at(now_s + self.setup.hop_s + self.setup.load_late_s, self._pressed, gateway, node.number, node.host.pressure(seen))
 
-    def _news(self, gateway: _Gateway, worker: int, news: KvNews) -> None:
+    def _news(self, gateway: FleetGateway, worker: int, news: KvNews) -> None:
         node = self._nodes.get(worker)
         if node is not None and not gateway.desk.events(worker, news):  # it asks for everything
             gateway.desk.events(worker, node.host.everything())
 
-    def _pressed(self, gateway: _Gateway, worker: int, load: Pressure) -> None:
+    def _pressed(self, gateway: FleetGateway, worker: int, load: Pressure) -> None:
         if worker in self._nodes:
             gateway.desk.heard(worker, load, self.clock.now_s)
             if len(gateway.desk.queue):
@@ -237,7 +223,7 @@ class Simulation:
             if call is not None:
                 self._take(call, progress)
 
-    def _take(self, call: _Call, progress: Gained) -> None:
+    def _take(self, call: FleetCall, progress: Gained) -> None:
         now_s, replay, arrival = self.clock.now_s, call.replay, call.arrival
         ids = range(progress.at, progress.at + progress.count)
         effect = replay.piece(replay.attempt, progress.at, ids, "length" if progress.ended else None)
@@ -256,13 +242,12 @@ class Simulation:
         if effect.ends:
             self._done(call)
 
-    def _done(self, call: _Call) -> None:
-        arrival = call.arrival
-        work_ms = self._costs.work_ms(arrival.prompt, 0, arrival.output)
-        self.report.answered(arrival, call.replay.ids, call.first_s, self.clock.now_s, work_ms)
+    def _done(self, call: FleetCall) -> None:
+        work_ms = self._costs.work_ms(call.arrival.prompt, 0, call.arrival.output)
+        self.report.answered(call.arrival, call.replay.ids, call.first_s, self.clock.now_s, work_ms)
         self._forget(call)
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: FleetCall) -> None:
         del self._calls[call.key]
         if self.setup.route != "turns":
             call.gateway.desk.ended(call.key, len(call.replay.ids), self.clock.now_s)
@@ -275,13 +260,26 @@ class Simulation:
         for number in self._random.sample(sorted(self._nodes), min(some, len(self._nodes))):
             node = self._nodes.pop(number)
             self.clock.at(self.clock.now_s + self.setup.hop_s, self._heard, node.host.kill())
-            self._busy_s += node.host.busy_s
-            self.report.cached_tokens += node.host.cached_tokens
+            self._count(node)
             for gateway in self._gateways:
                 self.clock.at(self.clock.now_s + _FOUND_S, self._mourn, gateway, number)
             self.clock.at(self.clock.now_s + back_s, self._open)
 
-    def _mourn(self, gateway: _Gateway, worker: int) -> None:
+    def _gone(self, node: FleetNode) -> None:
+        """An engine that took no more orders has done those it had; where a gateway has not heard so yet, it stays."""
+        if any(gateway.desk.chooser.workers.all[node.number].keys for gateway in self._gateways):
+            return
+        self._nodes.pop(node.number)
+        self._count(node)
+        for gateway in self._gateways:
+            self._mourn(gateway, node.number)
+
+    def _count(self, node: FleetNode) -> None:
+        self._busy_s += node.host.busy_s
+        self._engine_s += self.clock.now_s - node.since_s
+        self.report.cached_tokens += node.host.cached_tokens
+
+    def _mourn(self, gateway: FleetGateway, worker: int) -> None:
         for key in gateway.desk.lost(worker, self.clock.now_s):
             call = self._calls.pop(key)
             effect = call.replay.lost(call.replay.attempt, "crash")
@@ -296,5 +294,7 @@ class Simulation:
         rows = [len(n.host.scheduler.running) + len(n.host.scheduler.waiting) for n in self._nodes.values()]
         if sum(rows) >= len(rows) > 0:
             self.report.crowd.add(max(rows) * len(rows) / sum(rows))
+        if self._replicas is not None:
+            self._replicas.look()
         if self._arriving or self._calls:
             self.clock.at(self.clock.now_s + _SAMPLE_S, self._sample)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from rayneuron.devices.base import LIKELIEST, Shape
 from rayneuron.engine.buckets import Capacity, prefill_shape
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.pressure import pressure
+from rayneuron.engine.remote import First, Loan
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan
 from rayneuron.engine.sequence import Sequence as Running
@@ -23,8 +25,7 @@ _PARAMS = SamplingParams(max_tokens=None, temperature=0.0)
 _KEPT = 16  # batches of KV events: who listens is told of each as it comes
 
 
-@dataclass(frozen=True, slots=True)
-class Gained:
+class Gained(Struct, frozen=True):
     """What steps gave a sequence: `count` tokens behind `at`, the last at the time of the call; `ended`: its answer is whole."""
 
     key: int
@@ -69,7 +70,7 @@ class ExactHost:
         self.clock = clock
         self.scheduler = self.scheduler_class(capacity, "simulated" if caching else None, fit(profile))
         self.costs = costs
-        self.alive = True
+        self.alive = self.accepting = True
         self.steps = self.tokens = self.cached_tokens = 0
         self.busy_s = 0.0
         self.slow = 1.0  # steps take so many times as long
@@ -90,22 +91,34 @@ class ExactHost:
         """Whether it has nothing to do."""
         return not self._sequences
 
-    def submit(self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0) -> None:
-        """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of all blocks of both."""
+    def submit(
+        self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0, loan: Loan | None = None
+    ) -> None:
+        """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of all blocks of both.
+        `loan`: it is computed for another engine."""
         ids = [1] * (prompt + done)
         self._orders += 1
-        sequence = Running(Request(id="", prompt_ids=[], params=_PARAMS), 0, ids, 0, output, self._orders, prompt_len=prompt)
+        sequence = Running(Request(id="", prompt_ids=[], params=_PARAMS), 0, ids, 0, output, self._orders, prompt_len=prompt, loan=loan)
         self.scheduler.hashes[self._orders] = hashes
         self._sequences[key] = sequence
         self._keys[self._orders], self._had[self._orders] = key, done
         self.scheduler.add(sequence)
-        self._interrupt()
+        self.interrupt()
 
     def cancel(self, key: int) -> None:
         """Nobody wants it any more; it ends with the step under way."""
         if key in self._sequences:
             self._unwanted.append(key)
-            self._interrupt()
+            self.interrupt()
+
+    def prompt(self, asked: str) -> int:
+        """Tokens of the prompt that the scheduler asks others for under this key."""
+        return self._asked(asked).prompt_len
+
+    def unpin(self, ticket: bytes) -> None:
+        """What it has computed for another engine is there."""
+        self.scheduler.blocks.unpin(ticket)
+        self.interrupt()
 
     def kill(self) -> list[Gained]:
         """It is gone; what steps that had ended gave, and nobody was told yet."""
@@ -114,7 +127,7 @@ class ExactHost:
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
-        return pressure(self.scheduler, self.costs, self._output, seen)
+        return pressure(self.scheduler, self.costs, self._output, seen, self.accepting)
 
     def news(self) -> KvNews | None:
         """What prefixes it has had or lost since it was asked last."""
@@ -133,7 +146,7 @@ class ExactHost:
         assert news is not None
         return news
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """Something is to be looked at when a step ends."""
         if not self._running:
             self._turn()
@@ -143,11 +156,27 @@ class ExactHost:
         for key in self._unwanted:
             self._forget(key)
         self._unwanted.clear()
+        self._take()
         plan = self.scheduler.plan()
         self._running = plan is not None
         if plan is not None:
             self.scheduler.launch(plan, overlaps=False)
             self._begin(plan, self._step_s(plan))
+
+    def _take(self) -> None:
+        """What others have computed."""
+        prefills, told = self.scheduler.prefills, list[Gained]()
+        for event in prefills.take() if prefills is not None else ():
+            if not isinstance(event, First):
+                self.scheduler.arrived(event.key, True)
+            elif (waits := self.scheduler.remote[event.key][1]) is not None:
+                waits.ids.append(1)
+                told.append(self._progress(waits))
+        if told:
+            self._listener(self, told)
+
+    def _asked(self, asked: str) -> Running:
+        return self._sequences[self._keys[int(asked.rpartition("/")[2])]]
 
     def _begin(self, plan: Plan, step_s: float) -> None:
         self.busy_s += step_s
@@ -191,7 +220,10 @@ class ExactHost:
         if sequence is not None:
             sequence.finish_reason = "stop"
             del self._keys[sequence.order], self._had[sequence.order], self.scheduler.hashes[sequence.order]
-            self.scheduler.remove(sequence)
+            if sequence.loan is None or sequence.hold is None:
+                self.scheduler.remove(sequence)
+            else:
+                self.scheduler.lend(sequence)
 
     def _step_s(self, plan: Plan) -> float:
         c, works = self.scheduler.capacity, plan.works

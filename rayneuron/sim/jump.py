@@ -49,10 +49,9 @@ class _Grouped(TracedScheduler):
         decoding = [s for s in self.running if s.phase == "decode"]
         if len(decoding) != len(self.members):
             self._join(decoding)
-        if self.blocks.free + len(self.blocks.cached) < len(decoding):
-            self.disband()  # somebody may be preempted
+        if not self._pass(2 * self.steps + 1):
+            self.disband()  # somebody is preempted
             return super()._grow()
-        self._pass(2 * self.steps + 1)
         self.together = [Work(one, one.computed, 1) for one in decoding[:1]]
         return self.together
 
@@ -87,7 +86,8 @@ class _Grouped(TracedScheduler):
     def leap(self, count: int) -> list[Running]:
         """So many steps have ended: who has its first token, or its last one."""
         self.steps += count
-        self._pass(2 * self.steps)
+        passed = self._pass(2 * self.steps)
+        assert passed, "a leap was longer than there are blocks"
         told, self.fresh = [m for m in self.fresh if m.sequence in self.members], []
         while self._ends and self._ends[0][0] <= self.steps:
             member = heappop(self._ends)[2]
@@ -142,8 +142,8 @@ class _Grouped(TracedScheduler):
     def _lead(self) -> None:
         self.lead = max([s.computed - m.since for s, m in self.members.items()], default=0)
 
-    def _pass(self, until: int) -> None:
-        """What happens up to then: blocks that are full are registered, those that are needed taken."""
+    def _pass(self, until: int) -> bool:
+        """What happens up to then: blocks that are full are registered, those that are needed taken; False where there is none for one."""
         due, size, blocks = self._due, self.capacity.block, self.blocks
         while due and due[0][0] <= until:
             when, order, member = heappop(due)
@@ -152,14 +152,15 @@ class _Grouped(TracedScheduler):
                 continue
             hold, computed = sequence.hold, sequence.computed + (when >> 1) - member.since
             if when & 1:
-                grown = blocks.extend(hold, computed + 1)
-                assert grown, "a leap was longer than there are blocks"
+                if not blocks.extend(hold, computed + 1):
+                    return False
                 heappush(due, (when - 1 + 2 * size, order, member))
                 continue
             if self.caching and computed // size > hold.shared:
                 blocks.settle(hold, self.hashes[order][: computed // size], b"")
             needs = computed >= len(hold.blocks) * size
             heappush(due, (when + 1 if needs else when + 2 * size, order, member))
+        return True
 
 
 class JumpHost(ExactHost):
@@ -184,7 +185,7 @@ class JumpHost(ExactHost):
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
         longest = self.scheduler.longest if self.scheduler.members else 0
-        return pressure(self.scheduler, self.costs, self._output, seen, longest=longest)
+        return pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest)
 
     def _turn(self) -> None:
         scheduler = self.scheduler
@@ -192,6 +193,7 @@ class JumpHost(ExactHost):
             scheduler.catch_up(sequence)
             self._forget(self._progress(sequence).key)
         self._unwanted.clear()
+        self._take()
         plan = scheduler.plan()
         self._running = plan is not None
         if plan is None:
@@ -210,9 +212,10 @@ class JumpHost(ExactHost):
         self._leaps += 1
         self.clock.at(began_s + count * step_s, self._land, self._leaps)
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """Something is to be looked at when a step ends."""
         if self._leap is None:
-            super()._interrupt()
+            super().interrupt()
             return
         began_s, step_s, count = self._leap
         needed = max(1, ceil((self.clock.now_s - began_s) / step_s - 1e-9))

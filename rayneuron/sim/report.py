@@ -85,6 +85,8 @@ class FleetReport:
     good: int = 0  # answers that met both goals, and their tokens
     good_tokens: int = 0
     seconds: float = 0.0
+    pooled: int = 0  # prompts that a prefill pool has computed
+    engines: float = 0.0  # there were, on average
     busy: float = 0.0  # share of the time that engines had a step under way
     busiest: float = 0.0  # of the one that was busy longest, by the mean of all that lived to the end
     usd_per_hour: float | None = None  # of all nodes
@@ -130,7 +132,7 @@ class FleetReport:
         spread = ("ttft", "tpot", "whole", "waited", "pause", "off", "crowd")
         plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds")
         return {
-            **{name: getattr(self, name) for name in (*plain, "busy", "busiest", "usd_per_hour", "usd_per_million")},
+            **{name: getattr(self, name) for name in (*plain, "pooled", "engines", "busy", "busiest", "usd_per_hour", "usd_per_million")},
             "refused": dict(self.refused),
             "slo": {"ttft_s": self.slo_ttft_s, "tpot_s": self.slo_tpot_s, "met": self.good / max(1, self.arrived), "goodput": self.goodput},
             "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
@@ -147,8 +149,10 @@ class FleetReport:
             f"{self.arrived} requests in {self.seconds:.0f} s: {self.finished} answered, {sum(self.refused.values())} refused, "
             f"{self.failed} failed, {self.replays} replayed",
             f"{self.prompt_tokens} prompt tokens ({cached:.1%} cached), {self.output_tokens} output tokens, {speed:.0f} a second; "
-            f"engines busy {self.busy:.1%}",
+            f"{self.engines:.1f} engines, busy {self.busy:.1%}",
         ]
+        if self.pooled:
+            lines.append(f"{self.pooled} prompts were computed by the prefill pool")
         shown = (("first token", self.ttft), ("each after it", self.tpot), ("answer", self.whole), ("at the gateway", self.waited))
         for name, what in shown:
             s = what.summary()

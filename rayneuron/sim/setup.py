@@ -9,9 +9,35 @@ from typing import Literal
 from rayneuron.engine.buckets import Capacity
 from rayneuron.policies.desk import DeskLimits
 from rayneuron.policies.fairness import AccountShare
+from rayneuron.policies.scaling import TARGET_MS
 from rayneuron.types import Profile
 
 Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; one after another
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """Engines that only compute prompts. `local_tokens`: as `policies.pools.choose`; `tail_s`: of the copy of a prompt's last chunk."""
+
+    nodes: int
+    capacity: Capacity
+    profile: Profile
+    local_tokens: int | None = None
+    tail_s: float = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """How many engines there are, by `policies.scaling.replicas` of `target_ms`: looked at every second, and changed where the same was
+    wished for all of `up_s` or `down_s`. `parts`: seconds of a start (`policies.starts`), none: guessed of `weight_bytes`."""
+
+    least: int
+    most: int
+    target_ms: float = TARGET_MS
+    up_s: float = 30.0
+    down_s: float = 600.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +65,5 @@ class Setup:
     exact: bool = False
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    pool: PoolSetup | None = None
+    elastic: Elastic | None = None

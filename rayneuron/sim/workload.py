@@ -10,14 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from random import Random
 
+from msgspec import Struct
+
 from rayneuron.errors import ConfigError
 
 _MOONCAKE = 512  # tokens of a block of that trace
 _OWN = 1 << 40  # numbers of what a request shares with nobody begin here
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(Struct, frozen=True):
     """One request: `prompt` tokens, and the `output` tokens it will be answered with, of `most` it asks for.
 
     `parts`: (number, tokens) of what prompt and answer are made of, in order; equal numbers are equal tokens.

@@ -95,3 +95,48 @@ def test_what_python_cannot_name_is_refused(byte_level: Text) -> None:
         with pytest.raises(RequestError) as wrong:
             tools(schema).constraint(FORMS["pythonic"], byte_level)
         assert wrong.value.param == "tool_choice"
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+    "pythonic": "[f(a=%s)]",
+}
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_a_call_that_is_chosen_is_held_to_its_schema(byte_level: Text, form: str) -> None:
+    """Where a tool is strict: any text, and calls that match, one or several, by llguidance itself."""
+    pytest.importorskip("llguidance")
+    from rayneuron.structured import Grammars
+
+    python = form == "pythonic"
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    read = read_tools(Fields({"tools": [tool]}), True)
+    assert read.strict and not read.forced
+    said = read.constraint(FORMS[form], byte_level)
+    right, wrong = (CALLS[form] % (1 if python else '{"a": 1}'), CALLS[form] % (3 if python else '{"b": 1}'))
+    marked = not FORMS[form].bare  # else what begins otherwise is text
+    grammars = Grammars(byte_level, byte_level.vocab_size)
+    matcher = grammars.begin(said).result()
+    for written, whole in (
+        *[("", True), ("some text", True), ("1 < 2\nis so", True), (right, True), (wrong, False), (right[:-2], False)],
+        *[("so: " + right, True), ("so: " + right + "\n" + right, True), ("so: " + wrong, not marked), (right + wrong, False)],
+    ):
+        ids = [*byte_level.encode(written, add_special_tokens=False), *byte_level.eos_ids]
+        assert (matcher.copy().allows(ids) == len(ids)) == whole, written
+    grammars.close()
+    with pytest.raises(RequestError, match="strict must be true or false"):
+        read_tools(Fields({"tools": [{**tool, "function": {**tool["function"], "strict": 1}}]}), True)
+
+
+def test_limits_of_tools() -> None:
+    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]
+    assert len(read_tools(Fields({"tools": many[:128]}), True).names) == 128
+    with pytest.raises(RequestError, match="tools must have at most 128 entries, got 129"):
+        read_tools(Fields({"tools": many}), True)
+    for name in ("", "a b", "f" * 65, "é", 'f"'):
+        with pytest.raises(RequestError, match="1 to 64 letters, digits, _ and -"):
+            read_tools(Fields({"tools": [{"type": "function", "function": {"name": name}}]}), True)

@@ -229,9 +229,10 @@ def test_a_group_of_ranks(tiny: Path, folders: dict[str, str], words: dict[str, 
 
 
 @pytest.mark.slow
-def test_drafts_are_verified_with_the_adapter(tiny: Path, folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("drafting", [{}, {"method": "draft_model", "quantization": "int8"}], ids=["echo", "model"])
+def test_drafts_are_verified_with_the_adapter(tiny: Path, folders: dict[str, str], drafting: dict[str, Any]) -> None:
     ids = [p * 3 for p in prompts(4, 9, 12)]
-    with open_llm(tiny, folders) as plain, open_llm(tiny, folders, speculative_config={"adaptive": False}) as llm:
+    with open_llm(tiny, folders) as plain, open_llm(tiny, folders, speculative_config={**drafting, "adaptive": False}) as llm:
         wanted, got = (run(e, *[asked(e, p, n, max_tokens=30) for p, n in zip(ids, "aab" + "c", strict=True)]) for e in (plain, llm))
     assert got == wanted
 

@@ -78,7 +78,7 @@ def test_beside_others_preempted_and_aborted_they_find_the_same(tiny, ahead, cac
     alone = build(tiny, rows=4, block=16)
     engine = build(tiny, rows=6, block=16, kv_tokens=192, ahead=ahead, cached=cached)
     preempted = 0
-    for _ in range(6):
+    for _ in range(3):
         requests = []
         for i in range(8):
             prompt = PROMPTS[draw.randrange(3)][: draw.randint(1, 17)]
@@ -116,3 +116,25 @@ def test_no_more_than_fits(tiny):
             engine.validate(request)
         assert wrong.value.param == name
     assert len(run(engine, search(PROMPTS[0], width=4, n=4))["b"]) == 4
+
+
+def test_no_other_pool_is_asked_for_the_prompt_of_a_search(tiny):
+    class Elsewhere:
+        asked: list = []
+
+        def take(self):
+            return ()
+
+        def ask(self, prefill):
+            self.asked.append(prefill)
+            return False
+
+        def kept(self, why):
+            pass
+
+    engine = build(tiny, rows=4, block=16)
+    engine.scheduler.prefills = Elsewhere()
+    run(engine, search(PROMPTS[2], width=3))
+    assert not Elsewhere.asked
+    run(engine, Request(id="plain", prompt_ids=PROMPTS[2], params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)))
+    assert Elsewhere.asked

@@ -18,7 +18,7 @@ from rayneuron.errors import RequestError
 from rayneuron.structured import Grammars
 from rayneuron.text.text import Text
 from rayneuron.types import Request, SamplingParams
-from tests.engine import test_fuzz, test_speculation
+from tests.engine import test_draft_model, test_fuzz, test_speculation
 from tests.engine.beside import Beside
 
 VOCAB, ENDS = 512, frozenset({7, 11})
@@ -120,6 +120,7 @@ WAYS = {
     "preempted": lambda path: test_speculation.build(path, rows=5, kv_tokens=144, block=16),
     "drafted": lambda path: test_speculation.build(path, 3, partial(look_up, 1, 3), block=16),
     "drafted, preempted": lambda path: test_speculation.build(path, 4, partial(look_up, 1, 3), kv_tokens=144, block=16, cached=True),
+    "drafted by a model": lambda path: test_draft_model.build(path, path, 4, int8=True, kv_tokens=144, block=16, cached=True),
     "only what is forced": lambda path: test_speculation.build(path, 4, lambda sequence, most: ((), 1)),
 }
 

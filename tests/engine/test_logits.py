@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from rayneuron.engine.logits import edit, logprobs, prompt_logprobs
+from rayneuron.engine.logits import edit, listed, logprobs
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
@@ -133,11 +133,13 @@ def test_edit_leaves_the_row_as_it_was():
 def test_logprobs_and_ranks():
     logp = ROW.double().log_softmax(-1)
     order = ROW.argsort(descending=True).tolist()
-    entry = logprobs(ROW, order[4], 3)
+    (entry,) = logprobs([ROW], [order[4]], 3)
     assert entry.rank == 5 and abs(entry.logprob - logp[order[4]].item()) < 1e-5
     assert [t for t, _ in entry.top] == order[:3]
-    assert logprobs(ROW, order[0], 0).top == ()
-    rows = torch.stack([ROW, ROW.flip(0)])
-    both = prompt_logprobs(rows, [5, 6], 2)
+    assert logprobs([ROW], [order[0]], 0)[0].top == ()
+    told = listed(ROW, entry, (7, 3))
+    assert (told.token_id, told.logprob, told.rank) == (order[4], entry.logprob, 5)
+    assert [t for t, _ in told.top] == [7, 3] and all(abs(p - logp[t].item()) < 1e-5 for t, p in told.top)
+    both = logprobs([ROW, ROW.flip(0)], [5, 6], 2)
     assert [e.token_id for e in both] == [5, 6]
     assert abs(both[1].logprob - ROW.flip(0).double().log_softmax(-1)[6].item()) < 1e-5

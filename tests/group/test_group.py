@@ -109,8 +109,10 @@ def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str,
         assert group.lost is None and group.refused == 0
 
 
-def test_drafts_on_two_ranks(tiny: Path) -> None:
-    """Every rank verifies what worker 0 has drafted: as one process without drafts, logprobs too, in fewer steps."""
+@pytest.mark.parametrize("drafting", [{"prompt_lookup_min": 1}, {"method": "draft_model", "quantization": "int8"}], ids=["echo", "model"])
+def test_drafts_on_two_ranks(tiny: Path, drafting: dict[str, Any]) -> None:
+    """Every rank verifies what worker 0 has drafted, or a draft model cut as the model is: as one process without drafts, logprobs too, in
+    fewer steps."""
     kinds: list[dict[str, Any]] = [{"logprobs": 2}, {"temperature": 0.9, "seed": 7, "logprobs": 2}]
 
     def told(llm: LLM) -> tuple[list[list[int]], list[float], int]:
@@ -120,7 +122,7 @@ def test_drafts_on_two_ranks(tiny: Path) -> None:
 
     with LLM(tiny, **SMALL) as llm:
         wanted, wanted_logprobs, plain_steps = told(llm)
-    drafting = {"adaptive": False, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    drafting = {**drafting, "adaptive": False, "num_speculative_tokens": 3}
     with LLM(tiny, tensor_parallel=2, speculative_config=drafting, **SMALL, group=PATIENT) as llm:
         found, logprobs, steps = told(llm)
     assert found == wanted and steps < plain_steps

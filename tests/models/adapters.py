@@ -91,19 +91,23 @@ class Adapted(Runner):
 
 def cut(path: Path, runner: Runner, folders: list[Path], dtype: torch.dtype = torch.float32) -> list[list[adapted.Pairs]]:
     """Some adapters, as a rank of a model holds them."""
-    family = models.family(hub.read_config(path))
+    modules = lora.modules_of(runner.arch, models.family(hub.read_config(path)))
     how = weights.cut_for(runner.arch, runner.comm.rank, runner.comm.ranks)
-    read = [lora.read(folder, runner.arch, family, max_rank=RANK) for folder in folders]
-    return [lora.cut(each, how, range(runner.arch.layers), dtype) for each in read]
+    read = [lora.read(folder, runner.arch, modules, max_rank=RANK) for folder in folders]
+    return [list(lora.cut(each, how, range(runner.arch.layers), dtype)) for each in read]
+
+
+def sizes(path: Path, runner: Runner) -> list[dict[str, tuple[int, int]]]:
+    """What `lora.sizes` says of a rank of a model."""
+    how = weights.cut_for(runner.arch, runner.comm.rank, runner.comm.ranks)
+    return lora.sizes(runner.arch, models.family(hub.read_config(path)), how, range(runner.arch.layers))
 
 
 def with_tables(path: Path, runner: Runner, folders: list[Path], own: list[int]) -> Adapted:
     """A rank with torch's products, and adapters in the first of its slots; own: those of rows 2, 0 and the idle one."""
-    family = models.family(hub.read_config(path))
-    how = weights.cut_for(runner.arch, runner.comm.rank, runner.comm.ranks)
-    sizes = lora.sizes(runner.arch, family, how, range(runner.arch.layers))
-    layers = [adapted.tables(w, each, SLOTS, RANK, torch.float32) for w, each in zip(runner.weights["layers"], sizes, strict=True)]
+    room = zip(runner.weights["layers"], sizes(path, runner), strict=True)
+    layers = [adapted.tables(w, each, SLOTS, RANK, torch.float32) for w, each in room]
     for slot, made in enumerate(cut(path, runner, folders)):
         adapted.put(layers, slot, RANK, made)
-    room = {**runner.weights, "layers": layers, "lora_rank": RANK}
-    return Adapted(runner.arch, room, runner.kv, runner.comm, runner.ops, torch.tensor(own, dtype=torch.int32))
+    held = {**runner.weights, "layers": layers, "lora_rank": RANK}
+    return Adapted(runner.arch, held, runner.kv, runner.comm, runner.ops, torch.tensor(own, dtype=torch.int32))

@@ -88,7 +88,8 @@ def test_a_slot_holds_nothing_of_what_was_in_it(saved: Saved, tmp_path: Path) ->
 
 def read(saved: Saved, folder: Path) -> lora.Adapter:
     raw = hub.read_config(saved.path)
-    return lora.read(folder, models.architecture(raw), models.family(raw), max_rank=8)
+    arch = models.architecture(raw)
+    return lora.read(folder, arch, lora.modules_of(arch, models.family(raw)), max_rank=8)
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)

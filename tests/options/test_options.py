@@ -134,7 +134,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lmi", {"dtype": "bf16", "amp": "f32"}, "say different things of dtype"),
     ("lmi", {"gpu_memory_utilization": "0.9"}, "write kv_cache_tokens"),
     ("server", {"engine": "OnnxRuntime"}, "write engine=Python"),
-    ("nxdi", {"speculation_length": 5}, "no speculation with a draft model"),
+    ("nxdi", {"speculation_length": 5}, "on the CPU a draft model is speculative_config"),
     ("nxdi", {"seq_len": 256, "n_positions": 128}, "say different things of max_model_len"),
     ("tnx", {"cast_logits_dtype": "bfloat16"}, "logits are float32"),
 ]

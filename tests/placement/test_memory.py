@@ -15,6 +15,7 @@ from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import hub, shard, weights, words
 from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
+from rayneuron.placement.fitting import Wanted, stage_memory
 from rayneuron.placement.memory import memory
 from tests.models import cases
 from tests.models.checkpoint import checkpoint_shapes
@@ -73,7 +74,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 CONSTANTS = ("embed.first", "rope.freq", "rope.local", "slopes")
 
 
-def loaded(folder: Path, ranks: int, stage: int, stages: int, quantization: Quantization | None = None) -> int:
+def loaded(
+    folder: Path, ranks: int, stage: int, stages: int, quantization: Quantization | None = None, dtype: torch.dtype = torch.float32
+) -> int:  # fmt: skip
     """Bytes of the distinct tensors the loader makes for rank 0, constants that are not parameters aside."""
     raw = hub.read_config(folder)
     arch = models.architecture(raw)
@@ -81,7 +84,7 @@ def loaded(folder: Path, ranks: int, stage: int, stages: int, quantization: Quan
         arch,
         models.family(raw),
         hub.Checkpoint(folder),
-        dtype=torch.float32,
+        dtype=dtype,
         ranks=ranks,
         stage=stage,
         stages=stages,
@@ -178,3 +181,20 @@ def test_unreadable_configs_name_what_is_wrong() -> None:
         memory(deployment(), {"model_type": "lama"}, small(), 1, range(2))
     with pytest.raises(CheckpointError, match="config.json of a llama model lacks 'vocab_size'"):
         memory(deployment(), {n: v for n, v in LLAMA_31_8B.items() if n != "vocab_size"}, small(), 1, range(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drafting", [{"method": "draft_model", "quantization": "int8"}, {"model": "/other"}], ids=["int8", "other"])
+def test_a_draft_model_counts(ranks: int, drafting: dict[str, Any], tmp_path: Path) -> None:
+    """What its loader and the device make for it, beside the model's own."""
+    for name in ("llama", "qwen2"):
+        cases.tf.AutoModelForCausalLM.from_config(cases.CONFIGS[name]()).save_pretrained(tmp_path / name)
+    raw, other = hub.read_config(tmp_path / "llama"), None if "quantization" in drafting else hub.read_config(tmp_path / "qwen2")
+    config, c = deployment(dtype="fp32", speculative_config=drafting), small()
+    (held,) = stage_memory(Wanted(config, raw, draft=other), c, ranks, 1)
+    (plain,) = stage_memory(Wanted(deployment(dtype="fp32"), raw), c, ranks, 1)
+    kind, how = (torch.float32, None) if other else (torch.bfloat16, Quantization(torch.int8, "per_channel"))
+    folder, arch = (tmp_path / "qwen2", models.architecture(other)) if other else (tmp_path / "llama", models.architecture(raw))
+    assert held.weights - plain.weights == loaded(folder, ranks, 0, 1, how, kind)
+    assert held.kv - plain.kv == kv_shape(arch, c.space, ranks).elements * kind.itemsize
+    assert (held.scratch, held.runtime) == (plain.scratch, plain.runtime)

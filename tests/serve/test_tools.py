@@ -119,6 +119,22 @@ async def test_several_calls(server: Server) -> None:
     await server.settle()
 
 
+async def test_a_strict_tool_is_called_as_it_says_where_the_model_chooses_to(server: Server) -> None:
+    """A call is made likely by its first token; without that there is mostly none, and the answer is text."""
+    form = server.server.config.serving.tool_call_parser
+    first = {"hermes": "<tool_call>", "llama3_json": "{", "mistral": "[TOOL_CALLS]", "pythonic": "["}[str(form)]
+    _, found = await server.post("/tokenize", json.dumps({"prompt": first, "add_special_tokens": False}).encode())
+    bias = {str(json.loads(found)["tokens"][0]): 100}
+    strict: Any = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for seed in range(3):
+        ask: Any = {"model": "tiny", "messages": USER, "tools": strict, "max_tokens": 150, "seed": seed, "parallel_tool_calls": False}
+        reply = (await client(server).chat.completions.create(**ask, logit_bias=bias)).choices[0]
+        check(reply.message.tool_calls, set(SCHEMAS))  # whatever it says behind it
+        free = (await client(server).chat.completions.create(**ask | {"max_tokens": 20})).choices[0]
+        assert free.message.content or free.message.tool_calls
+    await server.settle()
+
+
 async def test_what_is_wrong_is_named(hermes: Server) -> None:
     for body, param in (
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),

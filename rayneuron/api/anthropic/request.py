@@ -107,7 +107,7 @@ def _tool(tool: object, name: str) -> Json:
         raise RequestError(said, param=f"{name}.type")
     if not isinstance(tool.get("input_schema"), dict):
         wrong(f"{name}.input_schema", "a JSON schema (an object)", tool.get("input_schema"))
-    described = {"description": tool["description"]} if tool.get("description") is not None else {}
+    described = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": {"name": tool["name"], **described, "parameters": tool["input_schema"]}}
 
 

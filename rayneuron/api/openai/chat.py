@@ -133,9 +133,9 @@ def _constraint(
     said: StructuredOutputs | None, context: Context, scan: Scan, tools: Tools, budget: int
 ) -> StructuredOutputs | None:  # fmt: skip
     """What an answer must match: a constraint begins behind reasoning, which has at most `budget` tokens (-1: any number)."""
-    if tools.forced:
-        if said is not None:
-            raise RequestError("tool_choice forces a call, which is a form already; leave the other constraint out", param="tool_choice")
+    if tools.forced and said is not None:
+        raise RequestError("tool_choice forces a call, which is a form already; leave the other constraint out", param="tool_choice")
+    if tools.forced or (tools.strict and said is None):
         said = tools.constraint(FORMS[scan.tools or ""], context.text)
     if scan.reasoning is None:
         if budget >= 0:

@@ -15,23 +15,27 @@ from rayneuron.errors import RequestError
 
 FORCED = "hermes"  # the form of a call that is forced where the model's own is not known: it is written whatever the model is used to
 
+MOST_TOOLS = 128  # as OpenAI takes
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps does it, and who learnt from it
 
 
 class Tools(NamedTuple):
-    """Tools to show the model; which of them it may call (`names`), and whether it must; whether more than once."""
+    """Tools to show the model; which of them it may call (`names`), and whether it must; whether more than once. `strict`: a call that it
+    chooses to write must have its tool's form as well."""
 
     shown: list[Json] | None = None
     names: tuple[str, ...] = ()
     forced: bool = False
     many: bool = True
+    strict: bool = False
 
     def form(self, scan: Scan) -> str | None:
         """How calls look that are to be read out of the answer; None where none are."""
         return (scan.tools or FORCED) if self.forced else scan.tools if self.names else None
 
     def constraint(self, form: CallForm, text: Encoder) -> StructuredOutputs:
-        """What an answer must match that is calls in the model's own `form`."""
+        """What an answer must match that is calls in the model's own `form`, or where none is forced, any text and calls."""
         named = bool(form.named) and text.special(form.named[0]) is not None
         before, opening, between, closing, behind = ("", form.begin, "", "", "") if named else form.around
         rules: list[str] = []
@@ -47,13 +51,26 @@ class Tools(NamedTuple):
                 call: Json = {"type": "object", "properties": {"name": {"const": name}, form.keys[0]: parameters}}
                 rules.append(f"c{place}: {_schema(call | {'required': ['name', form.keys[0]], 'additionalProperties': False, **shared})}")
         each = " | ".join(f"c{place}" for place in range(len(self.names)))
-        more = f"({_quoted(between, text)} call)*" if self.many else ""
-        start = f"start: {_quoted(before, text)} call {more} {_quoted(behind, text)}"
-        lark = "\n".join([start, f"call: {_quoted(opening, text)} ({each}) {_quoted(closing, text)}", *rules])
-        return StructuredOutputs(grammar=lark, field="tool_choice")
+        more = f"({_quoted(between + opening, text)} body)*" if self.many else ""
+        free = not (self.forced or form.bare)
+        mark = form.begin if free and text.special(form.begin) is None else ""  # as text it is met while free text is read
+        first = (before + opening).removeprefix(mark)
+        start = ["start: calls"] if self.forced else _free(form.bare, mark, self.many)
+        calls = [f"calls: {_quoted(first, text)} body {more} {_quoted(behind, text)}", f"body: ({each}) {_quoted(closing, text)}"]
+        lark = "\n".join([*start, *calls, *rules])
+        return StructuredOutputs(grammar=lark, field="tool_choice" if self.forced else "tools")
 
 
 DEFINED = ("$defs", "definitions")
+
+
+def _free(bare: str, mark: str, many: bool) -> list[str]:
+    """Rules of an answer that may have calls: it begins with what is `bare` then, or there is a marker, `mark` where that is text."""
+    if bare:
+        return ["start: calls TAIL | FREE", r"TAIL: /\s*/", rf"FREE: /\s*([^\s{re.escape(bare)}](.|\n)*)?/"]
+    each = "(upto calls)" if mark else "(FREE calls)"
+    upto = [rf"upto[lazy]: /(.|\n)*{re.escape(mark)}/"] if mark else []
+    return [f"start: {each}{'*' if many else '?'} FREE", *upto, r"FREE: /(.|\n)*/"]
 
 
 def _quoted(said: str, text: Encoder) -> str:
@@ -103,7 +120,9 @@ def read_tools(fields: Fields, heard: bool) -> Tools:
         raise RequestError(said, param="tools")
     if choice == "none":
         return Tools(tools)
-    return Tools(tools, tuple(names) if named is None else (named,), choice not in (None, "auto"), many and named is None)
+    forced = choice not in (None, "auto")
+    strict = not forced and any(tool["function"].get("strict") for tool in tools)
+    return Tools(tools, tuple(names) if named is None else (named,), forced, many and named is None, strict)
 
 
 def _named(choice: Any) -> str | None:
@@ -120,6 +139,8 @@ def _named(choice: Any) -> str | None:
 def _names(tools: Any) -> list[str]:
     if not isinstance(tools, list) or not tools:
         wrong("tools", "a non-empty array of tools, or absent", tools)
+    if len(tools) > MOST_TOOLS:
+        raise RequestError(f"tools must have at most {MOST_TOOLS} entries, got {len(tools)}", param="tools")
     names: list[str] = []
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
@@ -129,6 +150,10 @@ def _names(tools: Any) -> list[str]:
             raise RequestError(
                 f"tools[{place}] has the name {function['name']!r}, as one before it; give it another", param=f"tools[{place}]"
             )
+        if NAME.fullmatch(function["name"]) is None:
+            wrong(f"tools[{place}].function.name", "1 to 64 letters, digits, _ and -", function["name"])
+        if not isinstance(function.get("strict", False), bool | None):
+            wrong(f"tools[{place}].function.strict", "true or false", function["strict"])
         if not isinstance(function.get("parameters", {}), dict | None):
             wrong(f"tools[{place}].function.parameters", "a JSON schema", function["parameters"])
         names.append(function["name"])

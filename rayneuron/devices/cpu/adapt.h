@@ -1,19 +1,24 @@
-// What adapters add to finished products: B (A x) of every row that has one. Rows without are not touched.
+// What adapters add to a product: B (A x) of every row that has one, to sums that are finished but for it. Rows without are not touched.
 #pragma once
 #include "rows.h"
 
+#include <atomic>
 #include <vector>
 
 namespace rn {
 
-// a [rank, inputs], b [outputs, rank] with the scale in it; a.data null: nothing is added.
+// One adapter's part of one product, in vectors of 16 outputs that lie one behind the other, [steps] dwords of each. A [ranks vectors][inputs]
+// is of all that the product is made of; B has the product's own vectors of outputs, with the scale in it, and `from` says at which byte of
+// a row of A x each of them begins to read, negative: nothing is added there. a null: nothing is added at all. Mirrored by `adapters.py`.
 struct Pair {
-    Matrix a, b;
+    const char *a, *b;
+    const int32_t* from;
+    int32_t ranks, a_steps, b_steps;
 };
 
-// One adapter's part of a layer. Mirrored by `adapters.py: LoraFields`.
+// One adapter's part of a layer; up: of gate and up where gated.
 struct Lora {
-    Pair q, k, v, o, gate, up, down;
+    Pair qkv, o, up, down;
 };
 
 // Tokens [first, first + count) that have the adapter in `slot`.
@@ -21,36 +26,42 @@ struct Run {
     int slot, first, count;
 };
 
-// Where the outputs of a pair go in a row of floats: a vector of them every `step` floats from `column` on.
-struct Lanes {
-    Pair Lora::*pair;
-    int column, step;
-};
-
+// The adapters' part of one product at a time. It needs no pass of the pool to itself: whoever takes a piece of the product first takes what
+// is left of A x, and waits for others' before it adds B of that to its sums.
 class Adapting {
    public:
     std::vector<Run> runs;
 
-    // y [tokens][stride floats] += what the runs' adapters of `table`, one a slot, make of x. A row's sums run over its inputs, then over
-    // the rank, in order: they depend on no other row.
-    void add(Pool& pool, const Lora* table, std::initializer_list<Lanes> parts, const Input& x, float* y, size_t stride);
+    // Of the next product, which reads what is `kind` in `x`; null where no run's adapter has a part of it.
+    Adapting* of(const Lora* table, Pair Lora::*pair, const Input& x, Kind kind, int tokens);
+
+    void help();
+    void wait() const;
+
+    // Ask memory for what `sums` is going to read.
+    void fetch(int first, int count, int vector, int vectors) const;
+
+    // For rows [first, first + count) and vectors of outputs from `vector` on: what is added, [count][vectors * LANES]. Only what belongs to
+    // rows that `has` names is written. A row's sums run over its inputs, then over the rank, in order: they depend on no other row.
+    void sums(int first, int count, int vector, int vectors, float* out) const;
+    bool has(int row) const { return has_[row]; }
 
    private:
+    struct Share {
+        const Pair* pair;
+        int first, count;
+    };
     struct Job {
         const Pair* pair;
-        Lanes part;
-        int first, count;
-        size_t at;  // of A x
+        int first, count, vector;  // of A
     };
-    struct Piece {
-        int job, panel;
-    };
+    std::vector<Share> shares_;
     std::vector<Job> jobs_;
-    std::vector<Piece> pieces_;
-    std::vector<char> between_;
+    std::vector<char> between_, has_;
+    Input x_{};
+    Kind kind_ = F32;
+    size_t stride_ = 0;  // of a row of A x
+    std::atomic<int> next_{0}, done_{0};
 };
-
-// A row of sums as a product `w` lays them out, before its activation -> [width] values of `kind`.
-void activate_row(const float* sums, int width, bool gated, Act act, Kind kind, char* y);
 
 }  // namespace rn

@@ -165,6 +165,29 @@ void tile_strip(Kind kind, int rows, const char* w, size_t panel, int vectors, c
     TILE_RELEASE();  // idle tiles are not saved when threads change, and let the core sleep
 }
 
+constexpr size_t FAR = 4096;  // bytes of A asked for early
+
+void tile_thin(int rows, const char* w, int vectors, const char* x, size_t stride, const int32_t* from, int steps, float* out, size_t ldo) {
+    const int deep = steps % DEEP ? DEEP / 2 : DEEP;  // so that nothing is left of k
+    TileShapes shapes;
+    for (int t = 0; t < 8; t++) shapes.rows[t] = t < 2 || t == 4 || t == 6 ? rows : deep, shapes.row_bytes[t] = t == 4 || t == 6 ? deep * 4 : 64;
+    TILE_SHAPES(&shapes);
+    const size_t size = (size_t)steps * VECTOR;
+    auto at = [&](int v) { return v < vectors ? from ? from[v] : 0 : -1; };
+    for (int v = 0; v < vectors; v += 2, w += 2 * size, out += 2 * LANES) {
+        const int one = at(v), two = at(v + 1);
+        TILE_ZERO(0); TILE_ZERO(1);
+        for (int s = 0; s < steps; s += deep) {
+            for (int i = 0; steps > DEEP && i < deep; i++) _mm_prefetch(w + (s + i) * VECTOR + FAR, _MM_HINT_T1);  // of A, which is long
+            if (one >= 0) { TILE_LOAD(4, x + one + 4 * s, stride); TILE_LOAD(5, w + s * VECTOR, VECTOR); TILE_DOT_BF16(0, 4, 5); }
+            if (two >= 0) { TILE_LOAD(6, x + two + 4 * s, stride); TILE_LOAD(7, w + size + s * VECTOR, VECTOR); TILE_DOT_BF16(1, 6, 7); }
+        }
+        TILE_STORE(0, out, ldo * 4);
+        if (v + 1 < vectors) TILE_STORE(1, out + LANES, ldo * 4);
+    }
+    TILE_RELEASE();
+}
+
 void tile_row(const char* w, size_t panel, int vectors, const char* x, int steps, float* out) {
     const int panels = vectors / 2, half = panels / 2;
     const unsigned was = _mm_getcsr();

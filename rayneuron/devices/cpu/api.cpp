@@ -121,10 +121,9 @@ void rn_draw(Pool* pool, const float* logits, int rows, int n, int64_t stride, c
     for (int i = 0; i < rows; i++) one(i);
 }
 
-// For every row [rows][stride]: log-probability and rank of its token, and ids and log-probabilities of the `count` likeliest.
-void rn_describe(const float* logits, int rows, int n, int64_t stride, const int32_t* tokens, int count, double* logprob, int32_t* rank, int32_t* ids,
-                 double* logprobs) {
-    for (int i = 0; i < rows; i++) describe(logits + i * stride, n, tokens[i], count, logprob + i, rank + i, ids + (size_t)i * count, logprobs + (size_t)i * count);
+// For every row [n] of `rows`: log-probability and rank of its token, and ids and log-probabilities of the `count` likeliest.
+void rn_describe(const float* const* logits, int rows, int n, const int32_t* tokens, int count, double* logprob, int32_t* rank, int32_t* ids, double* logprobs) {
+    for (int i = 0; i < rows; i++) describe(logits[i], n, tokens[i], count, logprob + i, rank + i, ids + (size_t)i * count, logprobs + (size_t)i * count);
 }
 
 // sums[i]: of the `size` bytes, at least CARRY_LEAST, at from[i], which are copied to to[i] where there is a `to`.

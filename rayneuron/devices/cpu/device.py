@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -68,15 +68,24 @@ class Cpu:
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Pack the weights and allocate KV, a unit of keys and values for each head of a block, in panels where the kernels read them."""
         torch.set_num_threads(self._threads)
-        if self.kernels is not None:
-            self._weights = self.kernels.pack(weights, self.dtype)
-        else:
-            self._weights = {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
-        zeros = torch.zeros if self.kernels is None else self.kernels.zeros
+        self._weights = self._packed(weights, self.dtype)
         shape = (kv.space.total, kv.heads, 2, kv.columns, kv.dim)
-        self._units = self._shared(kv.layers, shape) if self._shared_kv else [zeros(shape, dtype=self.kv_dtype) for _ in range(kv.layers)]
+        self._units = self._shared(kv.layers, shape) if self._shared_kv else self._zeros(kv, self.kv_dtype)
         self._panels = self.kernels is not None and self.kv_dtype == self.dtype and panels.fit(kv, self.kv_dtype)
-        self.kv = Kv(kv, [panels.views(units) if self._panels else (units[:, :, 0], units[:, :, 1]) for units in self._units])
+        self.kv = Kv(kv, viewed(self._units, self._panels))
+        if kv.draft is not None:
+            draft, dtype = weights["draft"], weights["draft"]["top"]["embed.w"].dtype  # which need not compute in the same
+            self._weights = {**self._weights, "draft": self._packed(draft, dtype)}
+            self.kv.draft = Kv(kv.draft, viewed(self._zeros(kv.draft, dtype), self.kernels is not None and panels.fit(kv.draft, dtype)))
+
+    def _packed(self, weights: Weights, dtype: torch.dtype) -> Weights:
+        if self.kernels is not None:
+            return self.kernels.pack(weights, dtype)
+        return {**weights, "top": pack(weights["top"]), "layers": [pack(w) for w in weights["layers"]]}
+
+    def _zeros(self, kv: KvShape, dtype: torch.dtype) -> list[Tensor]:
+        zeros = torch.zeros if self.kernels is None else self.kernels.zeros
+        return [zeros((kv.space.total, kv.heads, 2, kv.columns, kv.dim), dtype=dtype) for _ in range(kv.layers)]
 
     def _shared(self, layers: int, shape: tuple[int, ...]) -> list[Tensor]:
         """Units of every layer, each from a page on, in one piece of memory."""
@@ -96,15 +105,16 @@ class Cpu:
         """As the kernels read them where they run whole layers, else as tables for torch's products."""
         layers = self._weights["layers"]
         if self.kernels is not None and self.kv is not None and refused(arch, layers, self.kv) is None:
-            self.kernels.slots = adapters.Slots(len(layers), slots)
+            self.kernels.slots = adapters.Slots(sizes, slots)
             self._weights = {**self._weights, "lora_rank": 0}
             return
         layers = [adapted.tables(w, each, slots, rank, self.dtype) for w, each in zip(layers, sizes, strict=True)]
         self._weights = {**self._weights, "layers": layers, "lora_rank": rank}
 
-    def pack_adapter(self, adapter: Sequence[Pairs]) -> Any:
+    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
         """Packed, or as it is."""
-        return adapters.pack(adapter, self.dtype) if self.kernels is not None and self.kernels.slots is not None else adapter
+        slots = self.kernels.slots if self.kernels is not None else None
+        return list(adapter) if slots is None else slots.pack(adapter, self.dtype)
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """A row of the kernels' tables, or a part of torch's."""
@@ -137,7 +147,7 @@ class Cpu:
 
     @torch.inference_mode()
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks."""
+        """Copy whole blocks; of a draft model none: it reads what it has not read, and remembers blocks by what it wrote there."""
         source, target = zip(*pairs, strict=True)
         for units in self._units:
             bytes_of(units)[list(target)] = bytes_of(units)[list(source)]
@@ -164,6 +174,11 @@ class Cpu:
         if self._fd >= 0:
             os.close(self._fd)
         self.kv, self._units, self._weights, self._program, self._fd = None, [], {}, None, -1
+
+
+def viewed(units: Sequence[Tensor], lying: bool) -> list[plain.Layer]:
+    """The keys and values of every layer's units. `lying`: in panels."""
+    return [panels.views(each) if lying else (each[:, :, 0], each[:, :, 1]) for each in units]
 
 
 def representatives(shapes: Sequence[Shape]) -> list[Shape]:

@@ -6,6 +6,7 @@ B rows, V vocabulary. `engine.sampling` and `engine.logits` define the results i
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,13 @@ def draw_row(found: ctypes.CDLL, logits: Tensor, how: DrawFields, mask: NDArray[
     return token.value
 
 
-def describe(found: ctypes.CDLL, logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `engine.logits.describe`: [B,V] float32, tokens [B] -> two of [B], two of [B,count]; of equals the lowest id comes first."""
-    rows, n = logits.shape
+def describe(found: ctypes.CDLL, rows: Sequence[Tensor], tokens: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `engine.logits.describe`: B of [V] float32, B tokens -> two of [B], two of [B,count]; of equals the lowest id comes first."""
+    n = len(rows[0])
     count = min(count, n)
-    tokens = tokens.to(torch.int32).contiguous()
-    own, rank = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.int32)
-    ids, values = torch.empty(rows, count, dtype=torch.int32), torch.empty(rows, count, dtype=torch.float64)
-    where = [t.data_ptr() for t in (own, rank, ids, values)]
-    found.rn_describe(logits.data_ptr(), rows, n, logits.stride(0), tokens.data_ptr(), count, *where)
+    where, wanted = np.array([row.data_ptr() for row in rows], np.uint64), np.array(tokens, np.int32)
+    own, rank = torch.empty(len(rows), dtype=torch.float64), torch.empty(len(rows), dtype=torch.int32)
+    ids, values = torch.empty(len(rows), count, dtype=torch.int32), torch.empty(len(rows), count, dtype=torch.float64)
+    told = [t.data_ptr() for t in (own, rank, ids, values)]
+    found.rn_describe(where.ctypes.data, len(rows), n, wanted.ctypes.data, count, *told)
     return own, rank, ids, values

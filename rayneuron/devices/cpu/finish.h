@@ -4,8 +4,9 @@
 
 namespace rn {
 
-// One row of `vectors` vectors of sums that begin at panel p; `slot`: where BEST keeps the row's largest.
-void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot);
+// One row of `vectors` vectors of sums that begin at panel p; `slot`: where BEST keeps the row's largest; `more`: what is added to the
+// values before the activation, or null.
+void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot, const float* more);
 
 inline V silu(V x) { return div(x, add(set1(1), exponential(sub(zero(), x)))); }
 
@@ -26,7 +27,7 @@ template <Kind KIND> inline V plain_value(const Matrix& w, const Input& x, int r
 // As `finish` for one panel: the same roundings in the same order.
 template <Kind KIND, How HOW> inline void finish_panel(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc) {
     if constexpr (HOW == ANY) {
-        finish(w, x, out, row, p, vectors, acc, 0);
+        finish(w, x, out, row, p, vectors, acc, 0, nullptr);
     } else {
         const int at = p * PANEL;
         char* y = out.y + row * out.stride;

@@ -1,5 +1,6 @@
 // Products of many rows on tiles. A group of rows stays in the second cache while all panels pass, a chunk of a panel in the first while the
 // rows of the group pass; sums wait in memory between chunks. Where the cuts lie changes no bit: a sum takes its tiles in the order of k.
+#include "adapt.h"
 #include "amx.h"
 
 #ifdef RN_TILES
@@ -57,7 +58,8 @@ template <Kind KIND> void pane(const char* w, const char* x, size_t stride, int 
 
 // Steps [from, to) of one panel for rows [first, first + rows): a chunk for all of them, then the next. `sums`: PANEL floats a row.
 template <Kind KIND, How HOW>
-void pass(const Matrix& w, const Input& x, const Output& out, const Cuts& cuts, int p, int first, int rows, int from, int to, float* sums) {
+void pass(const Matrix& w, const Input& x, const Output& out, const Cuts& cuts, int p, int first, int rows, int from, int to, float* sums,
+          Adapting* more) {
     const char* panel = w.data + p * w.panel_bytes();
     const int tiles = (rows + PANE - 1) / PANE * ((to - from + DEEP - 1) / DEEP), lines = (to - from) * (int)(STEP / 64);
     const char* next = p + 1 < w.panels ? panel + w.panel_bytes() + from * STEP : nullptr;
@@ -72,12 +74,16 @@ void pass(const Matrix& w, const Input& x, const Output& out, const Cuts& cuts, 
             pane<KIND>(panel + s * STEP, x.rows + (first + m) * x.stride + (size_t)s * 4, x.stride, count, steps, at, s > 0, ahead);
             if (s + steps < w.steps) continue;
             const int vectors = std::min(2, w.vectors() - 2 * p);
-            for (int r = 0; r < count; r++) finish_panel<KIND, HOW>(w, x, out, first + m + r, p, vectors, at + r * PANEL);
+            alignas(64) float added[PANE * PANEL];
+            if (more) more->wait(), more->sums(first + m, count, 2 * p, vectors, added), shaped = 0;
+            for (int r = 0, row = first + m; r < count; r++, row++)
+                if (more && more->has(row)) finish(w, x, out, row, p, vectors, at + r * PANEL, 0, added + r * vectors * LANES);
+                else finish_panel<KIND, HOW>(w, x, out, row, p, vectors, at + r * PANEL);
         }
     TILE_RELEASE();  // attention uses the same threads with other shapes
 }
 
-template <Kind KIND, How HOW> void groups(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
+template <Kind KIND, How HOW> void groups(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
     const Cuts cuts = cuts_of(w, x.stride, rows);
     static thread_local std::vector<float> kept;  // sums of all panels, between parts
     if (cuts.parted) kept.resize(std::max(kept.size(), (size_t)w.panels * cuts.rows * PANEL + LANES));
@@ -85,26 +91,27 @@ template <Kind KIND, How HOW> void groups(Pool& pool, const Matrix& w, const Inp
     for (int first = 0; first < rows; first += cuts.rows)
         for (int from = 0; from < w.steps; from += cuts.part)
             pool.run(w.panels, [&](int p) {
+                if (more) more->help();
                 alignas(64) static thread_local float own[MOST_ROWS * PANEL];
                 float* sums = cuts.parted ? waiting + (size_t)p * cuts.rows * PANEL : own;
-                pass<KIND, HOW>(w, x, out, cuts, p, first, std::min(cuts.rows, rows - first), from, std::min(w.steps, from + cuts.part), sums);
+                pass<KIND, HOW>(w, x, out, cuts, p, first, std::min(cuts.rows, rows - first), from, std::min(w.steps, from + cuts.part), sums, more);
             }, true);
 }
 
-template <Kind KIND> void many(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
+template <Kind KIND> void many(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
     switch (how(w, out)) {
-        case STORES: return groups<KIND, STORES>(pool, w, x, rows, out);
-        case ADDS: return groups<KIND, ADDS>(pool, w, x, rows, out);
-        case SILU_GATED: return groups<KIND, SILU_GATED>(pool, w, x, rows, out);
-        case SILU_GATED_FLOAT: return groups<KIND, SILU_GATED_FLOAT>(pool, w, x, rows, out);
-        default: return groups<KIND, ANY>(pool, w, x, rows, out);
+        case STORES: return groups<KIND, STORES>(pool, w, x, rows, out, more);
+        case ADDS: return groups<KIND, ADDS>(pool, w, x, rows, out, more);
+        case SILU_GATED: return groups<KIND, SILU_GATED>(pool, w, x, rows, out, more);
+        case SILU_GATED_FLOAT: return groups<KIND, SILU_GATED_FLOAT>(pool, w, x, rows, out, more);
+        default: return groups<KIND, ANY>(pool, w, x, rows, out, more);
     }
 }
 
 }  // namespace
 
-void matmul_many(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
-    w.kind == BF16 ? many<BF16>(pool, w, x, rows, out) : many<S8>(pool, w, x, rows, out);
+void matmul_many(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
+    w.kind == BF16 ? many<BF16>(pool, w, x, rows, out, more) : many<S8>(pool, w, x, rows, out, more);
 }
 
 }  // namespace rn

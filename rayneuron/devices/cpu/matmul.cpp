@@ -1,4 +1,5 @@
 // Register tiles of M rows x N vectors of outputs, chosen so that accumulators, weights and one spread input fit the registers.
+#include "adapt.h"
 #include "amx.h"
 #include "finish.h"
 
@@ -40,7 +41,7 @@ template <int KIND> static inline typename Acc<KIND>::T step(typename Acc<KIND>:
 #endif
 }
 
-template <int KIND, int M, int N>
+template <int KIND, int M, int N, size_t BY = STEP>  // BY: bytes from one step to the next
 __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
     using A = typename Acc<KIND>::T;
     A acc[M][N];
@@ -58,7 +59,7 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
         D ww[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-            const char* at = w + (n / 2) * panel + (n % 2) * VECTOR + (size_t)s * STEP;
+            const char* at = w + (n / 2) * panel + (n % 2) * VECTOR + (size_t)s * BY;
             if constexpr (M > 2) _mm_prefetch(at + ahead, _MM_HINT_T1);  // for one or two rows the processor's own is faster
             ww[n] = dload(at);
         }
@@ -118,6 +119,20 @@ Strip strip_of(Kind kind, int rows) {
     return kind == F32 ? strip_of<F32>(rows) : kind == BF16 ? strip_of<BF16>(rows) : strip_of<S8>(rows);
 }
 
+using Thin = void (*)(const char*, size_t, const char*, size_t, int, float*, size_t, bool, size_t);
+
+template <int KIND> Thin thin_of(int rows) {
+    static constexpr Thin all[] = {
+        tile<KIND, 1, 1, VECTOR>, tile<KIND, 2, 1, VECTOR>, tile<KIND, 3, 1, VECTOR>, tile<KIND, 4, 1, VECTOR>, tile<KIND, 5, 1, VECTOR>,
+#ifdef RN_AVX512
+        tile<KIND, 6, 1, VECTOR>, tile<KIND, 7, 1, VECTOR>, tile<KIND, 8, 1, VECTOR>, tile<KIND, 9, 1, VECTOR>, tile<KIND, 10, 1, VECTOR>,
+        tile<KIND, 11, 1, VECTOR>, tile<KIND, 12, 1, VECTOR>, tile<KIND, 13, 1, VECTOR>, tile<KIND, 14, 1, VECTOR>, tile<KIND, 15, 1, VECTOR>,
+        tile<KIND, 16, 1, VECTOR>,
+#endif
+    };
+    return all[rows - 1];
+}
+
 // Few rows take one tile, so that memory streams past once; many take tiles of the best shape.
 int blocks_of(int rows) { return rows <= MOST_ROWS ? 1 : (rows + GOOD_ROWS - 1) / GOOD_ROWS; }
 
@@ -162,19 +177,23 @@ void few(const Matrix& w, int rows, const char* at, int vectors, const char* x, 
 
 }  // namespace
 
-void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot) {
+void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot, const float* more) {
+    auto whole = [&](int at, int i) {
+        const V v = value(w, x, row, at, acc + i * LANES);
+        return more ? add(v, load(more + i * LANES)) : v;
+    };
     if (out.finish == ACT && w.gated) {
-        for (int i = 0; i < vectors; i += 2, acc += 2 * LANES) {
+        for (int i = 0; i < vectors; i += 2) {
             const int at = p * PANEL + i * LANES;
-            V gate = activate(out.act, value(w, x, row, at, acc)), up = value(w, x, row, at + LANES, acc + LANES);
+            V gate = activate(out.act, whole(at, i)), up = whole(at + LANES, i + 1);
             put(out, row, at / 2, w.n / 2 - at / 2, mul(gate, up));
         }
         return;
     }
-    for (int i = 0; i < vectors; i++, acc += LANES) {
+    for (int i = 0; i < vectors; i++) {
         const int at = p * PANEL + i * LANES;
         if (at >= w.n) return;
-        V v = value(w, x, row, at, acc);
+        V v = whole(at, i);
         if (out.finish == BEST) {
             if (out.index[slot] >= 0 && !any_above(v, set1(out.best[slot]))) continue;
             alignas(64) float t[LANES];
@@ -220,15 +239,33 @@ void multiply(Kind kind, const char* w, size_t panel, int vectors, const char* x
     }
 }
 
+void thin(Kind kind, int rows, const char* w, int vectors, const char* x, size_t stride, const int32_t* from, int steps, float* out, size_t ldo) {
+    for (int count; rows > 0; rows -= count, x += count * stride, out += count * ldo) {
+        count = std::min(rows, MOST_ROWS);
+        if (tiled(kind)) {
+            tile_thin(count, w, vectors, x, stride, from, steps, out, ldo);
+            continue;
+        }
+        const Thin one = kind == F32 ? thin_of<F32>(count) : thin_of<BF16>(count);
+        for (int v = 0; v < vectors; v++) {
+            float* to = out + v * LANES;
+            if (!from || from[v] >= 0) one(w + (size_t)v * steps * VECTOR, 0, x + (from ? from[v] : 0), stride, steps, to, ldo, false, AHEAD);
+            else
+                for (int m = 0; m < count; m++) store(to + m * ldo, zero());
+        }
+    }
+}
+
 int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + piece_panels(w, rows, threads) - 1) / piece_panels(w, rows, threads); }
 
-void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out) {
-    if (tiled(w.kind) && rows > MOST_ROWS && out.finish != BEST) return matmul_many(pool, w, x, rows, out);
+void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
+    if (tiled(w.kind) && rows > MOST_ROWS && out.finish != BEST) return matmul_many(pool, w, x, rows, out, more);
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
     const int blocks = tiled(w.kind) ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
     const int group = blocks == 1 ? MOST_WIDE / 2 : tiled(w.kind) ? 2 : 1;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
-        alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES];
+        alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES], added[MOST_ROWS * MOST_WIDE * LANES];
+        if (more) more->help();
         const int from = piece * wide, to = std::min(w.panels, from + wide);
         if (out.finish == BEST) std::fill_n(out.index + (size_t)piece * rows, rows, -1);
         for (int p = from; p < to; p += group) {
@@ -236,8 +273,13 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
             for (int b = 0, m = 0; b < blocks; b++) {
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
+                if (more && blocks == 1) more->fetch(0, rows, 2 * p, vectors);
                 few(w, count, w.data + p * w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, acc, ahead);
-                for (int i = 0; i < count; i++) finish(w, x, out, m + i, p, vectors, acc + i * vectors * LANES, piece * rows + m + i);
+                if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
+                for (int i = 0; i < count; i++) {
+                    const int at = i * vectors * LANES;
+                    finish(w, x, out, m + i, p, vectors, acc + at, piece * rows + m + i, more && more->has(m + i) ? added + at : nullptr);
+                }
                 m += count;
             }
         }

@@ -242,18 +242,25 @@ int32_t draw_allowed(const float* x, int n, const Draw& how, const uint32_t* mas
     return allowed[id] == -INFINITY ? -1 : id;
 }
 
+// A row is read once: each part of it, while it is near, gives its largest value, its weights, and who is above the token.
 void describe(const float* x, int n, int token, int count, double* logprob, int32_t* rank, int32_t* ids, double* logprobs) {
     thread_local std::vector<Candidate> top;
-    const float most = largest(x, n);
-    const Weigher weigh(1.0f, most);
-    double total = 0;
+    const float own = x[token];
+    float most = -INFINITY;
+    double total = 0;  // relative to `most`
     int above = 0;
-    for (int i = 0; i < n; i += BLOCK) total += weight_of(weigh, x + i, std::min(BLOCK, n - i));
-    for (int i = 0; i < n; i += LANES)
-        if (any_above(some(x + i, n - i), set1(x[token])))
-            for (int j = i; j < std::min(n, i + LANES); j++) above += x[j] > x[token];
+    for (int i = 0; i < n; i += BLOCK) {
+        const float* part = x + i;
+        const int size = std::min(BLOCK, n - i);
+        const float here = largest(part, size);
+        if (here == -INFINITY) continue;
+        if (here > own)
+            for (int j = 0; j < size; j++) above += part[j] > own;
+        if (here > most) total *= std::exp((double)most - here), most = here;
+        total += weight_of(Weigher(1.0f, most), part, size);
+    }
     const double base = most + std::log(total);
-    *logprob = x[token] - base, *rank = above + 1;
+    *logprob = own - base, *rank = above + 1;
     if (count) likeliest(x, n, count, top);
     for (int i = 0; i < count; i++) ids[i] = top[i].id, logprobs[i] = top[i].x - base;
 }

@@ -61,7 +61,7 @@ class Stack {
     std::vector<int32_t> where_, position_, slot_;  // of every true token: its place in the batch, its position, where its KV goes
     Blocks blocks_{};
     int tokens_ = 0;
-    Room x_, h_, qkv_, mixed_, inner_, fed_room_, gathered_, plain_room_, sums_;
+    Room x_, h_, qkv_, mixed_, inner_, fed_room_, gathered_, plain_room_;
     std::vector<int> order_;
     Adapting adapting_;
     float* x() { return x_.floats((size_t)tokens_ * m_.hidden); }
@@ -137,8 +137,9 @@ class Stack {
         return encode(from, tokens_, n, kind, norm, room);
     }
 
-    void adapt(const Layer& w, std::initializer_list<Lanes> parts, const Input& x, const Output& to) {
-        if (!adapting_.runs.empty()) adapting_.add(pool_, w.lora, parts, x, (float*)to.y, to.stride / 4);
+    // What adapters add to a product of the layer, which read `x`; null: nothing.
+    Adapting* adapters(const Layer& w, Pair Lora::*pair, const Input& x) {
+        return adapting_.runs.empty() ? nullptr : adapting_.of(w.lora, pair, x, (Kind)m_.kind, tokens_);
     }
 
     void norm_rows(const Norm& norm) {
@@ -183,9 +184,7 @@ class Stack {
         const Input beside = plain(in, w.qkv, x(), m_.hidden, norm, plain_room_);
         if (m_.parallel) enter_feed(w);  // before the residual changes
         const Output three{STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr};
-        matmul(pool_, w.qkv, in, tokens_, three);
-        const int keys = m_.heads * m_.head_dim, values = keys + m_.kv_heads * m_.head_dim;
-        adapt(w, {{&Lora::q, 0, LANES}, {&Lora::k, keys, LANES}, {&Lora::v, values, LANES}}, beside, three);
+        matmul(pool_, w.qkv, in, tokens_, three, adapters(w, &Lora::qkv, beside));
         place(w, qkv);
         const int width = m_.heads * m_.head_dim;
         const bool direct = w.o.kind == BF16 && w.o.steps * 2 == width;  // attention can write what the product reads
@@ -195,8 +194,7 @@ class Stack {
         attend(pool_, {qkv, (size_t)qkv_width(), of(w), m_.slopes, position_.data(), (char*)mixed, stride, (Kind)m_.kind, kind, m_.heads, w.window, m_.scale},
                spans_.data(), (int)spans_.size());
         const Input out = direct ? Input{(const char*)mixed, stride, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
-        matmul(pool_, w.o, out, tokens_, onto(c));
-        adapt(w, {{&Lora::o, 0, LANES}}, plain(out, w.o, mixed, width, nullptr, plain_room_), onto(c));
+        matmul(pool_, w.o, out, tokens_, onto(c), adapters(w, &Lora::o, plain(out, w.o, mixed, width, nullptr, plain_room_)));
         if (m_.post_norm && !c.summand) norm_rows(w.ln1);
     }
 
@@ -208,19 +206,6 @@ class Stack {
         if (!w.expert_up) fed_plain_ = plain(fed_, w.up, x(), m_.hidden, norm, fed_plain_room_);
     }
 
-    // The activation of the first product, which rows with an adapter have only once that has added its part.
-    void up(const Layer& w, const Output& to) {
-        if (adapting_.runs.empty()) return matmul(pool_, w.up, fed_, tokens_, to);
-        Matrix raw = w.up;  // gate and up take turns in it, a vector each
-        raw.n = raw.panels * PANEL, raw.gated = 0;
-        float* sums = sums_.floats((size_t)tokens_ * raw.n);
-        const Output all{STORE, NONE, F32, (char*)sums, (size_t)raw.n * 4, nullptr, nullptr};
-        matmul(pool_, raw, fed_, tokens_, all);
-        if (m_.gated) adapt(w, {{&Lora::gate, 0, 2 * LANES}, {&Lora::up, LANES, 2 * LANES}}, fed_plain_, all);
-        else adapt(w, {{&Lora::up, 0, LANES}}, fed_plain_, all);
-        each(tokens_, [&](int i) { activate_row(sums + (size_t)i * raw.n, m_.inner, m_.gated, to.act, to.kind, to.y + i * to.stride); });
-    }
-
     void feed(const Layer& w, const Call& c) {
         if (!m_.parallel) enter_feed(w);
         if (w.expert_up) return mixture(w, c);
@@ -228,10 +213,10 @@ class Stack {
         const bool direct = w.down.kind == BF16 && w.down.steps * 2 == width;
         const size_t stride = direct ? apart((size_t)width * 2) : (size_t)width * 4;
         float* inner = inner_.floats(tokens_ * stride / 4);
-        up(w, {ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, stride, nullptr, nullptr});
+        const Output acted{ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, stride, nullptr, nullptr};
+        matmul(pool_, w.up, fed_, tokens_, acted, adapters(w, &Lora::up, fed_plain_));
         const Input in = direct ? Input{(const char*)inner, stride, nullptr} : encode(inner, tokens_, width, w.down, nullptr, h_);
-        matmul(pool_, w.down, in, tokens_, onto(c, true));
-        adapt(w, {{&Lora::down, 0, LANES}}, plain(in, w.down, inner, width, nullptr, plain_room_), onto(c, true));
+        matmul(pool_, w.down, in, tokens_, onto(c, true), adapters(w, &Lora::down, plain(in, w.down, inner, width, nullptr, plain_room_)));
         if (m_.post_norm && !c.summand) norm_rows(w.ln2);
     }
 

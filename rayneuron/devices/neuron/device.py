@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from rayneuron.devices.neuron.ending import Unwanted
 from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, sdk, start
-from rayneuron.devices.neuron.started import Started, running
+from rayneuron.devices.neuron.started import Running, Started
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models import Progress
@@ -85,6 +84,7 @@ class Neuron:
         self._kv: KvShape | None = None
         self._vocab: int | None = None
         self._wider: dict[Shape, list[Shape]] = {}  # the graphs of more rows than one has, itself first
+        self._serving: dict[Shape, tuple[Shape, bool]] = {}  # the graph of a shape, and whether each row of it is a KV row
         self._blank: dict[Shape, dict[str, Tensor]] = {}  # what idle rows are given
         self._held: list[Weights] = []
 
@@ -127,7 +127,7 @@ class Neuron:
                 self._begin(target, shape, self._blank[target]).wait()
             progress(i + 1, len(shapes))
         for target in self._blank:
-            wider = [one for one in self._blank if replace(one, rows=target.rows) == target and one.rows >= target.rows]
+            wider = (one for one in self._blank if replace(one, rows=target.rows) == target and one.rows >= target.rows)
             self._wider[target] = sorted(wider, key=lambda one: one.rows)
         scratch = self._shape.space.scratch
         self.kv_copy([(scratch, scratch)])
@@ -162,38 +162,40 @@ class Neuron:
 
     def start(self, shape: Shape, batch: Batch) -> Started:
         """Begin one step. In async mode this returns before the device has finished; KV is updated in order."""
+        target, seated = self._serving.get(shape) or self._served(shape)
+        inputs, seats = graphs.pack(batch, target, self._border), None
+        if seated:
+            target, inputs, seats = self._seated(target, batch.blocks, inputs)
+        return self._begin(target, shape, inputs, seats)
+
+    def _served(self, shape: Shape) -> tuple[Shape, bool]:
         target = served(shape, self._border)
         if target not in self._targets and target.want == LIKELIEST:
             target = replace(target, want=LOGITS)  # temperature 0 of the graph that samples
         if target not in self._targets:
             raise CompileError(f"{name(target)} was not listed, or this device is closed")
-        inputs, seats = graphs.pack(batch, target, self._border), None
-        if aligned(target, self._shape.space, self._border):
-            target, inputs, seats = self._seated(target, batch.blocks[:, 0], inputs)
-        return self._begin(target, shape, inputs, seats)
+        return self._serving.setdefault(shape, (target, aligned(target, self._shape.space, self._border)))
 
     def _begin(self, target: Shape, asked: Shape, inputs: Mapping[str, Tensor], seats: Tensor | None = None) -> Started:
         outputs = self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})
         if not self._together:
             outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
-        asked = target if target.want == HIDDEN else asked
-        return Started(outputs, asked, inputs, seats, self._vocab, partial(self._where, target), self._call)
+        where = partial(self._where, target)
+        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, where, self._call)
 
     def _seated(self, target: Shape, blocks: Tensor, inputs: dict[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor | None]:
         """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle. None: all sit there."""
-        at = blocks.numpy()  # which does small things in a fifth of torch's time
-        true = at < self._shape.space.blocks
-        if not (true & (at != np.arange(len(at), dtype=at.dtype))).any():
+        at = [block for (block,) in blocks.tolist()]  # a step finds its code in no cache: one call costs what twenty numbers do
+        true = {block: row for row, block in enumerate(at) if block < self._shape.space.blocks}
+        if all(block == row for block, row in true.items()):
             return target, inputs, None
-        seats = np.where(true, at, 0).astype(np.int64)
-        most = int(seats.max()) + 1
-        found = next((one for one in self._wider[target] if one.rows >= most), None)
+        found = next((one for one in self._wider[target] if one.rows > max(true)), None)
         if found is None:
-            raise CompileError(f"no decode graph reaches KV row {most - 1}; list max_num_seqs in buckets.batch")
+            raise CompileError(f"no decode graph reaches KV row {max(true)}; list max_num_seqs in buckets.batch")
         laid = {kind: rows.clone() for kind, rows in self._blank[found].items()}
         for kind, rows in inputs.items():
-            laid[kind].numpy()[seats[true]] = rows.numpy()[true]
-        return found, laid, torch.from_numpy(seats)
+            laid[kind].numpy()[list(true)] = rows.numpy()[list(true.values())]
+        return found, laid, torch.tensor([block if block in true else 0 for block in at])
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks."""
@@ -240,14 +242,13 @@ class Neuron:
         """What every local rank gave. Waits for the end: a failure belongs to this call, and the inputs may be given back."""
         same = {n: [t] * self.local_ranks for n, t in inputs.items()}
         move = Move(tag, moved_at_once(self._shape.space))
-        with running(partial(self._where, move)):
+        with Running(partial(self._where, move)):
             given = self._forward(move, {**same, **ranked})[0]
             return self._call(lambda: [t.cpu() for t in given])
 
     def state(self, name: str, rank: int) -> Tensor:
         """A copy of one local rank's state by its name in the graph: kv_0_k."""
-        found: Tensor = self._model.read_from_neuron_buffer(name, rank)
-        return found
+        return cast(Tensor, self._model.read_from_neuron_buffer(name, rank))
 
     def stats(self) -> dict[str, Any]:
         """What the runtime says of its cores' memory; empty where it says nothing."""
@@ -257,7 +258,7 @@ class Neuron:
 
     def close(self) -> None:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""
-        self._model, self._held, self._targets = None, [], frozenset()
+        self._model, self._held, self._targets, self._serving = None, [], frozenset(), {}
         self._calls.close()
 
     def _call(self, work: Callable[[], Made]) -> Made:
@@ -265,10 +266,9 @@ class Neuron:
 
     def _forward(self, target: Target, ranked: Mapping[str, list[Tensor]]) -> list[list[Tensor]]:
         """Outputs [output][local rank]. The name is always given: graphs of several lengths have inputs of one shape."""
-        model = self._model
-        if model is None:
+        if (model := self._model) is None:
             raise CompileError("this device is closed, or nothing was compiled yet")
-        with running(partial(self._where, target)):
+        with Running(partial(self._where, target)):
             made: list[list[Tensor]] = self._call(lambda: model.forward(model_name=name(target), forward_mode=self._mode, **ranked))
         return made
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,8 +51,8 @@ def pack(batch: Batch, shape: Shape, border: Border = WHOLE) -> dict[str, Tensor
     """The inputs of a graph of `shape`: all integers in one array, all numbers in another, hidden states apart."""
     out = {}
     for kind, names in packed(shape, border).items():
-        parts = [getattr(batch, n).numpy() for n in names]
-        out[kind] = torch.from_numpy(np.concatenate([a if a.ndim > 1 else a[:, None] for a in parts], 1))
+        parts: list[Tensor] = [getattr(batch, n) for n in names]
+        out[kind] = torch.cat([part if part.ndim > 1 else part.unsqueeze(1) for part in parts], 1)
     return out if border.first else {**out, "hidden": cast(Tensor, batch.hidden)}
 
 

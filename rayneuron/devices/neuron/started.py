@@ -5,9 +5,9 @@ B rows, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Started:
 
         Raises DeviceError.
         """
-        with running(self.where):
+        with Running(self.where):
             return self.call(self._fetched)
 
     def _fetched(self) -> StepOutput:
@@ -62,12 +62,14 @@ class Started:
         return found if self.seats is None else found[self.seats]
 
 
-@contextmanager
-def running(where: Callable[[], str]) -> Iterator[None]:
-    """What the runtime raises, with the graph it was running."""
-    try:
-        yield
-    except DeviceError:
-        raise
-    except RuntimeError as problem:
-        raise DeviceError(f"{where()} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What the runtime raises inside, with the graph it was running."""
+
+    where: Callable[[], str]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(problem, RuntimeError) and not isinstance(problem, DeviceError):
+            raise DeviceError(f"{self.where()} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rayneuron.config_features import SpeculativeConfig
+from rayneuron.devices.base import DRAFTED
 from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.grammar import Grammar
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.lookup import Echo, Prediction
-from rayneuron.engine.speculation.pace import FORCED, Candidate, Pace, Record
+from rayneuron.engine.speculation.pace import CHAINED, FORCED, Candidate, Pace, Record
+from rayneuron.engine.speculation.reading import Reached, Readings
+from rayneuron.policies.chunks import fit
 from rayneuron.types import Profile, TokenDelta
 
 PREDICTED = 0  # the kind of a client's prediction; a match of n ids is kind n
@@ -25,21 +29,32 @@ class Drafter:
     """What drafting remembers of one sequence."""
 
     record: Record = field(default_factory=Record)
+    read: Reached = field(default_factory=Reached)
     echo: Echo | None = None
     prediction: Prediction | None = None
     accepted: int = 0  # drafts of the prediction
     refused: int = 0
 
 
-class Speculation:
-    """Up to `tokens` drafts a row from `propose`; `pace` says how many pay, None: all there are."""
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A draft model in the step: how far it has `read` what, and the most positions it can place."""
 
-    def __init__(self, tokens: int, propose: Propose, pace: Pace | None = None) -> None:
+    reading: Readings
+    limit: int
+
+
+class Speculation:
+    """Up to `tokens` drafts a row from `propose`, and where it has none from a draft model, if there is one; `pace` says how many pay,
+    None: all there are."""
+
+    def __init__(self, tokens: int, propose: Propose, pace: Pace | None = None, chain: Chain | None = None) -> None:
         self.tokens = tokens
         self._propose = propose
         self._pace = pace
+        self._chain = chain
 
-    def propose(self, works: list[Work]) -> list[tuple[int, ...]]:
+    def _proposed(self, works: list[Work]) -> list[tuple[int, ...]]:
         """Drafts for every row of a decode step, () for none."""
         pace, rows, length = self._pace, len(works), 1 + max([work.start for work in works])
         found: list[tuple[int, ...]] = []
@@ -48,29 +63,41 @@ class Speculation:
             sequence = work.sequence
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
-            record = sequence.drafter.record
-            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.group is None else 0
+            record, behind = sequence.drafter.record, None
+            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             drafts = _forced(grammar, most)
             if drafts:
                 record.kind = FORCED
-            elif most > 0 and not (pace is not None and pace.hopeless(record, rows, length)):
+            elif most > 0 and (self._chain is not None or pace is None or not pace.hopeless(record, rows, length)):
                 drafts, record.kind = self._propose(sequence, most)
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
+            if not drafts and self._chain is not None and work.start and (most := min(most, self._chain.limit - work.start - 1)) > 0:
+                drafts, record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
+                behind = self._chain.reading.behind(sequence, sequence.drafter.read, work.start)
             found.append(drafts)
-            candidates.append(Candidate(record, len(drafts), sequence.needs == "logits"))
+            candidates.append(Candidate(record, len(drafts), sequence.needs == "logits", behind))
         if pace is None:
             return found
         return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)]
 
-    def draft(self, works: list[Work], blocks: Blocks) -> bool:
-        """Give works drafts where that pays and there is room: nobody makes room for a draft. Whether there is any."""
-        for work, draft in zip(works, self.propose(works), strict=True):
+    def draft(self, plan: Plan, blocks: Blocks) -> Plan:
+        """The plan of a decode step, its works given drafts where that pays and there is room: nobody makes room for a draft."""
+        proposed = self._proposed(plan.works)
+        chained = [w for w, draft in zip(plan.works, proposed, strict=True) if draft and draft[0] <= DRAFTED] if self._chain else []
+        if self._chain is not None:
+            plan.fills = self._chain.reading.fill(
+                (w.sequence, w.sequence.drafter.read, w.start) for w in chained if w.sequence.drafter.read.count < w.start - 1
+            )
+        for work, draft in zip(plan.works, proposed, strict=True):
             hold = work.sequence.hold
             if draft and hold is not None and not blocks.extend(hold, work.start + 1 + len(draft)):
                 draft = draft[: len(hold.blocks) * blocks.space.block - work.start - 1]
-            work.drafts = draft
-        return any(work.drafts for work in works)
+            unread = work in chained and work.sequence.drafter.read.count < work.start - 1
+            work.drafts = () if unread else draft
+        if any(work.drafts for work in plan.works):
+            plan.tag = "verify"
+        return plan
 
     def learn(self, plan: Plan, deltas: list[TokenDelta | None]) -> None:
         """A step with drafts has ended; what it gave is told of a client's predictions."""
@@ -83,6 +110,9 @@ class Speculation:
                 drafter.accepted += work.accepted
                 drafter.refused += len(work.drafts) - work.accepted
                 delta.predicted = drafter.accepted, drafter.refused
+            if self._chain is not None and record.kind == CHAINED:
+                sure = work.start + 1 + min(work.accepted, len(work.drafts) - 1)
+                self._chain.reading.reached(work.sequence, drafter.read, sure)
             if self._pace is not None:
                 self._pace.learn(record, len(work.drafts), work.accepted)
 
@@ -92,22 +122,32 @@ def _forced(grammar: Grammar | None, most: int) -> tuple[int, ...]:
     return grammar.forced(most) if grammar is not None and most > 0 else ()
 
 
-def speculation(said: SpeculativeConfig, profile: Profile, rows: int) -> Speculation:
-    """What a deployment asks for."""
-    pace = Pace(profile, rows * (1 + said.num_speculative_tokens)) if said.adaptive else None
-    return Speculation(said.num_speculative_tokens, partial(look_up, said.prompt_lookup_min, said.prompt_lookup_max), pace)
+def speculation(said: SpeculativeConfig, profile: Profile, capacity: Capacity, limit: int | None = None) -> Speculation:
+    """What a deployment asks for. `limit`: the positions its draft model can place, None where there is none."""
+    tokens, lengths = said.num_speculative_tokens, (said.prompt_lookup_min, said.prompt_lookup_max)
+    pace = Pace(profile, capacity.rows * (1 + tokens)) if said.adaptive else None
+    if limit is None:
+        return Speculation(tokens, partial(look_up, *lengths), pace)
+    return Speculation(tokens, partial(predicted, *lengths), pace, Chain(Readings(capacity, fit(profile)), limit))
+
+
+def predicted(least: int, most: int, sequence: Sequence, count: int) -> tuple[tuple[int, ...], int]:
+    """What a client predicted."""
+    drafter: Drafter = sequence.drafter
+    said = sequence.request.prediction
+    if not said:
+        return (), PREDICTED
+    if drafter.prediction is None:
+        drafter.prediction = Prediction(said, least, most)
+    return drafter.prediction.propose(sequence.ids, sequence.prompt_len, count), PREDICTED
 
 
 def look_up(least: int, most: int, sequence: Sequence, count: int) -> tuple[tuple[int, ...], int]:
     """What a client predicted, else what followed the last `least` to `most` ids before."""
     drafter: Drafter = sequence.drafter
-    predicted = sequence.request.prediction
-    if predicted:
-        if drafter.prediction is None:
-            drafter.prediction = Prediction(predicted, least, most)
-        drafts = drafter.prediction.propose(sequence.ids, sequence.prompt_len, count)
-        if drafts:
-            return drafts, PREDICTED
+    drafts, kind = predicted(least, most, sequence, count)
+    if drafts:
+        return drafts, kind
     if drafter.echo is None:
         drafter.echo = Echo(least, most)
     return drafter.echo.propose(sequence.ids, count)

@@ -9,14 +9,16 @@ from heapq import heapify, heapreplace
 from rayneuron.policies.step_times import decode_grid
 from rayneuron.types import Profile
 
-FORCED = -1  # the kind of what a constraint leaves no choice of
+FORCED, CHAINED = -1, -2  # the kinds of what a constraint leaves no choice of, and of what a draft model makes
 # By kind, before there is experience: how often the first draft comes true; others LIKELY.
-GUESSED = {FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4}
+GUESSED = {CHAINED: 0.8, FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4}
 LIKELY = 0.6
 CLASS_RATE, OWN_RATE = 0.05, 0.2  # of the moving averages of a kind, and of a sequence
 VERIFY_MS = 0.15  # of the host, that a step takes longer with drafts than without
 READ_MS = 0.15  # of the host, for a token it samples or describes itself
 PROBE = 32  # steps without any draft, after which one is tried
+PROBE_CHAINED = 1024  # the same where a draft model would have to read those steps' tokens first
+SPREAD = 64  # tokens of an output over which what a draft model has to read first is spread
 
 
 @dataclass(slots=True)
@@ -29,11 +31,22 @@ class Record:
 
 @dataclass(slots=True)
 class Candidate:
-    """What a row could try: so many drafts of its record's kind. `read`: the host reads the logits of each."""
+    """What a row could try: so many drafts of its record's kind. `read`: the host reads the logits of each. `behind`: what a draft model
+    has to read first, None where none makes them."""
 
     record: Record
     drafts: int
     read: bool = False
+    behind: int | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step as it would be: tokens that it is expected to give, those it computes, and its time."""
+
+    tokens: float
+    size: int
+    ms: float
 
 
 @dataclass(slots=True)
@@ -54,6 +67,8 @@ class Pace:
     def __init__(self, profile: Profile, tokens: int) -> None:
         """tokens: the most of a step."""
         self._decode = decode_grid(profile)
+        self._passes = profile.passes or tuple((rows, ms) for rows, length, ms in profile.decode if length == profile.lengths[0])
+        self._read_ms = min((ms / (rows * n) for rows, n, _, ms in profile.prefill), default=0.0)  # a token; the model itself takes no less
         self._ms = [_between(profile.tokens, n) for n in range(tokens + 1)]
         self._rates: dict[int, _Rates] = {}
         self._without = 0  # steps since the last draft
@@ -67,10 +82,26 @@ class Pace:
 
     def choose(self, candidates: Sequence[Candidate], length: int) -> list[int]:
         """Drafts of each row of a decode step, the longest of which attends `length` positions."""
-        rows, chosen = len(candidates), [0] * len(candidates)
-        tokens, size, plain_ms = float(rows), rows, self._decode.at(rows, length)
-        cost_ms = plain_ms
-        queue = [(-self._survival(c.record, 1.0, 0), i) for i, c in enumerate(candidates) if c.drafts]
+        rows, chosen, plain_ms = len(candidates), [0] * len(candidates), self._decode.at(len(candidates), length)
+        made = _Step(float(rows), rows, plain_ms)
+        queue = self._one_by_one(candidates, made, chosen)
+        chained = [i for i, c in enumerate(candidates) if c.drafts and c.behind is not None]
+        if chained:
+            made = self._chained(candidates, chained, made, chosen)
+        if made.size > rows and made.tokens * plain_ms > rows * (made.ms + VERIFY_MS):
+            self._without = 0
+            return chosen
+        self._without += 1
+        after, first = (PROBE, queue[0][1]) if queue else (PROBE_CHAINED, chained[0] if chained else -1)
+        if self._without <= after:
+            return [0] * rows
+        self._without = 0
+        return [int(i == first) for i in range(rows)]
+
+    def _one_by_one(self, candidates: Sequence[Candidate], made: _Step, chosen: list[int]) -> list[tuple[float, int]]:
+        """Drafts that are there already, added to a step; what is left of them, the likeliest first."""
+        tokens, size, cost_ms = made.tokens, made.size, made.ms
+        queue = [(-self._survival(c.record, 1.0, 0), i) for i, c in enumerate(candidates) if c.drafts and c.behind is None]
         heapify(queue)
         while queue:
             worth, i = -queue[0][0], queue[0][1]
@@ -83,14 +114,27 @@ class Pace:
             chosen[i] += 1
             left = chosen[i] < candidates[i].drafts
             heapreplace(queue, (-self._survival(candidates[i].record, worth, chosen[i]) if left else 0.0, i))
-        if size > rows and tokens * plain_ms > rows * (cost_ms + VERIFY_MS):
-            self._without = 0
-            return chosen
-        self._without += 1
-        probing = self._without > PROBE and queue
-        if probing:
-            self._without = 0
-        return [int(bool(probing) and i == queue[0][1]) for i in range(rows)]
+        made.tokens, made.size, made.ms = tokens, size, cost_ms
+        return queue
+
+    def _chained(self, candidates: Sequence[Candidate], which: list[int], made: _Step, chosen: list[int]) -> _Step:
+        """Drafts that a draft model makes, a pass for all rows at a time: as deep as pays, which is not seen before all depths are."""
+        best, worth = made, dict.fromkeys(which, 1.0)
+        tokens, size, ms = made.tokens, made.size, made.ms
+        ms += self._read_ms * sum(candidates[i].behind or 0 for i in which) / SPREAD
+        for depth in range(max(candidates[i].drafts for i in which)):
+            going = [i for i in which if candidates[i].drafts > depth]
+            for i in going:
+                worth[i] = self._survival(candidates[i].record, worth[i], depth)
+                tokens += worth[i]
+            ms += _between(self._passes, len(going)) + self._ms[size + len(going)] - self._ms[size]
+            ms += READ_MS * sum(candidates[i].read for i in going)
+            size += len(going)
+            if tokens * best.ms > best.tokens * ms:
+                best = _Step(tokens, size, ms)
+                for i in which:
+                    chosen[i] = min(depth + 1, candidates[i].drafts)
+        return best
 
     def learn(self, record: Record, drafts: int, accepted: int) -> None:
         """So many drafts of a row were tried, of which the first `accepted` came true."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,9 @@ def on_kernels(
     runner = replace(runner, ops=made.ops, weights=made.pack(runner.weights, dtype))
     if not folders:
         return runner
-    made.slots = device.Slots(runner.arch.layers, len(folders))
+    made.slots = device.Slots(adapters.sizes(saved.path, runner), len(folders))
     for slot, pairs in enumerate(adapters.cut(saved.path, runner, folders, dtype)):
-        made.slots.put(slot, device.pack(pairs, dtype))
+        made.slots.put(slot, made.slots.pack(pairs, dtype))
     return adapters.Adapted(
         runner.arch, {**runner.weights, "lora_rank": 0}, runner.kv, comm, runner.ops, torch.tensor(own, dtype=torch.int32)
     )  # fmt: skip
@@ -114,3 +115,36 @@ def test_it_is_near_to_merged_weights_in_smaller_numbers(saved: Saved, tmp_path:
         made.close()
         change = (got - want).abs().amax(-1) / want.abs().max()
         assert 0 < (change.median() if runner.arch.experts else change.max()) < bound
+
+
+def unpacked(at: int, vectors: int, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """[vectors, 16, K] of what lies as `Pair` of adapt.h says."""
+    each = 4 // dtype.itemsize
+    raw = torch.frombuffer((ctypes.c_char * (vectors * steps * 64)).from_address(at), dtype=dtype)
+    return raw.view(vectors, steps, 16, each).transpose(1, 2).flatten(2).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [(32, 16, 16), (24, 8, 8), (33, 7, 5)])  # parts that end with a vector, and such as do not
+def test_what_is_multiplied_at_once_reads_its_own_part(outputs: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Ranks that differ, a part without an adapter, an A that two share: the packed pair gives what the parts give one by one."""
+    sizes = {**{name: (n, 40) for name, n in zip("qkv", outputs, strict=True)}, "gate": (37, 40), "up": (37, 40)}
+    shared, small = torch.randn(20, 40).to(dtype), torch.randn(3, 40).to(dtype)
+    pairs = {"v": (small, torch.randn(outputs[2], 3).to(dtype))}
+    pairs |= {name: (shared, torch.randn(sizes[name][0], 20).to(dtype)) for name in ("q", "gate", "up")}
+    packed = device.Slots([sizes], 1).pack([pairs], dtype)
+    x = torch.nn.functional.pad(torch.randn(40), (0, 8))
+    for name, parts in (("qkv", ("q", "k", "v")), ("up", ("gate", "up"))):
+        pair, want = getattr(packed.rows[0], name), []
+        for part in parts:
+            a, b = pairs.get(part, (small, torch.zeros(sizes[part][0], 3)))
+            want.append(b.float() @ (a.float() @ x[:40]))
+        between = (unpacked(pair.a, pair.ranks, pair.a_steps, dtype) @ x).flatten()
+        count = 2 * 3 if name == "up" else -(-sum(outputs) // 16)
+        got = torch.zeros(count, 16)
+        starts = [start // dtype.itemsize for start in (ctypes.c_int32 * count).from_address(pair.from_)]
+        for i, (vector, start) in enumerate(zip(unpacked(pair.b, count, pair.b_steps, dtype), starts, strict=True)):
+            got[i] = vector @ between[start : start + vector.shape[1]] if start >= 0 else 0
+        sides = [got[0::2].flatten()[:37], got[1::2].flatten()[:37]] if name == "up" else [got.flatten()[: sum(outputs)]]
+        assert (torch.cat(sides) - torch.cat(want)).abs().max() < 1e-3
+        assert pair.ranks == (2 if name == "up" else 4)  # 20 and 3 in vectors of the longer; gate and up have one A

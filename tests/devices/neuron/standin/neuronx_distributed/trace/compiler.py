@@ -93,7 +93,5 @@ def refused(node):
             yield f"{node.operator} of {wide} {dtype}: a reduce-window as wide as its input does not compile (neuronx-cc #767, #778)"
     if name in ("index_add", "scatter_add", "scatter_reduce") and whole:
         yield f"[NCC_EVRF016] The scatter-reduce operation cannot perform reduction logic on integers. {node.operator}"
-    if name.startswith("scaled_dot_product"):
-        yield f"{node.operator} has no kernel there: torch's math form multiplies in float32 and copies K and V (finding 6)"
     if name in ("fft", "linalg", "triangular_solve", "cholesky") or last is None:
         yield f"[NCC_EVRF001] An unsupported operator was used. {node.operator}"

@@ -4,13 +4,25 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.export._trace import _export
 from torch.export.graph_signature import InputKind
 from torch.fx.graph_module import _format_import_block
+from torch.overrides import TorchFunctionMode
 from torch.package import sys_importer
 from torch_neuronx.proto.metaneff_pb2 import MetaNeff, MetaTensor
 
 HOST = ("aten.item", "_local_scalar", "nonzero", "masked_select", "multinomial", "unique")
 NUMERICAL = "NRT_EXEC_COMPLETED_WITH_NUM_ERR (1003)"
+
+
+class NoAttention(TorchFunctionMode):
+    """Refuses torch's own attention, of which a trace leaves nothing to be found."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            said = "has no kernel there: torch's math form multiplies in float32 and copies K and V (finding 6)"
+            raise RuntimeError(f"{function.__name__} {said}")
+        return function(*args, **(kwargs or {}))
 
 
 def exported(model, names, tensors):
@@ -25,7 +37,8 @@ def exported(model, names, tensors):
         def forward(self, *given):
             modules = dict(self.model.named_modules())
             before = {(n, k): (b, b._version) for n, m in modules.items() for k, b in m._buffers.items()}
-            out, values = self.model(**dict(zip(names, given, strict=True))), []
+            with NoAttention():
+                out, values = self.model(**dict(zip(names, given, strict=True))), []
             states.clear()
             for (name, key), (buffer, version) in before.items():
                 now = modules[name]._buffers[key]
@@ -40,8 +53,9 @@ def exported(model, names, tensors):
             return (tuple(out) if isinstance(out, tuple | list) else (out,)), tuple(values)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, from inside run_decompositions
-        program = torch.export.export(States(), tuple(tensors), strict=False).run_decompositions({})
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own
+        # Functional at once: export().run_decompositions({}), which says the same in public names, traces a second time for it.
+        program = _export(States(), tuple(tensors), strict=False, pre_dispatch=False)
     for node in program.graph.nodes:
         if node.op == "call_function" and any(word in str(node.target) for word in HOST):
             raise RuntimeError(f"{node.target} reads on the host")

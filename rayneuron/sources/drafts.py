@@ -1,0 +1,75 @@
+"""The draft model of a deployment: found, and held against the model it drafts for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayneuron import models
+from rayneuron.config import Deployment
+from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import words
+from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import read_config, read_json
+
+KEY = "speculative_config.model"
+Find = Callable[[str], Path | None]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model directory that drafts. `raw`: config.json; `dtype`: our word of what it computes in; `limit`: positions it can place."""
+
+    path: Path
+    raw: dict[str, Any]
+    arch: Arch
+    dtype: str
+    quantization: str | None
+    limit: int
+
+
+def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: Find) -> DraftModel | None:
+    """What drafts for the model of `path`; None where no model does, or it is not here. `find`: the directory of a source.
+
+    Raises ConfigError or CheckpointError, naming the key, where the two do not go together.
+    """
+    said = config.speculative_config
+    if said is None or not said.by_model:
+        return None
+    try:
+        there = path if said.model is None else find(said.model)
+    except (ConfigError, CheckpointError) as absent:
+        raise ConfigError(f"{KEY}: {absent.message}", param=KEY) from None
+    if there is None:
+        return None
+    raw = read_config(there)
+    dtype = words.compute(said.dtype, raw)
+    limit = min(models.position_limit(models.architecture(raw)) or length, length)
+    try:
+        made = models.check(raw, tp=config.tensor_parallel, max_model_len=limit, dtype=dtype, quantization=said.quantization)
+    except (ConfigError, CheckpointError) as wrong:
+        raise ConfigError(f"{KEY} {there}: {wrong.message}", param=KEY) from None
+    if made.vocab != arch.vocab:
+        raise ConfigError(
+            f"{KEY} {there} has a vocabulary of {made.vocab}, the model has {arch.vocab}, and a draft is a token of both; name a model of "
+            "the same family, or write quantization: int8 without a model",
+            param=KEY,
+        )
+    if (other := _differing(path, there)) is not None:
+        raise ConfigError(
+            f"{KEY} {there} calls other tokens by the same ids, {other} among them; name a model with the same tokenizer", param=KEY
+        )
+    return DraftModel(there, raw, made, dtype, said.quantization, limit)
+
+
+def _differing(one: Path, other: Path) -> str | None:
+    """A token that two tokenizers know by different ids, where both are there to be read."""
+    files = [folder / "tokenizer.json" for folder in (one, other)]
+    if one == other or not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return None
+    ours, theirs = (read_json(file).get("model", {}).get("vocab") for file in files)
+    if not (isinstance(ours, dict) and isinstance(theirs, dict)):
+        return None  # pieces with scores, in a list
+    return next((repr(token) for token, i in ours.items() if theirs.get(token, i) != i), None)
