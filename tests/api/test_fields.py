@@ -190,7 +190,7 @@ def test_unknown_fields_are_reported_and_change_nothing(byte_level: Text, kind: 
 
 # Real calls of other servers' clients; every one was answered with free text once.
 FOREIGN: list[tuple[str, Any]] = [
-    *[("best_of", 4), ("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
+    *[("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
     *[("regex", "a"), ("json_schema", {}), ("json_schema", "{}"), ("ebnf", "root ::= x"), ("grammar", "root ::= x"), ("lora_path", "p")],
     *[("adapter_id", "a"), ("lora_request", {"lora_name": "a"}), ("length_penalty", 2.0), ("early_stopping", True), ("num_beam_groups", 2)],
     *[("repeat_penalty", 1.3), ("n_predict", 64), ("tfs_z", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)],
