@@ -63,7 +63,7 @@ def deployed(tiny: Path, **more: Any) -> Iterator[tuple[httpx.Client, Path]]:
 
 @pytest.fixture
 def client(tiny: Path) -> Iterator[httpx.Client]:
-    """One that all tests but the last share."""
+    """A client of one."""
     with deployed(tiny) as (found, _):
         yield found
 
