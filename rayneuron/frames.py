@@ -11,7 +11,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
-VERSION = 2  # raised with every change of a message
+VERSION = 3  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
 
 
@@ -124,7 +124,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway has to know of a replica. Travels through Ray only: `token` opens the connection.
 
     `args`, `user_config`: the deployment's own words. `model`: its fingerprint, where prefixes are kept, in blocks of `block` tokens.
-    `profile`: what its steps take, where they have been measured.
+    `profile`: what its steps take, where they have been measured. `adapters`: contents by name.
     """
 
     replica: str
@@ -142,6 +142,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile | None
     generation: dict[str, Any]
     chosen: dict[str, Any]
+    adapters: dict[str, str]
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):
