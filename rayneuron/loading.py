@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -193,6 +194,11 @@ def open_text(config: Deployment) -> tuple[Text, Path]:
 
     path = sources.resolve(config.model.source, weights=False).path
     return _text(config, path, {}), path
+
+
+async def read_text(config: Deployment) -> tuple[Text, Path]:
+    """As `open_text`, on a thread."""
+    return await asyncio.to_thread(open_text, config)
 
 
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:

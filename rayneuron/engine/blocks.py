@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from rayneuron.engine.kv_events import KvLog
@@ -20,8 +20,7 @@ from rayneuron.models.kv import KvSpace
 from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
+class Hold(Struct, eq=False):
     """What one sequence holds: a row, and blocks in the order of its positions.
 
     `shared`: how many of the first nobody may write, since others read them or may: with hashes, those that are registered. `known`:
@@ -99,7 +98,7 @@ class Blocks:
         if like is not None and further:
             found = like.blocks[: known // size]
         shared, need = len(found), -(-tokens // size) - len(found)
-        if not self._rows or need > len(self._free) + len(self.cached) - sum(block in self.cached for block in found):
+        if not self._rows or need > len(self._free) + len(self.cached) - sum([block in self.cached for block in found]):
             return None
         age = like.age if like is not None and further else self._resets
         hold = Hold(heapq.heappop(self._rows), found, self._table, age, shared, known if further else shared * size)
@@ -117,8 +116,9 @@ class Blocks:
     def extend(self, hold: Hold, tokens: int) -> bool:
         """Make room for `tokens` positions; False, and nothing changed, where too few blocks can be had."""
         have = len(hold.blocks)
-        more = -(-tokens // self.space.block) - have
-        taken = self._fresh(more) if more > 0 else []
+        if (more := -(-tokens // self.space.block) - have) <= 0:
+            return True
+        taken = self._fresh(more)
         hold.blocks += taken
         hold.table[hold.row, have : len(hold.blocks)] = taken
         return len(taken) >= more
@@ -150,14 +150,12 @@ class Blocks:
         """Register the first blocks of a hold, one a hash, whose KV of `ids` is computed. Where an equal block is there, that is taken."""
         if self.log is None or hold.age != self._resets:
             return
-        fresh, size = list[bytes](), self.space.block
-        for at in range(hold.shared, len(hashes)):
-            block, digest = hold.blocks[at], hashes[at]
-            known = self.registered.enter(digest, block, hashes[at - 1] if at else root, ids[at * size : (at + 1) * size])
-            if known == block:
+        fresh, size, enter = list[bytes](), self.space.block, self.registered.enter
+        for at, (digest, block) in enumerate(zip(hashes[hold.shared :], hold.blocks[hold.shared :], strict=False), hold.shared):
+            if (first := enter(digest, block, hashes[at - 1] if at else root, ids[at * size : (at + 1) * size])) == block:
                 fresh.append(digest)
             else:
-                self._swap(hold, at, known)
+                self._swap(hold, at, first)
         if fresh:
             before = len(hashes) - len(fresh)
             self.log.note(Stored(hashes[before - 1] if before else root, fresh))
@@ -204,14 +202,14 @@ class Blocks:
     def begin(self) -> None:
         """A step has begun, with the copies there were."""
         self._begun += 1
-        copied, self._copies = self._copies, {}
-        for source in copied.values():
-            self._drop([source])
+        if self._copies:
+            copied, self._copies = self._copies, {}
+            self._drop(copied.values())
 
     def end(self) -> None:
         """The step that has been under way longest has ended."""
         self._ended += 1
-        for block in [block for block, step in self.limbo.items() if step <= self._ended]:
+        for block in [block for block, step in self.limbo.items() if step <= self._ended] if self.limbo else ():
             del self.limbo[block]
             self._rest(block)
 
@@ -247,13 +245,14 @@ class Blocks:
             self._drop([own])
 
     def _drop(self, blocks: Iterable[int]) -> None:
+        holders, copies, under_way = self._holders, self._copies, self._begun > self._ended
         for block in blocks:
-            self._holders[block] -= 1
-            if self._holders[block]:
+            holders[block] -= 1
+            if holders[block]:
                 continue
-            if block in self._copies:  # it is not needed any more
-                self._drop([self._copies.pop(block)])
-            if self._begun > self._ended:
+            if copies and block in copies:  # it is not needed any more
+                self._drop([copies.pop(block)])
+            if under_way:
                 self.limbo[block] = self._begun
             else:
                 self._rest(block)
@@ -268,16 +267,17 @@ class Blocks:
         """So many blocks that nobody holds, the lowest unknown ones first; none where there are too few."""
         if count > len(self._free) + len(self.cached):
             return []
-        taken, gone = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))], list[bytes]()
+        free, holders, gone = self._free, self._holders, list[bytes]()
+        taken = [heapq.heappop(free) for _ in range(min(count, len(free)))]
         while len(taken) < count:
             block, _ = self.cached.popitem(last=False)
             taken.append(block)
             gone.append(self.registered.leave(block))
+        self.evictions += len(gone)
         if gone and self.log is not None:
             self.log.note(Removed(gone))
-        self.evictions += len(gone)
         for block in taken:
-            self._holders[block] = 1
+            holders[block] = 1
         return taken
 
     def check(self, holds: Iterable[Hold]) -> None:

@@ -213,10 +213,12 @@ def pack_prefill(c: Capacity, remaining: Iterable[int], most: int) -> list[int]:
     """
     counts = list(remaining)[: c.prefill_rows[-1]]
     first = min(counts[0], most)
+    if len(counts) < 2:
+        return [first]
     best, best_waste = [first], _padded(c, [first]) / first
     for rows in c.prefill_rows[1:]:
         widest = max((t for t in c.context if rows * t <= most), default=0)
-        if len(counts) < 2 or first > widest:
+        if first > widest:
             break
         group = [min(n, widest) for n in counts[:rows]]
         waste = _padded(c, group) / sum(group)

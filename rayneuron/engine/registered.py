@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 _LOOKED_AT = 8  # of what follows one prefix, the newest
 
@@ -22,7 +21,7 @@ class Registered:
         self.part = part
         self._at: dict[bytes, int] = {}
         self._of: dict[int, bytes] = {}
-        self._ids: dict[int, tuple[bytes, NDArray[np.int32]]] = {}  # the hash before a block, and its ids
+        self._ids: dict[int, tuple[bytes, Sequence[int]]] = {}  # the hash before a block, and its ids, where those were said
         self._after: dict[bytes, dict[int, None]] = {}  # blocks by the hash before them, the newest last
 
     def __len__(self) -> int:
@@ -52,19 +51,21 @@ class Registered:
         known = self._at.setdefault(digest, block)
         if known == block and block not in self._of:
             self._of[block] = digest
-            self._ids[block] = before, np.array(ids, np.int32)
-            self._after.setdefault(before, {})[block] = None
+            if ids:
+                self._ids[block] = before, ids
+                self._after.setdefault(before, {})[block] = None
         return known
 
     def leave(self, block: int) -> bytes:
         """A block is known no more; the hash it had."""
         digest = self._of.pop(block)
         del self._at[digest]
-        before, _ = self._ids.pop(block)
-        after = self._after[before]
-        del after[block]
-        if not after:
-            del self._after[before]
+        if block in self._ids:
+            before, _ = self._ids.pop(block)
+            after = self._after[before]
+            del after[block]
+            if not after:
+                del self._after[before]
         return digest
 
     def clear(self) -> None:
@@ -78,7 +79,7 @@ class Registered:
         if after and len(ids) >= self.part:
             wanted = np.array(ids, np.int32)
             for other in islice(reversed(after), _LOOKED_AT):
-                theirs = self._ids[other][1]
+                theirs = np.array(self._ids[other][1], np.int32)
                 count = min(len(wanted), len(theirs))
                 differ = np.flatnonzero(wanted[:count] != theirs[:count])
                 same = (int(differ[0]) if differ.size else count) // self.part * self.part
@@ -91,4 +92,4 @@ class Registered:
         assert {block: digest for digest, block in self._at.items()} == self._of
         followed = {block: before for before, after in self._after.items() for block in after}
         assert {block: before for block, (before, _) in self._ids.items()} == followed
-        assert self._ids.keys() == self._of.keys()
+        assert self._ids.keys() <= self._of.keys()

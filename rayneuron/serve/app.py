@@ -42,10 +42,14 @@ class ServedEngine(Answering, Deployed, Replica):
         self._prefill = prefill
         opener = self._opener_of(deployment.parse(config), opener)
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
+        name, seat = serve.get_replica_context().app_name, self.config.serving.seat
+        if seat is not None:
+            readiness.forget(name)  # what one before it on this seat has shown
         await self._opened(self.open())
         await self.listen()
-        if self.config.serving.seat is not None:
-            self._tasks.append(self._event_loop.create_task(seated.end_with_owner(self.config.serving.seat)))
+        if seat is not None and self.state == "serving":
+            readiness.show(name, await self.card())
+            self._tasks.append(self._event_loop.create_task(seated.end_with_owner(seat)))
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -53,6 +57,7 @@ class ServedEngine(Answering, Deployed, Replica):
 
     async def retire(self, within_s: float) -> None:
         """Let the calls end as `drain` does, then give the engine back: its cores are free before Serve has taken this replica away."""
+        readiness.forget(serve.get_replica_context().app_name)
         await self.drain(within_s)
         await self.close()
 
