@@ -11,7 +11,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
-VERSION = 2  # raised with every change of a message
+VERSION = 3  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
 
 
@@ -80,7 +80,9 @@ class Reception(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A gateway that has nothing to say is there."""
+    """A gateway is there. `waiting_ms`: of work that waits at it, this replica's part."""
+
+    waiting_ms: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
