@@ -28,7 +28,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose tokens, named as vLLM names it. Ranges are checked on construction; vocabulary and lengths by the engine.
 
     Two spellings of one wish are one value: small temperatures are raised, biases clamped, ids listed once and in order.
-
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 switch the filter off. `max_tokens` None: as many as
     fit. `logprobs` k returns the chosen token and the k likeliest (0: the chosen one only), or `logprob_token_ids` instead of those.
     """
@@ -283,7 +282,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
     short contexts, whosever they are: differences say what more tokens add to a step. chunk: most new tokens of a prefill step; chunk_ms:
     its longest time while others decode, 0 for any. host_ms: of a step beside that; output_tokens: of a request; both 0 before the first.
-    passes: (rows, ms) of one pass of a draft model. batch, lengths, context and prefix are the Capacity's.
+    verify: (rows, ms) of a step with all drafts; passes: of one pass of a draft model. batch, lengths, context, prefix: the Capacity's.
     """
 
     batch: tuple[int, ...]
@@ -294,6 +293,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[tuple[int, int, float], ...]
     prefill: tuple[tuple[int, int, int, float], ...]
     tokens: tuple[tuple[int, float], ...]
+    verify: tuple[tuple[int, float], ...] = ()
     passes: tuple[tuple[int, float], ...] = ()
     chunk_ms: float = 0.0
     host_ms: float = 0.0

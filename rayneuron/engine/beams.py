@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -173,6 +173,7 @@ class Search:
 
 def forked(parent: Sequence) -> Sequence:
     """Another beam that begins as `parent` does, and holds nothing yet."""
-    child = replace(parent, ids=list(parent.ids), hashes=list(parent.hashes), hold=None, slot=-1, prompt_logprobs=None, drafter=None)
+    own = {"ids": list(parent.ids), "hashes": list(parent.hashes)}
+    child = structs.replace(parent, **own, hold=None, slot=-1, prompt_logprobs=None, drafter=None)
     child.edits = None if parent.edits is None else parent.edits.of(child)
     return child

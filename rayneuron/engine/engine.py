@@ -216,7 +216,7 @@ class Engine:
         asked = [sequence for _, sequence in self.scheduler.remote.values() if sequence is not None]
         running = [s if s.search is None else s.search.leader for s in self.scheduler.running]
         self._requests.check((*running, *self.scheduler.waiting, *asked))
-        self.adapters.check_ledger(self.scheduler.running, [next(iter(c.values())).request for c in self._requests.values()])
+        self.adapters.check_ledger([*self.scheduler.running, *asked], [next(iter(c.values())).request for c in self._requests.values()])
 
     @property
     def prefills(self) -> Prefills | None:

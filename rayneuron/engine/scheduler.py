@@ -13,7 +13,7 @@ from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.forks import Forks
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
-from rayneuron.engine.sequence import Plan, Sequence, Work, shareable, wants_scores
+from rayneuron.engine.sequence import Plan, Sequence, Work, begins_alike, shareable, wants_scores
 from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
 
@@ -60,6 +60,7 @@ class Scheduler:
             assert self.prefills is not None and sequence.hold is not None
             self.remote[sequence.asked] = sequence.hold, None
             self.prefills.cancel(sequence.asked)
+            self.adapters.leave(sequence)
             sequence.hold = None
         elif sequence.search is not None and sequence.search.running:
             self.forks.disband(sequence.search)
@@ -125,12 +126,13 @@ class Scheduler:
     def _settle(self, sequence: Sequence, hold: Hold) -> None:
         if self.caching and sequence.settled // self.capacity.block > hold.shared:
             known = sequence.settled // self.capacity.block
-            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence))
+            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence), sequence.ids)
 
     def lend(self, sequence: Sequence) -> None:
         """A sequence that was computed for somebody else has ended: what it holds belongs to its ticket."""
         assert sequence.hold is not None and sequence.loan is not None
         self.running.remove(sequence)
+        self.adapters.leave(sequence)
         self.blocks.pin(sequence.hold, sequence.loan.ticket, sequence.prompt_len)
 
     def inherit(self, sequence: Sequence, heir: Sequence) -> None:
@@ -138,6 +140,7 @@ class Scheduler:
         assert sequence.hold is not None
         heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
         heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
+        heir.slot, sequence.slot = sequence.slot, -1
         self.remote[heir.asked] = heir.hold, heir
 
     def arrived(self, key: str, whole: bool) -> Sequence | None:
@@ -172,10 +175,11 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while (head := self.adapters.first(self.waiting)) is not None:
+        while self.waiting and (head := self.adapters.first(self.waiting)) is not None:
             if self._short is not None and self._short.hold is not None and head.rank > self._short.rank:
                 break  # else it takes that room, and is preempted for it again, for ever
-            hashes = () if head.whole or wants_scores(head) else self._hashes(head)
+            reads = self.caching and not (head.whole or wants_scores(head))
+            hashes = self._hashes(head) if reads else ()
             most = min(len(head.ids) + 1, head.prompt_len + head.max_tokens)
             hold = self.blocks.admit(most, hashes, *shareable(head)) if self.forks.seats(head.search) else None
             if hold is None:
@@ -189,8 +193,10 @@ class Scheduler:
             head.hold = hold
             self.forks.reserve(head.search)
             self.adapters.seat(head)
-            self._skip_to(head, hold.known)
+            head.skip_to(hold.known)
             if not self._asks(head, hold, hashes):
+                if reads and begins_alike(head, self.blocks, self._root(head)):
+                    head.skip_to(hold.known)
                 insort(self.running, head, key=_RANK)
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
@@ -201,14 +207,6 @@ class Scheduler:
 
     def _root(self, sequence: Sequence) -> bytes:
         return hashing.root(self.model or "", sequence.request.adapter or "", sequence.request.cache_salt)
-
-    @staticmethod
-    def _skip_to(sequence: Sequence, known: int) -> None:
-        """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
-        known = min(known, len(sequence.ids) - 1)
-        if sequence.leader is None and not sequence.preemptions:
-            sequence.cached += min(known, sequence.prompt_len) - min(sequence.computed, sequence.prompt_len)
-        sequence.run(known)
 
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
         """What a prefill step computes: the next ids of the first in order, and of some behind it. A block is filled by one of them: the
@@ -226,7 +224,7 @@ class Scheduler:
                 continue
             hold = sequence.hold
             if hold is not None and not sequence.whole and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
-                self._skip_to(sequence, found)
+                sequence.skip_to(found)
             digest = self._next(sequence, sequence.computed)
             if sequence.phase == "prefill" and (digest is None or filling.setdefault(digest, sequence) is sequence):
                 alike.append(sequence)

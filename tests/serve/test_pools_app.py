@@ -61,7 +61,7 @@ def deployed(tiny: Path, **more: Any) -> Iterator[tuple[httpx.Client, Path]]:
             ray.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(tiny: Path) -> Iterator[httpx.Client]:
     """One that all tests but the last share."""
     with deployed(tiny) as (found, _):
