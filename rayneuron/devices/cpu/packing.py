@@ -155,10 +155,14 @@ def panels(weight: Tensor, arena: Arena, gated: bool) -> Tensor:
     """[N,K] -> [panels, steps, 32, values of a dword] in the arena; gated: the vectors of a panel are of gate and up."""
     each = 4 // weight.element_size()
     rows, steps = _rows(weight.shape[0], gated), -(-weight.shape[1] // LANES) * LANES // each
-    whole = weight.new_zeros(rows, steps * each)
-    place(whole, weight, gated)
-    out = arena.take(rows * steps * 4).view(weight.dtype).view(rows // PANEL, steps, PANEL, each)
-    return out.copy_(whole.view(rows // PANEL, PANEL, steps, each).transpose(1, 2))
+    if tuple(weight.shape) != (rows, steps * each):  # else they are copied once, which is most of what packing takes
+        whole = weight.new_zeros(rows, steps * each)
+        place(whole, weight, gated)
+        weight, gated = whole, False
+    out, halves = arena.take(rows * steps * 4), 2 if gated else 1
+    there = out.view(torch.int32).view(rows // PANEL, steps, halves, PANEL // halves)
+    there.copy_(weight.contiguous().view(torch.int32).view(halves, rows // PANEL, PANEL // halves, steps).permute(1, 3, 0, 2))
+    return out.view(weight.dtype).view(rows // PANEL, steps, PANEL, each)
 
 
 def lanes(value: Tensor, gated: bool) -> Tensor:
