@@ -88,7 +88,9 @@ class Reception(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A gateway that has nothing to say is there."""
+    """A gateway is there. `waiting_ms`: of work that waits at it, this replica's part."""
+
+    waiting_ms: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -88,10 +88,11 @@ class Fleet:
         except OSError as wrong:
             link.end(f"it cannot be reached: {wrong}")
 
-    def tick(self, now_s: float) -> None:
-        """Say everywhere that this gateway is there, and give up who has been silent."""
+    def tick(self, now_s: float, waiting_ms: float) -> None:
+        """Say everywhere that this gateway is there, and a part of the work that waits at it; give up who has been silent."""
+        part_ms = waiting_ms / max(1, len(self.able))
         for worker in list(self.workers.values()):
-            worker.link.tick(now_s)
+            worker.link.tick(now_s, part_ms)
 
     def heard_frames(self) -> int:
         """How many there were."""

@@ -281,7 +281,7 @@ class RemoteEngine:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self.fleet.tick(now_s)
+            self.fleet.tick(now_s, self.desk.queue.waiting_ms)
             for number in self.desk.overdue(now_s):
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
             self.repair.tick(now_s)
