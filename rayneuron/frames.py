@@ -1,4 +1,5 @@
-"""What gateways and replicas say to each other: an order and its outcome by Serve, all else over one connection (msgspec structs)."""
+"""What gateways and replicas say to each other: an order and its outcome by Serve, all else over one connection (msgspec structs); they too
+where Serve does not know the replica yet."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
-VERSION = 3  # raised with every change of a message
+VERSION = 4  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
 
 
-class Order(msgspec.Struct, array_like=True, frozen=True):
+class Order(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A request for one replica. `number` counts a gateway's orders to it from 1. `left_s`, not a deadline: clocks of two hosts differ.
 
     `waited_s`: how long ago the client asked.
@@ -60,6 +61,13 @@ class Settled(msgspec.Struct, array_like=True, frozen=True):
     refused: Refusal | None = None
     tokens: dict[int, int] = {}
     failed: bool = False
+
+
+class OrderEnded(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How an order ended that came over the connection."""
+
+    order: int
+    settled: Settled
 
 
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -176,5 +184,5 @@ class Standing(msgspec.Struct, frozen=True):
     failed: str = ""
 
 
-FromGateway = Greeting | Alive | Cancel
-FromReplica = Reception | Tokens | KvEvents | Leaving
+FromGateway = Greeting | Alive | Cancel | Order
+FromReplica = Reception | Tokens | KvEvents | Leaving | OrderEnded

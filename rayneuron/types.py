@@ -282,7 +282,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
     short contexts, whosever they are: differences say what more tokens add to a step. chunk: most new tokens of a prefill step; chunk_ms:
     its longest time while others decode, 0 for any. host_ms: of a step beside that; output_tokens: of a request; both 0 before the first.
-    passes: (rows, ms) of one pass of a draft model. batch, lengths, context and prefix are the Capacity's.
+    verify: (rows, ms) of a step with all drafts; passes: of one pass of a draft model. batch, lengths, context, prefix: the Capacity's.
     """
 
     batch: tuple[int, ...]
@@ -293,6 +293,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[tuple[int, int, float], ...]
     prefill: tuple[tuple[int, int, int, float], ...]
     tokens: tuple[tuple[int, float], ...]
+    verify: tuple[tuple[int, float], ...] = ()
     passes: tuple[tuple[int, float], ...] = ()
     chunk_ms: float = 0.0
     host_ms: float = 0.0

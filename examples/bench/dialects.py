@@ -3,16 +3,17 @@
 
 Those that put a prompt into the chat template are held against chat. TGI and LMI take a prompt as it is, and tell the probability of every
 token whether it is asked for or not: their clients' types demand it. So they are held against completions that ask for the same, and what
-asking costs stands beside completions that do not. In each round all dialects take their turns, beginning with another one. Prompts are as
-long and new each time, and clients only count bytes, so that a dialect is not charged for what it takes to read its events. Every stream
-has the same number of tokens, by the server's count: a run in which one ends early is refused. CPU a token is that of everything the
-server started.
+asking costs stands beside completions that do not. Chat takes two turns a round, and what the second is of the first is how far chance
+alone goes: a ratio says no more than that. In each round all take their turns in another order. Prompts are as long and new each time, and
+clients only count bytes, so that a dialect is not charged for what it takes to read its events. Every stream has the same number of
+tokens, by the server's count: a run in which one ends early is refused. CPU a token is that of everything the server started.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import statistics
 import sys
 import time
@@ -28,9 +29,9 @@ from prompts import Words
 from server import Server
 
 MODEL_NAME = "bench"
-CHAT, COMPLETIONS, LIKELY = "chat", "completions", "completions with logprobs"
+CHAT, AGAIN, COMPLETIONS, LIKELY = "chat", "chat again", "completions", "completions with logprobs"
 AGAINST = {COMPLETIONS: COMPLETIONS, LIKELY: COMPLETIONS, "TGI": LIKELY, "LMI": LIKELY}  # the others against chat
-CONTROLS = (CHAT, COMPLETIONS, LIKELY)
+CONTROLS = (CHAT, AGAIN, COMPLETIONS, LIKELY)
 GREEDY = {"ignore_eos": True, "temperature": 0}
 
 
@@ -51,6 +52,7 @@ WAYS: dict[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {
     "TGI": ("/generate_stream", lambda text, new: {"inputs": text, "parameters": _parameters(new)}),
     "LMI": ("/invocations", lambda text, new: {"inputs": text, "parameters": _parameters(new)}),
 }
+WAYS[AGAIN] = WAYS[CHAT]
 
 
 async def load(url: str, path: str, bodies: Sequence[dict[str, Any]], clients: int) -> float:
@@ -76,8 +78,7 @@ async def measure(server: Server, words: Words, args: argparse.Namespace) -> dic
     found: dict[str, dict[str, list[float]]] = {name: {"tok_s": [], "cpu_us": []} for name in WAYS}
     clients = args.clients[0]
     for turn in range(-1, args.rounds):
-        names = [*WAYS][turn % len(WAYS) :] + [*WAYS][: turn % len(WAYS)]
-        for name in names:
+        for name in random.Random(turn).sample([*WAYS], len(WAYS)):
             path, made = WAYS[name]
             texts = [words.prompt(args.prompt, f"{turn}-{name}-{i}")[0] for i in range(clients * args.each)]
             bodies = [made(text, args.new) | {"model": MODEL_NAME, "stream": True} for text in texts]
@@ -111,7 +112,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = options.parser(__doc__ or "", "dialects", 5)
     parser.add_argument("--profile", choices=["plain", "fast"], default="fast")
     options.add_dtype(parser)
-    options.add_load(parser, clients=[16], each=2)
+    options.add_load(parser, clients=[16], each=4)
     return parser.parse_args(argv)
 
 

@@ -227,7 +227,7 @@ class Engine:
         self.scheduler.check()
         asked = [sequence for _, sequence in self.scheduler.remote.values() if sequence is not None]
         self._requests.check((*self.scheduler.running, *self.scheduler.waiting, *asked))
-        self.adapters.check_ledger(self.scheduler.running, [next(iter(c.values())).request for c in self._requests.values()])
+        self.adapters.check_ledger([*self.scheduler.running, *asked], [next(iter(c.values())).request for c in self._requests.values()])
 
     @property
     def prefills(self) -> Prefills | None:

@@ -177,11 +177,14 @@ class EngineLoop:
             self._coming.discard(request.id)
             try:
                 self.engine.add(request, loan)
-            except Exception:  # `validate` had let it pass; whatever this is, it is about this request alone
-                log.exception("request %s could not be added", request.id)
+            except Exception as wrong:  # `validate` had let it pass; whatever this is, it is about this request alone
                 failed = [TokenDelta(request.id, index, [], finish_reason="error") for index in range(request.params.n)]
+                gone = wrong if isinstance(wrong, RequestError) else None  # what it names was there a moment ago
+                if gone is None:
+                    log.exception("request %s could not be added", request.id)
                 for delta in failed:
-                    delta.error, delta.fault = FAILED, "choice"
+                    delta.error, delta.fault = (FAILED, "choice") if gone is None else (gone.message, "call")
+                    delta.param = None if gone is None else gone.param
                 return failed
         return []
 

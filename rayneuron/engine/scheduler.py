@@ -11,7 +11,7 @@ from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
-from rayneuron.engine.sequence import Plan, Sequence, Work, wants_scores
+from rayneuron.engine.sequence import Plan, Sequence, Work, shareable, wants_scores
 from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
 
@@ -56,6 +56,7 @@ class Scheduler:
             assert self.prefills is not None and sequence.hold is not None
             self.remote[sequence.asked] = sequence.hold, None
             self.prefills.cancel(sequence.asked)
+            self.adapters.leave(sequence)
             sequence.hold = None
         elif sequence.hold is not None:
             self._release(sequence)
@@ -119,12 +120,13 @@ class Scheduler:
     def _settle(self, sequence: Sequence, hold: Hold) -> None:
         if self.caching and sequence.settled // self.capacity.block > hold.shared:
             known = sequence.settled // self.capacity.block
-            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence))
+            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence), sequence.ids)
 
     def lend(self, sequence: Sequence) -> None:
         """A sequence that was computed for somebody else has ended: what it holds belongs to its ticket."""
         assert sequence.hold is not None and sequence.loan is not None
         self.running.remove(sequence)
+        self.adapters.leave(sequence)
         self.blocks.pin(sequence.hold, sequence.loan.ticket, sequence.prompt_len)
 
     def inherit(self, sequence: Sequence, heir: Sequence) -> None:
@@ -132,6 +134,7 @@ class Scheduler:
         assert sequence.hold is not None
         heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
         heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
+        heir.slot, sequence.slot = sequence.slot, -1
         self.remote[heir.asked] = heir.hold, heir
 
     def arrived(self, key: str, whole: bool) -> Sequence | None:
@@ -167,8 +170,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and (head := self.adapters.first(self.waiting)) is not None:
-            like, known = self._shareable(head)
-            hashes = () if head.whole or wants_scores(head) else self._hashes(head)
+            like, known = shareable(head)
+            alone = not self.caching or head.whole or wants_scores(head)
+            hashes = () if alone else self._hashes(head)
             hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
             if hold is None:
                 victim = self._victim()
@@ -182,17 +186,16 @@ class Scheduler:
             self.adapters.seat(head)
             self._skip_to(head, hold.known)
             if not self._asks(head, hold, hashes):
+                if not alone:
+                    self._begin_alike(head, hold)
                 insort(self.running, head, key=_RANK)
 
-    @staticmethod
-    def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
-        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
-        wanted."""
-        leader = sequence.leader
-        wanted = sequence.prompt_len - (not sequence.generated)
-        if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
-            return None, 0
-        return leader.hold, wanted
+    def _begin_alike(self, sequence: Sequence, hold: Hold) -> None:
+        first = hold.shared * self.capacity.block
+        before = sequence.hashes[hold.shared - 1] if first else self._root(sequence)
+        ids = sequence.ids[first : min(first + self.capacity.block, len(sequence.ids) - 1)]
+        if self.blocks.begin_alike(hold, before, ids, spare=self.capacity.space.rows):
+            self._skip_to(sequence, hold.known)
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of its ids, whether or not they have KV."""

@@ -149,3 +149,13 @@ class Plan(Struct):
 def wants_scores(sequence: Sequence) -> bool:
     """Whether the logits of every prompt position are still to be reported."""
     return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0
+
+
+def shareable(sequence: Sequence) -> tuple[Hold | None, int]:
+    """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
+    wanted."""
+    leader = sequence.leader
+    wanted = sequence.prompt_len - (not sequence.generated)
+    if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
+        return None, 0
+    return leader.hold, wanted

@@ -12,10 +12,10 @@ from msgspec.structs import asdict
 from rayneuron import gateway_config, keys
 from rayneuron.config import Limits
 from rayneuron.errors import NotReady, RequestError, UnknownModel
-from rayneuron.gateway.entry import CatalogueEntry, Replicas
+from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.gateway.measures import Collector, HostMeasured, Measured
 from rayneuron.gateway.measures import text as own_text
-from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, Sleeper, Waking
+from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, SeatWay, Sleeper, Waking
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.serve.handles import Handles, stats_of
 from rayneuron.serve.telemetry import Load, Telemetry, merged
@@ -32,7 +32,7 @@ class Catalogue(Handles):
     """A gateway without Ray. Its methods are what other Ray applications call; `gateway.routes` puts HTTP in front of it."""
 
     def __init__(
-        self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], Replicas], label: str = "0",
+        self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], SeatWay], label: str = "0",
         arbiter: ArbiterCalls | None = None,
     ) -> None:  # fmt: skip
         self.config = gateway_config.parse(config)
@@ -48,7 +48,8 @@ class Catalogue(Handles):
             ways = SeatReplicas(follow) if listed.name is not None else follow(listed.title)
             self.entries.append(CatalogueEntry(listed, self.config, ways, label, self._whose))
             if isinstance(ways, SeatReplicas):
-                sleepers[listed.title] = Sleeper(self.entries[-1], ways)
+                sleeper = sleepers[listed.title] = Sleeper(gateway_config.hosted_model(self.config, listed.title), self.entries[-1], ways)
+                self.entries[-1].read = sleeper.read
         self.arbiter = arbiter
         self.waking = Waking(self.config, sleepers, arbiter) if arbiter is not None else None
         self._keeping: list[asyncio.Task[None]] = []

@@ -22,7 +22,7 @@ from rayneuron.frames import Card, Standing
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
 from rayneuron.gateway.remote import Orders, RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
-from rayneuron.loading import open_text
+from rayneuron.loading import read_text
 from rayneuron.policies import admission
 from rayneuron.policies.desk import GatewayDesk
 from rayneuron.serve.flight import Flight, Flights
@@ -119,7 +119,7 @@ class CatalogueEntry(Handles):
         self._account = account
         self.telemetry = Telemetry(self.name, label, self.load)
         self.now: Verbs = self._shut("is still loading")
-        self.replicas = replicas
+        self.replicas, self.read = replicas, read_text
         self._listed, self._gateway = listed, gateway
         self._eras: dict[str, Routed] = {}  # by the application's words, the newest last
         self._user_config: dict[str, Any] | None = None
@@ -222,7 +222,7 @@ class CatalogueEntry(Handles):
         config = deployment.parse(card.args)
         if self._listed.name is None and self._listed.args is not None and (key := drift(deployment.parse(self._listed.args), config)):
             raise ConfigError(f"models: {key} of {self.name} is not what its application says; deploy both from one file")
-        text, path = await asyncio.to_thread(open_text, config)
+        text, path = await self.read(config)
         flights = Flights(self.telemetry, asyncio.get_running_loop(), events_per_s(config))
         desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)

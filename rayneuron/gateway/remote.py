@@ -42,6 +42,9 @@ class Orders(Protocol):
     async def send(self, order: Order) -> Settled:
         """Until every choice of it has ended. Raises whatever Serve says of a replica that has died."""
 
+    def knows(self, replica: str) -> bool:
+        """Whether Serve has it already; else its orders go over its connection."""
+
 
 @dataclass(frozen=True, slots=True)
 class Together:
@@ -240,7 +243,8 @@ class RemoteEngine:
         asked, replica, waited_s = way.asked(), linked.link.card.replica, now_s - request.arrival_s
         settled: Settled | None = None
         try:
-            settled = await self._orders.send(Order(self.gateway, number, replica, asked, waited_s, left_s))
+            send = self._orders.send if self._orders.knows(replica) else linked.link.order
+            settled = await send(Order(self.gateway, number, replica, asked, waited_s, left_s))
         except Exception as wrong:  # Serve's word for a replica that has died, or is no longer there
             log.info("order %s ended with %r", asked.id, wrong)
         if self.books.placed.get((linked.number, number)) is way:  # else it has ended, or gone on elsewhere

@@ -9,6 +9,7 @@ import time
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from rayneuron import wire
 from rayneuron.config import Deployment
@@ -18,6 +19,7 @@ from rayneuron.frames import (
     Card,
     Leaving,
     Order,
+    OrderEnded,
     Refusal,
     Settled,
 )
@@ -73,6 +75,7 @@ class Hub:
         self._server: asyncio.Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self._stirred: asyncio.TimerHandle | None = None
+        self._orders: set[asyncio.Task[None]] = set()  # that came over a connection
 
     async def listen(self, ip: str) -> None:
         """Wait for gateways at an address of this node."""
@@ -85,6 +88,20 @@ class Hub:
     async def answer(self, blob: bytes) -> bytes:
         """Serve an order to its end; its tokens go over the gateway's connection."""
         return msgspec.msgpack.encode(await self._answer(msgspec.msgpack.decode(blob, type=Order)))
+
+    def order(self, caller: Caller, order: Order) -> None:
+        """An order that comes over a gateway's own connection, and whose outcome goes there."""
+        task = asyncio.get_running_loop().create_task(self._settle(caller, order))
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _settle(self, caller: Caller, order: Order) -> None:
+        try:
+            settled = await self._answer(replace(order, gateway=caller.gateway))
+        except Exception:
+            log.exception("order %s failed, and all of its gateway with it", order.request.id)
+            return caller.hang_up()
+        caller.send(OrderEnded(order.number, settled))
 
     async def _answer(self, order: Order) -> Settled:
         caller = self.callers.get(order.gateway)

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import msgspec
 
 from rayneuron import frames, wire
-from rayneuron.frames import Alive, Cancel, FromGateway, Gain, Greeting, KvEvents, Reception, Tokens
+from rayneuron.frames import Alive, Cancel, FromGateway, Gain, Greeting, KvEvents, Order, Reception, Tokens
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import TokenDelta
 
@@ -33,6 +33,8 @@ class Switch(Protocol):
     callers: dict[bytes, Caller]
 
     def cancel(self, caller: Caller, what: Cancel) -> None: ...
+
+    def order(self, caller: Caller, order: Order) -> None: ...
 
     def gone(self, caller: Caller) -> None: ...
 
@@ -98,6 +100,8 @@ class Caller(asyncio.Protocol):
             self._refuse("its first word was no greeting")
         elif isinstance(message, Cancel):
             self._hub.cancel(self, message)
+        elif isinstance(message, Order):
+            self._hub.order(self, message)
         elif isinstance(message, Alive):
             self.waiting_ms = message.waiting_ms
 

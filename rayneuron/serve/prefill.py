@@ -13,6 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from rayneuron import config as deployment
 from rayneuron import loading
+from rayneuron.api.adapters import Change
 from rayneuron.serve.deployed import Deployed
 from rayneuron.serve.pools import OpensEngine, Prefiller
 
@@ -39,6 +40,10 @@ class PrefillServer(Deployed, Prefiller):
     def replica_metrics(self) -> tuple[str, bytes]:
         """Its number and its part of `/metrics`."""
         return self.telemetry.base[1], self.telemetry.text()
+
+    async def replica_change_adapters(self, origin: str, *change: Any) -> None:
+        """Load or unload an adapter here, too: `origin`, a decode replica, has."""
+        await self.change_adapters(Change(*change))
 
     def check_health(self) -> None:
         """As Prefiller's, and the end where it fails."""

@@ -8,6 +8,7 @@ from typing import cast
 from msgspec import Struct
 
 from rayneuron.devices.base import LIKELIEST, Shape
+from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, prefill_shape
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.pressure import pressure
@@ -49,6 +50,9 @@ class TracedScheduler(Scheduler):
         if need > have:
             sequence.hashes += self.hashes[sequence.order][have:need]
         return sequence.hashes
+
+    def _begin_alike(self, sequence: Running, hold: Hold) -> None:
+        """A trace says which blocks are equal, not which begin so."""
 
     def _root(self, sequence: Running) -> bytes:
         return b""

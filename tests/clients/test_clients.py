@@ -1,12 +1,14 @@
 """Clients as they are, in an environment of their own, against `rayneuron serve`: what each was told is what the server says to all.
 
-RAYNEURON_CLIENTS=V/bin/python pytest -m clients tests/clients; requirements.txt says how V is made.
+RAYNEURON_CLIENTS=V/bin/python pytest -m clients tests/clients; requirements.txt says how V is made. RAYNEURON_VLLM=W/bin/python, with
+vLLM in W, for its benchmark.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -25,7 +27,15 @@ from tests.serve.scripted import eventually
 from tests.serve.test_process import serving
 
 PROGRAMS = Path(__file__).with_name("programs.py")
-PYTHON = os.environ.get("RAYNEURON_CLIENTS", "")
+DOCS = Path(__file__).parents[2] / "docs" / "http.md"
+PYTHON, VLLM = os.environ.get("RAYNEURON_CLIENTS", ""), os.environ.get("RAYNEURON_VLLM", "")
+# `vllm bench serve`; vLLM's CPU build has the command, which asks for the version of a package of another name and ends
+BENCHMARK = """import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())"""
+TABLE = dict(re.findall(r"^\| `([\w-]+)` \| (\S+) \|", DOCS.read_text().replace("_", "-"), re.MULTILINE))  # client, version
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400), pytest.mark.skipif(not PYTHON, reason="RAYNEURON_CLIENTS names no python")]
 
 
@@ -84,7 +94,7 @@ def told(name: str, url: str, path: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(name, answer.pop("version"))
+    assert answer.pop("version") == TABLE[name.removesuffix("_tools").replace("_", "-")], "docs/http.md and requirements.txt say another"
     return answer
 
 
@@ -96,6 +106,20 @@ def test_a_client_is_told_what_everybody_is(name: str, url: str, path: Path, sai
 def test_sagemakers_client(url: str, path: Path, said: dict[str, Any]) -> None:
     with sagemaker(url) as endpoint:
         judge(told("boto3", endpoint, path), said)
+
+
+@pytest.mark.skipif(not VLLM, reason="RAYNEURON_VLLM names no python")
+def test_vllms_benchmark(url: str, path: Path, tmp_path: Path) -> None:
+    """Every reply is as long as it asks for, by its own count."""
+    words = ["--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions", "--model", MODEL]
+    words += ["--tokenizer", str(path), "--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "8"]
+    words += ["--num-prompts", "4", "--max-concurrency", "2", "--ignore-eos", "--save-result", "--result-dir", str(tmp_path)]
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([VLLM, "-c", BENCHMARK, *words], capture_output=True, text=True, timeout=350, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (file,) = tmp_path.glob("*.json")
+    told = json.loads(file.read_text())
+    assert (told["completed"], told["failed"], told["total_output_tokens"]) == (4, 0, 32)
 
 
 def judge(answer: dict[str, Any], said: dict[str, Any]) -> None:

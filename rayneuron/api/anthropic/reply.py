@@ -11,7 +11,7 @@ from rayneuron.api.call import Answer, Call, Json
 from rayneuron.api.choices import gather
 from rayneuron.api.errors import Triple, error_body
 from rayneuron.api.scan import Event, Scanner
-from rayneuron.api.stream import Single, named_event
+from rayneuron.api.stream import Mould, Single, named_event
 from rayneuron.types import Delta
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -95,6 +95,7 @@ class _Blocks(Single):
         super().__init__(call)
         self._scanner = Scanner(call.scan)
         self._open = ""  # the type of the block that is open
+        self._more: Mould | None = None  # of more of it
         self._index = 0
 
     def first(self) -> bytes:
@@ -116,12 +117,14 @@ class _Blocks(Single):
         out = b""
         if event.kind == "call" or self._open != kind:
             out = self._close()
-            self._open = kind
+            self._open, self._more = kind, None
             out += _event("content_block_start", index=self._index, content_block=_block(self.call, event, self._index))
         if not event.text:
             return out
-        name = "partial_json" if kind == "tool_use" else key
-        return out + _event("content_block_delta", index=self._index, delta={"type": delta, name: event.text})
+        if self._more is None:
+            said = {"type": delta, "partial_json" if kind == "tool_use" else key: Mould.MARK}
+            self._more = Mould(_event("content_block_delta", index=self._index, delta=said))
+        return out + self._more.fill(event.text)
 
     def _close(self) -> bytes:
         if not self._open:

@@ -1,20 +1,15 @@
-"""OpenAI's server-sent events: a call's deltas to bytes, with the constant parts of a chunk written once."""
+"""OpenAI's server-sent events: a call's deltas to bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from rayneuron.api.call import Call, Json
 from rayneuron.api.errors import error_body
-from rayneuron.api.stream import DONE, ChoiceState, Tally, event, prompts, usage
+from rayneuron.api.stream import DONE, ChoiceState, Mould, Tally, event, prompts, usage
 from rayneuron.errors import RayNeuronError
 from rayneuron.types import Delta, TokenLogprobs, join
-
-_encode = msgspec.json.Encoder().encode
-_MARK = "\x00text\x00"  # stands where a chunk's text goes while its constant parts are cut out
 
 
 class Writers(NamedTuple):
@@ -39,7 +34,7 @@ class Events:
 
     content_type = "text/event-stream"
 
-    __slots__ = ("_call", "_chunks", "_choices", "_cuts", "_finished", "_held", "_prompt_logprobs", "_prompts", "_tally", "done", "failed")
+    __slots__ = ("_call", "_chunks", "_choices", "_finished", "_held", "_moulds", "_prompts", "_said", "_tally", "done", "failed")
 
     def __init__(self, chunks: Writers, call: Call) -> None:
         self._call = call
@@ -47,9 +42,9 @@ class Events:
         self._prompts = prompts(call)
         self._choices = [ChoiceState(call, index) for index in range(call.choices)]
         self._tally = Tally(call)
-        self._cuts: dict[int, tuple[bytes, bytes]] = {}
+        self._moulds: dict[int, Mould] = {}
         self._finished = 0
-        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        self._said: dict[int, list[TokenLogprobs | None]] = {}
         self._held: dict[int, list[Delta]] = {}
         self.done = False
         self.failed = False
@@ -67,10 +62,10 @@ class Events:
         prompt = self._prompts[delta.request_id]
         if self._call.echo and self._call.logprobs is not None:
             if delta.prompt_logprobs is not None:
-                self._prompt_logprobs[prompt] = delta.prompt_logprobs
+                self._said[prompt] = delta.prompt_logprobs
                 held = self._held.pop(prompt, [])
                 return b"".join(self._send(prompt, late) for late in [delta, *held])
-            if prompt not in self._prompt_logprobs:
+            if prompt not in self._said:
                 # They come with choice 0, and every choice repeats them.
                 self._held.setdefault(prompt, []).append(delta)
                 return b""
@@ -106,9 +101,8 @@ class Events:
             progress.begun = True
             if not delta.text:
                 return b""
-            head, tail = self._cuts.get(progress.index) or self._cut(progress)
-            return head + _encode(delta.text) + tail
-        choice = self._chunks.choice(call, progress, delta, None if progress.begun else self._prompt_logprobs.get(prompt))
+            return (self._moulds.get(progress.index) or self._mould(progress)).fill(delta.text)
+        choice = self._chunks.choice(call, progress, delta, None if progress.begun else self._said.get(prompt))
         progress.begun = True
         if plain and progress.scanner is not None and not choice["delta"]:
             return b""  # what it may become is not settled yet
@@ -121,9 +115,8 @@ class Events:
             chunk["usage"] = usage(len(self._call.requests[progress.prompt].prompt_ids), progress.tokens)
         return event(chunk)
 
-    def _cut(self, progress: ChoiceState) -> tuple[bytes, bytes]:
-        """Head and tail of a chunk that holds nothing but text, cut out of one written the long way."""
-        choice = self._chunks.choice(self._call, progress, Delta(request_id="", index=0, text=_MARK, token_ids=[]), None)
-        head, _, tail = event(self._chunks.wrap(self._call, [choice])).rpartition(_encode(_MARK))
-        self._cuts[progress.index] = head, tail
-        return head, tail
+    def _mould(self, progress: ChoiceState) -> Mould:
+        """That of a chunk which holds nothing but text."""
+        choice = self._chunks.choice(self._call, progress, Delta(request_id="", index=0, text=Mould.MARK, token_ids=[]), None)
+        made = self._moulds[progress.index] = Mould(event(self._chunks.wrap(self._call, [choice])))
+        return made

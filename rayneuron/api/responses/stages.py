@@ -8,7 +8,7 @@ from rayneuron.api.call import Answer, Call, Json
 from rayneuron.api.errors import error_body
 from rayneuron.api.responses.reply import OPEN, Items, logprobs, part, reply, response, status_of
 from rayneuron.api.scan import Event, Scanner
-from rayneuron.api.stream import Single, named_event
+from rayneuron.api.stream import Mould, Single, named_event
 from rayneuron.types import Delta, TokenLogprobs
 
 # What an item's text is called in events.
@@ -29,10 +29,14 @@ class _Stages(Single):
         self._number = 0
         self._scanner, self._items = Scanner(call.scan), Items(call)
         self._entries: list[TokenLogprobs] = []
+        self._more: Mould | None = None  # of the item that is open, more text and nothing else
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number - 1
 
     def _event(self, stage: str, **said: object) -> bytes:
-        self._number += 1
-        return named_event(f"response.{stage}", {"type": f"response.{stage}", "sequence_number": self._number - 1, **said})
+        return _told(stage, self._next(), **said)
 
     def first(self) -> bytes:
         """Everything before the first token."""
@@ -67,6 +71,7 @@ class _Stages(Single):
         item = self._items.kept[-1]
         kind, out = item["type"], b""
         if begins:
+            self._more = None
             if before:
                 before[-1]["status"] = "completed"
                 out += self._close_item(before[-1], len(before) - 1)
@@ -75,9 +80,13 @@ class _Stages(Single):
                 out += self._event("content_part.added", part=part(self.call, kind, "", ()), content_index=0, **self._place)
         if not event.text and not entries:
             return out
-        more = {} if kind == "function_call" else {"content_index": 0}
-        shown = {"logprobs": logprobs(self.call, entries)} if kind == "message" else {}
-        return out + self._event(f"{TEXTS[kind]}.delta", delta=event.text, **more, **shown, **self._place)
+        if self._more is None or entries:
+            name, place = f"{TEXTS[kind]}.delta", self._place if kind == "function_call" else {"content_index": 0, **self._place}
+            shown = {"logprobs": logprobs(self.call, entries)} if kind == "message" else {}
+            if entries:
+                return out + self._event(name, delta=event.text, **shown, **place)
+            self._more = Mould(_told(name, Mould.MARK, **shown, **place, delta=Mould.MARK), 2)
+        return out + self._more.fill(self._next(), event.text)
 
     def _close(self) -> bytes:
         return self._close_item(self._items.kept[-1], len(self._items.kept) - 1)
@@ -99,3 +108,7 @@ class _Stages(Single):
         said = error_body(wrong)[1]["error"]["message"]
         failed = response(self._shell, self.call, "failed", [], self.tally.usage())
         return self._event("failed", response={**failed, "error": {"code": "server_error", "message": said}})
+
+
+def _told(stage: str, number: object, **said: object) -> bytes:
+    return named_event(f"response.{stage}", {"type": f"response.{stage}", "sequence_number": number, **said})

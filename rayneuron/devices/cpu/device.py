@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -111,10 +111,10 @@ class Cpu:
         layers = [adapted.tables(w, each, slots, rank, self.dtype) for w, each in zip(layers, sizes, strict=True)]
         self._weights = {**self._weights, "layers": layers, "lora_rank": rank}
 
-    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
+    def pack_adapter(self, adapter: Iterable[Pairs], rest: Callable[[], None]) -> Any:
         """Packed, or as it is."""
         slots = self.kernels.slots if self.kernels is not None else None
-        return list(adapter) if slots is None else slots.pack(adapter, self.dtype)
+        return list(adapter) if slots is None else slots.pack(adapter, self.dtype, rest)
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """A row of the kernels' tables, or a part of torch's."""

@@ -64,9 +64,11 @@ class Pace:
     a millisecond rise; worth falls along a row and cost does not, so the first one that does not pay ends it.
     """
 
-    def __init__(self, profile: Profile, tokens: int) -> None:
-        """tokens: the most of a step."""
-        self._decode = decode_grid(profile)
+    def __init__(self, profile: Profile, tokens: int, whole: bool = False) -> None:
+        """tokens: the most of a step. whole: one with drafts takes as long however few they are, as a compiled graph does."""
+        self._decode, self._batch = decode_grid(profile), profile.batch
+        short = {rows: ms for rows, length, ms in profile.decode if length == profile.lengths[0]}
+        self._more_ms = {rows: max(0.0, ms - short[rows]) for rows, ms in profile.verify} if whole else {}
         self._passes = profile.passes or tuple((rows, ms) for rows, length, ms in profile.decode if length == profile.lengths[0])
         self._read_ms = min((ms / (rows * n) for rows, n, _, ms in profile.prefill), default=0.0)  # a token; the model itself takes no less
         self._ms = [_between(profile.tokens, n) for n in range(tokens + 1)]
@@ -75,16 +77,18 @@ class Pace:
 
     def hopeless(self, record: Record, rows: int, length: int) -> bool:
         """Whether no kind of draft of this row could pay, so that none need be looked for; never where it is time to try one."""
-        if self._without >= PROBE or record.own is None:
-            return False
+        if self._without >= PROBE or record.own is None or self._more_ms:
+            return False  # in a step that others' drafts pay for, one more costs nothing
         best = max((rates.first for kind, rates in self._rates.items() if kind != FORCED), default=1.0)
         return (best + record.own) / 2 * self._decode.at(rows, length) < rows * (self._ms[rows + 1] - self._ms[rows])
 
     def choose(self, candidates: Sequence[Candidate], length: int) -> list[int]:
         """Drafts of each row of a decode step, the longest of which attends `length` positions."""
-        rows, chosen, plain_ms = len(candidates), [0] * len(candidates), self._decode.at(len(candidates), length)
+        rows, chosen = len(candidates), [0] * len(candidates)
+        graph = next((b for b in self._batch if b >= rows), rows) if self._more_ms else rows
+        plain_ms = self._decode.at(graph, length)
         made = _Step(float(rows), rows, plain_ms)
-        queue = self._one_by_one(candidates, made, chosen)
+        queue = (self._all if self._more_ms else self._one_by_one)(candidates, made, chosen)
         chained = [i for i, c in enumerate(candidates) if c.drafts and c.behind is not None]
         if chained:
             made = self._chained(candidates, chained, made, chosen)
@@ -116,6 +120,18 @@ class Pace:
             heapreplace(queue, (-self._survival(candidates[i].record, worth, chosen[i]) if left else 0.0, i))
         made.tokens, made.size, made.ms = tokens, size, cost_ms
         return queue
+
+    def _all(self, candidates: Sequence[Candidate], made: _Step, chosen: list[int]) -> list[tuple[float, int]]:
+        """All drafts there are, added to a step that takes as long for one; the row whose first is the likeliest."""
+        made.ms += next((ms for rows, ms in self._more_ms.items() if rows >= len(candidates)), max(self._more_ms.values()))
+        for i, candidate in enumerate(candidates):
+            worth, chosen[i] = 1.0, candidate.drafts
+            for place in range(candidate.drafts):
+                worth = self._survival(candidate.record, worth, place)
+                made.tokens += worth
+            made.ms += READ_MS * candidate.read * candidate.drafts
+        made.size += sum(chosen)
+        return sorted((-self._survival(c.record, 1.0, 0), i) for i, c in enumerate(candidates) if c.drafts)[:1]
 
     def _chained(self, candidates: Sequence[Candidate], which: list[int], made: _Step, chosen: list[int]) -> _Step:
         """Drafts that a draft model makes, a pass for all rows at a time: as deep as pays, which is not seen before all depths are."""
