@@ -134,7 +134,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway has to know of a replica. Travels through Ray only: `token` opens the connection.
 
     `args`, `user_config`: the deployment's own words. `model`: its fingerprint, where prefixes are kept, in blocks of `block` tokens.
-    `profile`: what its steps take, where they have been measured.
+    `profile`: what its steps take, where they have been measured. `adapters`: contents by name.
     """
 
     replica: str
@@ -152,6 +152,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile | None
     generation: dict[str, Any]
     chosen: dict[str, Any]
+    adapters: dict[str, str]
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):

@@ -51,6 +51,7 @@ class Fleet:
     def __init__(self, gateway: bytes, watcher: Watcher) -> None:
         self.workers: dict[int, Linked] = {}
         self.card: Card | None = None  # the last that was seen: all replicas of a model have the same sizes
+        self.names: dict[str, str] = {}  # the adapters that every replica has, contents by name
         self._frames = 0  # of connections that have ended
         self._gateway, self._watcher = gateway, watcher
         self._numbers = itertools.count()
@@ -65,6 +66,9 @@ class Fleet:
     def roster(self, cards: Iterable[Card]) -> None:
         """The replicas that Serve has now. Whoever is missing takes no more orders, and ends what it has."""
         there = {card.epoch: card for card in cards}
+        if there:
+            first, *others = (card.adapters for card in there.values())
+            self.names = {name: known for name, known in first.items() if all(other.get(name) == known for other in others)}
         for worker in self.workers.values():
             if there.pop(worker.link.card.epoch, None) is None and worker.link.open and worker.accepting:
                 worker.accepting = False

@@ -149,6 +149,7 @@ class Hub:
             profile=engine.timing.profile() if engine.timing is not None else None,
             generation=opened.generation,
             chosen=opened.chosen,
+            adapters=dict(engine.adapters.names),
         )
         return msgspec.msgpack.encode(card)
 
