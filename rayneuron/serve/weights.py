@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from rayneuron.config import Deployment
-from rayneuron.engine.engine import Engine
-from rayneuron.engine.loop import EngineLoop
-from rayneuron.engine.probe import probe
-from rayneuron.engine.swap import Swaps, exchange
 from rayneuron.errors import CheckpointError, RequestError
 
-
-@runtime_checkable
-class Reweighed(Protocol):
-    """A server whose weights may change."""
-
-    async def load_weights(self, path: str) -> str:
-        """Those of a directory, on every replica; what they are known by. Raises RequestError, NotReady."""
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import Engine
+    from rayneuron.engine.loop import EngineLoop
+    from rayneuron.engine.swap import Swaps
 
 
 async def change(config: Deployment, loop: EngineLoop, path: str, identity: str | None = None) -> str:
@@ -47,5 +40,8 @@ async def change(config: Deployment, loop: EngineLoop, path: str, identity: str 
 
 def _exchange(engine: Engine, swap: Swaps, path: str, identity: str) -> None:
     """On the engine's thread, where nobody runs."""
+    from rayneuron.engine.probe import probe
+    from rayneuron.engine.swap import exchange
+
     engine.scheduler.blocks.reset()
     exchange(swap, path, identity, partial(probe, engine.runner, engine.vocab))
