@@ -176,7 +176,7 @@ class FleetReport:
             f"{self.arrived} requests in {self.seconds:.0f} s: {self.finished} answered, {sum(self.refused.values())} refused, "
             f"{self.failed} failed, {self.replays} replayed",
             f"{self.prompt_tokens} prompt tokens ({cached:.1%} cached), {self.output_tokens} output tokens, {speed:.0f} a second; "
-            f"{self.engines:.1f} engines, busy {self.busy:.1%}",
+            f"{self.engines:.1f} engines, busy {self.busy:.1%}, the busiest {self.busiest:.2f} times as long as their mean",
         ]
         if self.pooled:
             lines.append(f"{self.pooled} prompts were computed by the prefill pool")
