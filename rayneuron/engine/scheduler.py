@@ -58,10 +58,9 @@ class Scheduler:
         """Forget a sequence, waiting, running or remote, and free what it holds, unless others may still write there."""
         if sequence.phase == "remote":
             assert self.prefills is not None and sequence.hold is not None
-            self.remote[sequence.asked] = sequence.hold, None
+            self.remote[sequence.asked], sequence.hold = (sequence.hold, None), None
             self.prefills.cancel(sequence.asked)
             self.adapters.leave(sequence)
-            sequence.hold = None
         elif sequence.search is not None and sequence.search.running:
             self.forks.disband(sequence.search)
         elif sequence.hold is not None:
@@ -79,8 +78,7 @@ class Scheduler:
             if works:  # none where all that was left has been found in the cache
                 self._prefilled_last = True
                 return Plan("prefill", works, self.blocks.copies(), self.adapters.installs())
-        self._prefilled_last = False
-        before = self.preemptions
+        self._prefilled_last, before = False, self.preemptions
         works = self._grow()
         if works:
             plan = Plan("decode", works, self.blocks.copies(), self.adapters.installs())
@@ -139,8 +137,7 @@ class Scheduler:
         """Another choice of a request takes the place of the one whose prompt another pool computes."""
         assert sequence.hold is not None
         heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
-        heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
-        heir.slot, sequence.slot = sequence.slot, -1
+        heir.computed, heir.cached, heir.slot, sequence.hold = sequence.computed, sequence.cached, sequence.slot, None
         self.remote[heir.asked] = heir.hold, heir
 
     def arrived(self, key: str, whole: bool) -> Sequence | None:

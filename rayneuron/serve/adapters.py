@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment
-from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import CheckpointError, NotReady, RequestError, UnknownModel
+
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import Engine
 
 RETRY_S = 5.0  # what a client is told where there is no room
 

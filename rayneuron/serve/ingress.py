@@ -26,8 +26,7 @@ from rayneuron.serve.adapters import Adapting, confined
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
 from rayneuron.serve.page_files import page_routes
-from rayneuron.serve.verbs import Server
-from rayneuron.serve.weights import Reweighed
+from rayneuron.serve.verbs import Reweighed, Server
 
 CORS: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"], "max_age": 600}
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"

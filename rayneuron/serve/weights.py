@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from rayneuron.config import Deployment
 from rayneuron.engine.engine import Engine
@@ -12,14 +11,6 @@ from rayneuron.engine.loop import EngineLoop
 from rayneuron.engine.probe import probe
 from rayneuron.engine.swap import Swaps, exchange
 from rayneuron.errors import CheckpointError, RequestError
-
-
-@runtime_checkable
-class Reweighed(Protocol):
-    """A server whose weights may change."""
-
-    async def load_weights(self, path: str) -> str:
-        """Those of a directory, on every replica; what they are known by. Raises RequestError, NotReady."""
 
 
 async def change(config: Deployment, loop: EngineLoop, path: str, identity: str | None = None) -> str:

@@ -185,17 +185,16 @@ class Neuron:
 
     def _seated(self, target: Shape, blocks: Tensor, inputs: dict[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor | None]:
         """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle. None: all sit there."""
-        at = [block for (block,) in blocks.tolist()]  # a step finds its code in no cache: one call costs what twenty numbers do
-        true = {block: row for row, block in enumerate(at) if block < self._shape.space.blocks}
-        if all(block == row for block, row in true.items()):
+        at, held = blocks[:, 0].tolist(), self._shape.space.blocks
+        rows = [block for block in at if block < held]  # a step finds its code in no cache: one call costs what twenty numbers do
+        if rows == list(range(len(rows))):
             return target, inputs, None
-        found = next((one for one in self._wider[target] if one.rows > max(true)), None)
+        if rows != at[: len(rows)]:
+            raise ValueError("idle rows of a batch stand behind the others")
+        found = next((one for one in self._wider[target] if one.rows > max(rows)), None)
         if found is None:
-            raise CompileError(f"no decode graph reaches KV row {max(true)}; list max_num_seqs in buckets.batch")
-        laid = {kind: rows.clone() for kind, rows in self._blank[found].items()}
-        for kind, rows in inputs.items():
-            laid[kind].numpy()[list(true)] = rows.numpy()[list(true.values())]
-        return found, laid, torch.tensor([block if block in true else 0 for block in at])
+            raise CompileError(f"no {target.tag} graph reaches KV row {max(rows)}; list max_num_seqs in buckets.batch")
+        return found, *graphs.seat(inputs, self._blank[found], rows, len(at))
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks."""

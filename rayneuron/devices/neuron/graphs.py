@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,6 +55,17 @@ def pack(batch: Batch, shape: Shape, border: Border = WHOLE) -> dict[str, Tensor
         parts: list[Tensor] = [getattr(batch, n) for n in names]
         out[kind] = torch.cat([part if part.ndim > 1 else part.unsqueeze(1) for part in parts], 1)
     return out if border.first else {**out, "hidden": cast(Tensor, batch.hidden)}
+
+
+def seat(given: Mapping[str, Tensor], blank: Mapping[str, Tensor], rows: list[int], count: int) -> tuple[dict[str, Tensor], Tensor]:
+    """What was packed with its first rows at `rows`, the others as in `blank`; and for `count` rows where each is to be found."""
+    made, seats = {}, np.array(rows)
+    for kind, packed in given.items():  # numpy takes half of the time of torch
+        made[kind] = torch.from_numpy(laid := blank[kind].numpy().copy())
+        laid[seats] = packed.numpy()[: len(rows)]
+    found = np.zeros(count, np.int64)
+    found[: len(rows)] = seats
+    return made, torch.from_numpy(found)
 
 
 def unpack(given: Mapping[str, Tensor | None], shape: Shape, kv: KvShape, border: Border = WHOLE) -> Batch:
