@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -86,7 +86,7 @@ class Step:
 
 
 def engine(rows: int, blocks: int, *, ahead: bool = False, cached: bool = False) -> Engine:
-    sizes = capacity(rows=rows, length=LENGTH, chunk=8, smallest=8, smallest_context=4, kv_tokens=blocks * BLOCK, block=BLOCK)
+    sizes = replace(capacity(rows=rows, length=LENGTH, chunk=8, smallest=8, smallest_context=4, block=16), blocks=blocks, block=BLOCK)
     return Engine(Recall(sizes, ahead), vocab=VOCAB, eos_ids=(EOS,), model="recall" if cached else None)
 
 

@@ -18,7 +18,8 @@ from rayneuron import demo
 from rayneuron.devices.base import Reweighs
 from rayneuron.devices.cpu.device import Cpu
 from rayneuron.devices.neuron.device import Neuron
-from rayneuron.errors import NotReady
+from rayneuron.errors import NotReady, RequestError
+from rayneuron.serve import weights
 from tests.models import adapters as made
 from tests.serve.real import Server, serving
 
@@ -108,13 +109,17 @@ async def test_who_may_not(tiny: Path, root: Path, server: Server, monkeypatch: 
     for path in ("..", str(tiny), ".", ""):
         status, reply = await post(server, "/admin/weights", path=path)
         assert (status, reply["error"]["param"]) == (400, "path") and "weights_directory" in reply["error"]["message"]
-    monkeypatch.setattr(server.server.served.opened.engine.runner, "swap", None)
-    status, reply = await post(server, "/admin/weights", path="new")
+    with monkeypatch.context() as patch:
+        patch.setattr(server.server.served.opened.engine.runner, "swap", None)
+        status, reply = await post(server, "/admin/weights", path="new")
     assert status == 400 and "this device's graphs hold the weights" in reply["error"]["message"]
     assert issubclass(Cpu, Reweighs) and not issubclass(Neuron, Reweighs)
     async with serving(tiny, max_model_len=128) as other:
         status, reply = await post(other, "/admin/weights", path="new")
         assert status == 400 and "serving.weights_directory" in reply["error"]["message"]
+    with pytest.raises(RequestError, match="pools hand KV"):
+        pooled = server.server.config.model_copy(update={"pools": object()})
+        await weights.change(pooled, server.server.served.engine, str(root / "new"))
     made.write(root / "adapter", tiny, r=4, seed=1, size=0.2)
     lora = {"lora_modules": {"a": str(root / "adapter")}}
     async with serving(tiny, max_model_len=128, serving={"weights_directory": str(root)}, lora=lora) as other:
