@@ -150,6 +150,7 @@ class Serving(Parsers):
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
     reset_prefix_cache: bool = Field(False, description="Let clients empty the prefix caches: POST /reset_prefix_cache.")
+    weights_directory: str | None = Field(None, description="Let clients load other weights from folders under it: POST /admin/weights.")
     seat: SeatSection | None = Field(None, description="Written by a gateway's host: on which node, on which cores.")
 
     @property

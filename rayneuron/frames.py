@@ -88,7 +88,9 @@ class Reception(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A gateway that has nothing to say is there."""
+    """A gateway is there. `waiting_ms`: of work that waits at it, this replica's part."""
+
+    waiting_ms: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -132,7 +134,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway has to know of a replica. Travels through Ray only: `token` opens the connection.
 
     `args`, `user_config`: the deployment's own words. `model`: its fingerprint, where prefixes are kept, in blocks of `block` tokens.
-    `profile`: what its steps take, where they have been measured.
+    `profile`: what its steps take, where they have been measured. `adapters`: contents by name.
     """
 
     replica: str
@@ -150,6 +152,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile | None
     generation: dict[str, Any]
     chosen: dict[str, Any]
+    adapters: dict[str, str]
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):

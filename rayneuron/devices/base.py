@@ -220,6 +220,20 @@ class Adapts(Protocol):
         """Have a slot hold what `pack_adapter` has made, between two steps."""
 
 
+@runtime_checkable
+class Reweighs(Protocol):
+    """A device that can go on with other weights of the same shapes, between two steps."""
+
+    def stage_weights(self, weights: Weights) -> None:
+        """Hold others beside its own."""
+
+    def turn_weights(self) -> None:
+        """Go on with those; its own so far lie beside."""
+
+    def drop_weights(self) -> None:
+        """Let go of those beside."""
+
+
 class Device(Protocol):
     """A processor that holds one rank's weights and KV, and runs the listed shapes of one step function.
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from rayneuron.engine.blocks import Hold
+from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.remote import Loan
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 
@@ -51,6 +51,7 @@ class Sequence(Struct, eq=False):
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
     grammar: Any = None  # engine.grammar.Grammar, where its output is constrained; made once that is compiled
     drafter: Any = None  # engine.speculation.drafting.Drafter, where this engine drafts; made with the first decode step
+    search: Any = None  # engine.beams.Search, where its request searches beams
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     rank: tuple[int, int] = (0, 0)  # order of service: priority first (lower earlier), then arrival
@@ -63,7 +64,8 @@ class Sequence(Struct, eq=False):
         self.rank = (self.request.priority, self.order)
         self.whole = self.request.pooling == "mean"
         typical = params.typical_p < 1.0 and not params.greedy
-        self.edited = params.edits_logits or typical or params.structured_outputs is not None
+        constrained = params.structured_outputs is not None
+        self.edited = params.edits_logits or typical or constrained or params.beams is not None
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property
@@ -91,6 +93,13 @@ class Sequence(Struct, eq=False):
         self.computed = computed
         left = len(self.ids) + self.unseen - computed
         self.phase = "decode" if left == 1 and self.request.pooling is None else "prefill" if left else "due"
+
+    def skip_to(self, known: int) -> None:
+        """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
+        known = min(known, len(self.ids) - 1)
+        if self.leader is None and not self.preemptions:
+            self.cached += min(known, self.prompt_len) - min(self.computed, self.prompt_len)
+        self.run(known)
 
     def append(self, token: int) -> None:
         """The next id is known."""
@@ -159,3 +168,12 @@ def shareable(sequence: Sequence) -> tuple[Hold | None, int]:
     if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
         return None, 0
     return leader.hold, wanted
+
+
+def begins_alike(sequence: Sequence, blocks: Blocks, root: bytes) -> bool:
+    """Whether the first block that one just admitted does not share is begun as a copy. `root`: of its hashes."""
+    assert sequence.hold is not None
+    shared = sequence.hold.shared
+    first = shared * blocks.space.block
+    ids = sequence.ids[first : min(first + blocks.space.block, len(sequence.ids) - 1)]
+    return blocks.begin_alike(sequence.hold, sequence.hashes[shared - 1] if shared else root, ids, spare=blocks.space.rows)

@@ -89,9 +89,15 @@ class Catalogue(Handles):
         return await self.arbiter.describe()
 
     def named(self, name: str | None, here: str = "model") -> CatalogueEntry:
-        """The model of a name, the default one's where there is none. Raises UnknownModel, which tells those there are."""
+        """The model of a name, or of one of its adapters, the default one's where there is none. Raises UnknownModel, which tells those
+        there are, and RequestError where several have the adapter."""
         wanted = self.config.default if name is None else name
         found = [entry for entry in self.entries if wanted in entry.names]
+        if not found and here == "model":
+            found = [entry for entry in self.entries if wanted in entry.adapters]
+            if len(found) > 1:
+                ways = " or ".join(f"/m/{entry.names[0]}/" for entry in found)
+                raise RequestError(f"several models have an adapter `{name}`; call it under {ways}", param=here)
         if not found and self.config.any_name:
             found = [entry for entry in self.entries if self.config.default in entry.names]
         if found:

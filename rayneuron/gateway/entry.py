@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card, Standing
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
-from rayneuron.gateway.remote import Orders, RemoteEngine
+from rayneuron.gateway.remote import Orders, RemoteEngine, Seen
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import read_text
 from rayneuron.policies import admission
@@ -32,7 +31,6 @@ from rayneuron.serve.served import Served, around
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.verbs import NO_HEADERS, Entrance, Json, Shut, Verbs
-from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +48,6 @@ class Replicas(Orders, Protocol):
 
     async def all(self, method: str) -> list[object]:
         """What every replica answers to a call of a method, or what it raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a gateway knows of a model: `serve.hot.Known`."""
-
-    engine: RemoteEngine
-    text: Text
-    path: Path
-    generation: dict[str, Any]
-    chosen: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -133,9 +120,15 @@ class CatalogueEntry(Handles):
     def names(self) -> Sequence[str]:
         """What clients call it."""
         era = self.now if isinstance(self.now, Routed) else self.newest
-        if era is None and self._listed.name is not None:
-            return tuple(dict.fromkeys((*deployment.parse(self._listed.args or {}).model.served_names, self.name)))
-        return (self.name,) if era is None else tuple(dict.fromkeys((*era.config.model.served_names, self.name)))
+        config = self._listed.deployment if era is None else era.config
+        return tuple(dict.fromkeys((*(() if config is None else config.model.served_names), self.name)))
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """What clients call its adapters."""
+        config = self._listed.deployment
+        asleep = {} if config is None or config.lora is None else config.lora.modules
+        return asleep if self.newest is None else self.newest.context.adapters()
 
     @property
     def newest(self) -> Routed | None:

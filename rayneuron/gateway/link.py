@@ -52,7 +52,7 @@ class Link(asyncio.Protocol):
         self._outcomes: dict[int, asyncio.Future[Settled]] = {}  # of orders that went this way
         self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self._why = ""
-        self._gone = False
+        self._gone = self._waits = False
 
     async def connect(self) -> None:
         """Connect and say who it is. Raises OSError."""
@@ -115,15 +115,17 @@ class Link(asyncio.Protocol):
         """An order, or a choice of it, is not wanted any more."""
         self._send(Cancel(order, index, reason))
 
-    def tick(self, now_s: float) -> None:
-        """Say that this gateway is there; end where the replica has said nothing for long, and this process was there to hear it."""
+    def tick(self, now_s: float, waiting_ms: float) -> None:
+        """Say that this gateway is there, and what work waits at it; end where the replica has said nothing for long, and this process was
+        there to hear it."""
         if now_s - self._ticked_s > AWAY_S:
             self._heard_s = now_s
         self._ticked_s = now_s
         if now_s - self._heard_s > SILENT_S:
             self.end(f"the replica has said nothing for {SILENT_S:g} s")
-        elif now_s - self._said_s > ALIVE_S:
-            self._send(Alive())
+        elif now_s - self._said_s > ALIVE_S or waiting_ms or self._waits:
+            self._waits = waiting_ms > 0.0
+            self._send(Alive(waiting_ms))
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self._gone:

@@ -8,7 +8,8 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
@@ -23,8 +24,8 @@ from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
 from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
-from rayneuron.serve.hot import Nameless
 from rayneuron.serve.telemetry import Histogram
+from rayneuron.text.text import Text
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,6 @@ class RemoteEngine:
     alive = True
     timing = None
     prefills = None
-    adapters = Nameless()  # they are of a model's own application
 
     def __init__(
         self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
@@ -91,6 +91,11 @@ class RemoteEngine:
         if self.fleet.card is None:
             raise NotReady("no replica of this model has been seen yet")
         return self.fleet.card
+
+    @property
+    def adapters(self) -> Fleet:
+        """Those that every replica has."""
+        return self.fleet
 
     @property
     def vocab(self) -> int:
@@ -276,8 +281,19 @@ class RemoteEngine:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self.fleet.tick(now_s)
+            self.fleet.tick(now_s, self.desk.queue.waiting_ms)
             for number in self.desk.overdue(now_s):
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
             self.repair.tick(now_s)
             self._pump()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a gateway knows of a model: `serve.hot.Known`."""
+
+    engine: RemoteEngine
+    text: Text
+    path: Path
+    generation: dict[str, Any]
+    chosen: dict[str, Any]

@@ -70,12 +70,13 @@ class SeatReplicas:
         return cards
 
     async def _shown(self, name: str) -> list[Card]:
-        """Of those on a seat. Serve needs up to a second to know that one is ready: until then its own word counts, and Serve is not asked
-        for what the arbiter has not heard from it."""
-        early = None if any(self.seat_of.get(replica) == name for replica in self._known) else await self._ways[name].early()
-        if early is not None and name in self.standing.coming:
-            return [early]
-        cards = await self._ways[name].cards()
+        """Of those on a seat. Serve needs up to a second to know that one is ready, and a call of it waits until then: before, its own word
+        counts."""
+        way = self._ways[name]
+        if any(self.seat_of.get(replica) == name for replica in self._known):
+            return await way.cards()
+        early = await way.early()
+        cards = [] if name in self.standing.coming else await way.cards()
         self._known.update(card.replica for card in cards)
         return cards or ([] if early is None else [early])
 

@@ -22,7 +22,7 @@ from rayneuron.serve import pools, readiness, seated
 from rayneuron.serve.answering import Answering
 from rayneuron.serve.deployed import Deployed, layout_of, serve_deployment
 from rayneuron.serve.ingress import application
-from rayneuron.serve.prefill import PrefillServer, everybody, found, token_of
+from rayneuron.serve.prefill import ANSWER_S, PrefillServer, everybody, found, token_of
 from rayneuron.serve.replica import Opener, Replica
 from rayneuron.serve.telemetry import merged
 
@@ -132,10 +132,24 @@ class ServedEngine(Answering, Deployed, Replica):
         if wrong:
             raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
 
-    async def _everybody(self, method: str, *arguments: Any) -> Sequence[Any]:
+    async def replica_load_weights(self, path: str, identity: str, first: str) -> None:
+        """The same weights here, unless it is the replica that was first."""
+        if first != serve.get_replica_context().replica_id.unique_id:
+            await super().load_weights(path, identity)
+
+    async def load_weights(self, path: str, identity: str | None = None) -> str:
+        """The same on every replica, first on this one, which says what is wrong. One that comes later has those of the file."""
+        found, own, said = await super().load_weights(path, identity), serve.get_replica_context().replica_id.unique_id, self.config
+        within_s = said.serving.drain_timeout_s + said.group.load_s
+        answers = await self._everybody("replica_load_weights", path, found, own, within_s=within_s)
+        if wrong := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
+        return found
+
+    async def _everybody(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Sequence[Any]:
         """What every replica, this one too, answers to a call of a method, or what it raised."""
         context = serve.get_replica_context()
-        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method, *arguments)
+        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method, *arguments, within_s=within_s)
 
     def _publish(self, progress: str) -> None:
         readiness.publish(serve.get_replica_context().app_name, progress)

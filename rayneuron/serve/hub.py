@@ -149,6 +149,7 @@ class Hub:
             profile=engine.timing.profile() if engine.timing is not None else None,
             generation=opened.generation,
             chosen=opened.chosen,
+            adapters=dict(engine.adapters.names),
         )
         return msgspec.msgpack.encode(card)
 
@@ -188,6 +189,11 @@ class Hub:
         """How busy the replica is, as that gateway hears it."""
         coming = [number for number, request in caller.orders.items() if not self._owner.taken(request)]
         return self._owner.pressure(min(coming) - 1 if coming else caller.seen)
+
+    @property
+    def waiting_ms(self) -> float:
+        """This replica's part of the work that waits at gateways."""
+        return sum(caller.waiting_ms for caller in self.callers.values())
 
     def _stir(self) -> None:
         """The load has changed: all gateways hear of it soon, those most of all who do not know of the order."""

@@ -59,13 +59,14 @@ class Forward:
 
 class Caller(asyncio.Protocol):
     """The connection of one gateway. `orders`: those under way, with their request's id; `seen`: the last of them; `known`: up to where it
-    has heard of prefixes."""
+    has heard of prefixes; `waiting_ms`: this replica's part of the work that waits there."""
 
     def __init__(self, hub: Switch) -> None:
         self.gateway = b""
         self.orders: dict[int, str] = {}
         self.seen = 0
         self.known = (0, 0)
+        self.waiting_ms = 0.0
         self._hub = hub
         self._news: asyncio.Future[KvNews | None] | None = None
         self._frames: wire.Frames[FromGateway] = wire.Frames(FromGateway, wire.FIRST_BYTES)
@@ -101,8 +102,8 @@ class Caller(asyncio.Protocol):
             self._hub.cancel(self, message)
         elif isinstance(message, Order):
             self._hub.order(self, message)
-        else:
-            assert isinstance(message, Alive | Greeting)
+        elif isinstance(message, Alive):
+            self.waiting_ms = message.waiting_ms
 
     def _greeted(self, greeting: Greeting) -> None:
         if greeting.version != frames.VERSION:

@@ -61,11 +61,11 @@ async def found(handle: Any) -> dict[str, tuple[str, ...]]:
     return dict(answer for answer in await everybody(handle, "hello") if not isinstance(answer, BaseException))
 
 
-async def everybody(handle: Any, method: str, *arguments: Any) -> Sequence[Any]:
+async def everybody(handle: Any, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Sequence[Any]:
     """What every replica of a deployment answers to a call of a method, or what it raised."""
     # From an empty context: Serve takes calls made inside one request for the same call.
     asked = contextvars.Context().run(handle.broadcast, method, *arguments)
-    answers: Sequence[Any] = await asked.results_async(timeout_s=ANSWER_S, return_exceptions=True)
+    answers: Sequence[Any] = await asked.results_async(timeout_s=within_s, return_exceptions=True)
     return answers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rayneuron.api import call as api
 from rayneuron.api.call import Json as Json
@@ -110,3 +110,11 @@ class Server(Protocol):
 
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache of every replica; how many blocks they knew."""
+
+
+@runtime_checkable
+class Reweighed(Protocol):
+    """A server whose weights may change."""
+
+    async def load_weights(self, path: str) -> str:
+        """Those of a directory, on every replica; what they are known by. Raises RequestError, NotReady."""

@@ -48,8 +48,8 @@ class Simulation:
         self._arriving = True
         self._busy_s = self._engine_s = 0.0
         self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
-        elastic = setup.elastic
-        self._replicas = FleetSize(self.clock, elastic, self._nodes, self._open, self._gone) if elastic is not None else None
+        made = (self._nodes, self._open, self._gone, lambda: sum(gateway.desk.queue.waiting_ms for gateway in self._gateways))
+        self._replicas = FleetSize(self.clock, setup.elastic, *made) if setup.elastic is not None else None
         for _ in range(setup.nodes):
             self._open()
         for when_s, some, back_s in setup.kills:

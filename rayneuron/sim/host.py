@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
 from msgspec import Struct
 
 from rayneuron.devices.base import LIKELIEST, Shape
-from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, prefill_shape
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.pressure import pressure
@@ -43,6 +43,7 @@ class TracedScheduler(Scheduler):
         super().__init__(capacity, model, chunks)
         if self.blocks.log is not None:
             self.blocks.log = KvLog(_KEPT)
+        self.blocks.registered.part = sys.maxsize  # a trace says which blocks are equal, not which begin alike
         self.hashes: dict[int, Sequence[bytes]] = {}  # of all blocks a sequence will ever fill, by its order
 
     def _hashes(self, sequence: Running) -> list[bytes]:
@@ -50,9 +51,6 @@ class TracedScheduler(Scheduler):
         if need > have:
             sequence.hashes += self.hashes[sequence.order][have:need]
         return sequence.hashes
-
-    def _begin_alike(self, sequence: Running, hold: Hold) -> None:
-        """A trace says which blocks are equal, not which begin so."""
 
     def _root(self, sequence: Running) -> bytes:
         return b""

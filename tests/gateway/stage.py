@@ -143,8 +143,9 @@ class Followed:
         self.stage, self.name = stage, name
 
     async def cards(self) -> list[Card]:
+        await self.stage.slow.wait()  # as Serve lets a call wait for the first replica
         wired = self.stage.wired.get(self.name)
-        return [] if wired is None or wired.unknown else await wired.cards()
+        return [] if wired is None else await wired.cards()
 
     def __getattr__(self, what: str) -> Any:
         return getattr(self.stage.wired.get(self.name) or Wired([]), what)

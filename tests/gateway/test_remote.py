@@ -13,6 +13,7 @@ import pytest
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestError
 from rayneuron.gateway.routes import application
+from rayneuron.serve.answering import Answering
 from rayneuron.serve.ingress import application as alone
 from rayneuron.serve.replica import Replica
 from tests.gateway.fleet import House, house, scripted
@@ -117,6 +118,27 @@ async def test_calls_spread_over_the_replicas(two: House) -> None:
     for member in two.members:
         member.engine.runner.free()
     assert {len(reply["choices"]) for reply in await asyncio.gather(*calls)} == {1}
+    await two.settle()
+
+
+async def test_replicas_know_of_the_work_that_waits_before_them(two: House) -> None:
+    """What the desk holds back is told to them in equal parts, and so to who decides how many there are; and that it is over, too."""
+    member = two.members[0]
+    counted = Answering(member.replica.config.model_dump(exclude_unset=True), opener_of(member.replica.served.opened.path))
+    for each in two.members:
+        each.engine.runner.hold()
+    calls = [asyncio.ensure_future(two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})) for i in range(40)]
+    desk = two.engine.desk
+    await two.until(lambda: desk.open["calls"] == 40 and all(each.hub.waiting_ms for each in two.members))
+    assert desk.open["waiting"] > 0 and sum(each.hub.waiting_ms for each in two.members) == pytest.approx(desk.queue.waiting_ms)
+    counted._served = member.replica._served
+    alone_ms = counted.record_autoscaling_stats()["backlog_ms"]
+    counted._hub = member.hub
+    assert counted.record_autoscaling_stats()["backlog_ms"] == pytest.approx(alone_ms + member.hub.waiting_ms)
+    for each in two.members:
+        each.engine.runner.free()
+    await asyncio.gather(*calls)
+    await two.until(lambda: not any(each.hub.waiting_ms for each in two.members))
     await two.settle()
 
 

@@ -123,6 +123,10 @@ def test_each_adapter_has_kv_of_its_own_in_both_pools(tiny: Path, tmp_path: Path
     async def ask() -> None:
         async with serving(tiny, **words) as alone:
             await alone.server.change_adapters(Change("c", "c"))
+            drawn = body(model="a", n=3, temperature=1.0, seed=5, return_token_ids=True)
+            first = [one["token_ids"][0] for one in (await alone.server.completions(drawn))["choices"]]
+            assert len(set(first)) > 1
+            bodies.extend([body(model="b", max_tokens=1), {**drawn, "stop_token_ids": first[:1]}])  # all ends, or who led, with token 0
             wanted = [choices(await alone.server.completions(one)) for one in bodies]
         assert len({str(one) for one in wanted[:4]}) == 4
         async with pooled(tiny, **words) as (server, there):
@@ -136,10 +140,12 @@ def test_each_adapter_has_kv_of_its_own_in_both_pools(tiny: Path, tmp_path: Path
             got = await asyncio.gather(*(server.server.completions(one) for one in bodies))
             assert [choices(one) for one in got] == wanted and counts["fallbacks"] == len(kinds)
             assert counts["adopted"] > len(bodies) and declined["declined"] == len(kinds)
-            gone = asyncio.ensure_future(server.server.completions(body(model="c", max_tokens=60)))
+            left = asyncio.ensure_future(server.server.completions(body(model="a", max_tokens=60, prompt=LONG[9:])))
+            gone = asyncio.ensure_future(server.server.completions(body(model="c", max_tokens=60, prompt=LONG[5:])))
             async with asyncio.timeout(PATIENCE_S):
-                while not server.server.load().snapshot.remote:
+                while (load := server.server.load().snapshot).remote + load.running < 2:
                     await asyncio.sleep(0)
+            left.cancel()
             for one in (server.server, there[0]):  # whoever has begun ends with what it began with
                 await one.change_adapters(Change("c"))
             assert (await gone)["usage"]["completion_tokens"] == 60

@@ -64,7 +64,7 @@ class Speculation:
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
             record, behind = sequence.drafter.record, None
-            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1)
+            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             drafts = _forced(grammar, most)
             if drafts:
