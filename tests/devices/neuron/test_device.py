@@ -104,6 +104,7 @@ def test_drafts_change_no_token(standin: Path, tiny: Path, more: dict[str, Any],
         want = [o.outputs[0].token_ids for o in cpu.generate(prompts, params)]
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     with LLM(str(tiny), device="neuron", speculative_config=speculative, **options) as llm:
+        assert llm.engine.timing is not None and [rows for rows, _ in llm.engine.timing.fixed.verify] == [3]
         drafts: list[tuple[int, int]] = []
         step = llm.engine.step
         monkeypatch.setattr(llm.engine, "step", lambda: (step(), drafts.extend(llm.engine.info.drafts))[0])

@@ -76,11 +76,14 @@ def tokens(model: Path, processes: Children | None = None, **options: Any) -> li
         for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             engine.add(Request(id=str(i), prompt_ids=prompt, params=params))
         out: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
+        true = 0  # of what was drafted
         while engine.has_work:
             for delta in engine.step():
                 assert delta.error is None
                 out[delta.request_id] += delta.token_ids
+            true += sum(accepted for _, accepted in engine.info.drafts)
         engine.check_ledger()
+        assert bool(true) == ("speculative_config" in options)
         if processes is not None:
             assert isinstance(engine.runner, Group) and len(engine.runner.members) == len(engine.runner.layout.workers) - 1 > 0
         return list(out.values())
@@ -108,6 +111,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "two stages on one node": {"tensor_parallel": 2, "pipeline_parallel": 2, "instance": "cores:4"},
     "two stages in three micro-batches": {"pipeline_parallel": 2, "micro_batches": 2, "nodes": 2, "instance": "cores:1"},
     "tp4 over two nodes, ahead": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "compile": {"async_mode": True}},
+    "tp4 over two nodes, drafts": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}},
     "sequence parallel over two nodes": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "sequence_parallel": True},
 }
 
