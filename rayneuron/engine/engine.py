@@ -54,7 +54,7 @@ class Engine:
         self.eos_ids = frozenset(eos_ids)
         self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation, adapters)
         self.adapters = self.scheduler.adapters
-        self.timing = Timing(profile) if profile is not None else None
+        self.timing = Timing(profile, speculation.took if speculation is not None else None) if profile is not None else None
         self.info = StepInfo()
         self.steps = 0
         self._clock = clock
