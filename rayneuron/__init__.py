@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayneuron.constraints import Beams as Beams
     from rayneuron.constraints import StructuredOutputs as StructuredOutputs
     from rayneuron.errors import RayNeuronError as RayNeuronError
     from rayneuron.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RayNeuronError", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LLM", "Beams", "RayNeuronError", "SamplingParams", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,8 +24,8 @@ def __getattr__(name: str) -> Any:
             return import_module("rayneuron.errors").RayNeuronError
         case "SamplingParams":
             return import_module("rayneuron.types").SamplingParams
-        case "StructuredOutputs":
-            return import_module("rayneuron.constraints").StructuredOutputs
+        case "Beams" | "StructuredOutputs":
+            return getattr(import_module("rayneuron.constraints"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

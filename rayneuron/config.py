@@ -150,6 +150,7 @@ class Serving(Parsers):
     trace: bool = Field(False, description="OpenTelemetry spans, one a request (needs opentelemetry-sdk).")
     page: bool = Field(True, description="Serve the chat page at /.")
     reset_prefix_cache: bool = Field(False, description="Let clients empty the prefix caches: POST /reset_prefix_cache.")
+    weights_directory: str | None = Field(None, description="Let clients load other weights from folders under it: POST /admin/weights.")
     seat: SeatSection | None = Field(None, description="Written by a gateway's host: on which node, on which cores.")
 
     @property
@@ -217,7 +218,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | None = Field(None, description="On the CPU, tokens tried before they are known. Default: none.")
+    speculative_config: SpeculativeConfig | None = Field(None, description="Tokens tried before they are known. Default: none.")
     lora: Lora | None = Field(None, description="LoRA adapters, on the CPU. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()

@@ -154,8 +154,6 @@ def unadapted(config: Any) -> str | None:
         return f"device {config.device}, whose graphs have no adapters yet; merge the adapter into the weights"
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before a slot may change; leave one out"
-    if config.pools is not None:
-        return "pools, which do not tell each other of adapters yet; leave one out"
     if config.sequence_parallel:
         return "sequence_parallel, whose prefills take layers apart; leave one out"
     return None
@@ -163,8 +161,8 @@ def unadapted(config: Any) -> str | None:
 
 def undrafted(config: Any) -> str | None:
     """The key of a Deployment with which nothing is speculated, and why; None where there is none."""
-    if config.few_graphs:
-        return f"device {config.device}, for which drafts are not verified yet; leave it out"
+    if config.few_graphs and config.speculative_config.by_model:
+        return f"device {config.device} with a draft model, which its graphs do not have yet; write method: ngram"
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before the tokens of the last are known; leave one out"
     if config.pipeline_parallel > 1:

@@ -1,4 +1,5 @@
-"""What gateways and replicas say to each other: an order and its outcome by Serve, all else over one connection (msgspec structs)."""
+"""What gateways and replicas say to each other: an order and its outcome by Serve, all else over one connection (msgspec structs); they too
+where Serve does not know the replica yet."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
-VERSION = 2  # raised with every change of a message
+VERSION = 3  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
 
 
-class Order(msgspec.Struct, array_like=True, frozen=True):
+class Order(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A request for one replica. `number` counts a gateway's orders to it from 1. `left_s`, not a deadline: clocks of two hosts differ.
 
     `waited_s`: how long ago the client asked.
@@ -62,6 +63,13 @@ class Settled(msgspec.Struct, array_like=True, frozen=True):
     failed: bool = False
 
 
+class OrderEnded(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How an order ended that came over the connection."""
+
+    order: int
+    settled: Settled
+
+
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """First words of a gateway. `token`, `epoch`: those of the replica's card."""
 
@@ -80,7 +88,9 @@ class Reception(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A gateway that has nothing to say is there."""
+    """A gateway is there. `waiting_ms`: of work that waits at it, this replica's part."""
+
+    waiting_ms: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -124,7 +134,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway has to know of a replica. Travels through Ray only: `token` opens the connection.
 
     `args`, `user_config`: the deployment's own words. `model`: its fingerprint, where prefixes are kept, in blocks of `block` tokens.
-    `profile`: what its steps take, where they have been measured.
+    `profile`: what its steps take, where they have been measured. `adapters`: contents by name.
     """
 
     replica: str
@@ -142,6 +152,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile | None
     generation: dict[str, Any]
     chosen: dict[str, Any]
+    adapters: dict[str, str]
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):
@@ -174,5 +185,5 @@ class Standing(msgspec.Struct, frozen=True):
     failed: str = ""
 
 
-FromGateway = Greeting | Alive | Cancel
-FromReplica = Reception | Tokens | KvEvents | Leaving
+FromGateway = Greeting | Alive | Cancel | Order
+FromReplica = Reception | Tokens | KvEvents | Leaving | OrderEnded

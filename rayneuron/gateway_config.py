@@ -40,6 +40,11 @@ class Listed(Section):
         """What the gateway calls it."""
         return self.application or self.name or ""
 
+    @property
+    def deployment(self) -> Deployment | None:
+        """Of a model of the host: how it is served."""
+        return None if self.name is None else parse_model(self.args or {})
+
     @model_validator(mode="after")
     def _one_owner(self) -> Listed:
         if (self.application is None) == (self.name is None):

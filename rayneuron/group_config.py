@@ -16,7 +16,7 @@ Made = TypeVar("Made", bound=Section)
 # What both pools must say alike: by what KV is made, and how it lies. Other keys are each pool's own.
 ALIKE = (
     *("model", "dtype", "quantization", "kv_dtype", "block_size", "enable_prefix_caching", "max_model_len", "shard_over_sequence"),
-    *("capacity_factor", "on_device_sampling"),
+    *("capacity_factor", "on_device_sampling", "lora"),
 )
 FEW_ROWS = 4  # a prefill replica's, where nothing is said
 PREFILL_POLICY = "rayneuron.policies.pool_sizes:PromptTokens"  # of its pool, too: Serve's own counts calls, and nobody calls it
@@ -71,6 +71,10 @@ def prefill_of(config: Made, place: Locate = lambda path, text: "") -> Made:
             return place(keys, text)
         return place(("pools", "prefill", *keys), text) + "pools.prefill: "
 
+    if over.get("speculative_config"):
+        said = "speculative_config is of those that decode; a prefill replica computes one token of an output; leave it out"
+        raise ConfigError(placed(("speculative_config",), said) + said, param="pools.prefill.speculative_config")
+    over["speculative_config"] = False  # nor has it a draft model
     if "pools" in over:
         raise ConfigError(placed(("pools",), "pools") + "pools are not nested; leave pools out", param="pools.prefill.pools")
     serving = {key: value for key, value in args.get("serving", {}).items() if key not in ("num_replicas", "autoscaling")}
@@ -84,7 +88,7 @@ def prefill_of(config: Made, place: Locate = lambda path, text: "") -> Made:
         mine, theirs = getattr(config, name), getattr(made, name)
         if mine == theirs:
             continue
-        if isinstance(mine, Section):
+        if isinstance(mine, Section) and isinstance(theirs, Section):
             part = next(key for key in type(mine).model_fields if getattr(mine, key) != getattr(theirs, key))
             name, mine, theirs = f"{name}.{part}", getattr(mine, part), getattr(theirs, part)
         said = f"{name} is {theirs!r} there and {mine!r} for decoding, and both pools must have the same; leave it out there"

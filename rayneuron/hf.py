@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayneuron.constraints import Beams
 from rayneuron.errors import RequestError
 from rayneuron.llm import LLM
 from rayneuron.types import Request, SamplingParams
@@ -28,11 +29,12 @@ _SAME = {
 }
 _LENGTHS = ("max_length", "max_new_tokens", "min_length")
 _OTHER = ("do_sample", "num_return_sequences", "eos_token_id", "pad_token_id", "bos_token_id", "bad_words_ids", "suppress_tokens", "seed")
+_BEAMS = ("num_beams", "length_penalty", "early_stopping")
+_SET = {*_SAME, *_LENGTHS, *_OTHER, *_BEAMS}
 # How transformers drafts, which changes no token; here the deployment says it, by speculative_config.
 _DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule")
 # What a GenerationConfig may hold that changes nothing here when it has this value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "penalty_alpha": (None, 0),
     "return_dict_in_generate": (None, False),
@@ -43,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class HuggingFaceGenerationAdapter:
-    """`generate()` of a transformers model, run by an `LLM`. Greedy and multinomial sampling; beams are refused.
+    """`generate()` of a transformers model, run by an `LLM`. Greedy and multinomial sampling, and beam search.
 
     >>> model = HuggingFaceGenerationAdapter(LLM("demo:smollm2"))
     >>> model.generate(tokenizer("Hello", return_tensors="pt").input_ids, max_new_tokens=8)
@@ -82,6 +84,9 @@ class HuggingFaceGenerationAdapter:
         copies = settings.get("num_return_sequences") or 1
         if streamer is not None and len(prompts) * copies > 1:
             raise RequestError(f"a streamer needs one sequence, got {len(prompts)} prompts x {copies}", param="streamer")
+        if requests[0].params.beams is not None and (streamer is not None or stopping_criteria):
+            name = "streamer" if streamer is not None else "stopping_criteria"
+            raise RequestError(f"{name} sees tokens as they come, and those of a beam search come at its end; leave it out", param=name)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         made = self._run(requests, streamer, list(stopping_criteria or ()))
@@ -119,14 +124,14 @@ def _check_drafts(llm: LLM) -> None:
 
 def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
     """Later sources win; None means not set. Raises RequestError for a name or value that would be ignored."""
-    settings = {k: v for k, v in model.items() if k in _SAME or k in _OTHER or k in _LENGTHS}
+    settings = {k: v for k, v in model.items() if k in _SET}
     for source in given:
         if source is None:
             continue
         strict = isinstance(source, dict)
         values = source if strict else source.to_diff_dict()
         for name, value in values.items():
-            if name in _SAME or name in _OTHER or name in _LENGTHS:
+            if name in _SET:
                 if value is not None:
                     settings[name] = value
             elif name in _DRAFTING:
@@ -135,9 +140,7 @@ def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
                 if value not in _NEUTRAL[name]:
                     raise RequestError(f"generate({name}={value!r}) is not supported; leave it out", param=name)
             elif strict:
-                raise RequestError(
-                    f"generate() does not know {name!r}; known are {', '.join(sorted({*_SAME, *_OTHER, *_LENGTHS}))}", param=name
-                )
+                raise RequestError(f"generate() does not know {name!r}; known are {', '.join(sorted(_SET))}", param=name)
     return settings
 
 
@@ -156,10 +159,12 @@ def _params(settings: dict[str, Any], prompt: int, width: int, most: int) -> Sam
         values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
     elif "top_k" not in settings:
         values["top_k"] = 50  # transformers' default
+    beams = _beams(settings, sampling)
     eos = settings.get("eos_token_id")
     shortest = max(settings.get("min_length", 0) - prompt, values.pop("min_tokens", 0))
     return SamplingParams(
         **values,
+        beams=beams,
         n=settings.get("num_return_sequences") or 1,
         max_tokens=min(new, most - prompt),
         min_tokens=max(shortest, 0),
@@ -169,6 +174,17 @@ def _params(settings: dict[str, Any], prompt: int, width: int, most: int) -> Sam
         bad_words_ids=tuple(tuple(w) for w in settings.get("bad_words_ids") or ()),
         banned_token_ids=tuple(settings.get("suppress_tokens") or ()),
     )
+
+
+def _beams(settings: dict[str, Any], sampling: bool) -> Beams | None:
+    width = settings.get("num_beams") or 1
+    if width == 1:
+        return None
+    if sampling:
+        raise RequestError("beams are not sampled: leave do_sample out, or num_beams", param="num_beams")
+    return Beams(
+        width=width, length_penalty=settings.get("length_penalty", 1.0), early_stopping=settings.get("early_stopping", False)
+    )  # fmt: skip
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

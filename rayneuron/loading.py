@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -195,6 +196,11 @@ def open_text(config: Deployment) -> tuple[Text, Path]:
     return _text(config, path, {}), path
 
 
+async def read_text(config: Deployment) -> tuple[Text, Path]:
+    """As `open_text`, on a thread."""
+    return await asyncio.to_thread(open_text, config)
+
+
 def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
     with _timed(seconds, "tokenizer"):
         from rayneuron import sources
@@ -263,8 +269,9 @@ def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
     """What drafts."""
     from rayneuron.engine.speculation.drafting import speculation
 
-    said = model.config.speculative_config
-    return None if said is None else speculation(said, profile, model.capacity, None if model.draft is None else model.draft.limit)
+    config, limit = model.config, None if model.draft is None else model.draft.limit
+    said = config.speculative_config
+    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs)
 
 
 def _estimate(model: Runnable) -> str:

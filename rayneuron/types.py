@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
-from rayneuron.constraints import StructuredOutputs
+from rayneuron.constraints import Beams, StructuredOutputs
 from rayneuron.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -28,7 +28,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose tokens, named as vLLM names it. Ranges are checked on construction; vocabulary and lengths by the engine.
 
     Two spellings of one wish are one value: small temperatures are raised, biases clamped, ids listed once and in order.
-
     `temperature` 0 is greedy. `top_k` 0 or -1, `top_p` 1, `min_p` 0 and `typical_p` 1 switch the filter off. `max_tokens` None: as many as
     fit. `logprobs` k returns the chosen token and the k likeliest (0: the chosen one only), or `logprob_token_ids` instead of those.
     """
@@ -61,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    beams: Beams | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -75,7 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}", param="min_tokens")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             force_setattr(self, "temperature", MIN_TEMPERATURE)
-        if self.n > 1 and self.greedy:
+        if self.beams is not None:
+            self.beams.check(self.n, self.max_tokens, self.stop, self.structured_outputs)
+        elif self.n > 1 and self.greedy:
             raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
         if any(not s for s in self.stop):
             raise RequestError("stop must not hold an empty string", param="stop")
@@ -137,8 +139,7 @@ class Request(msgspec.Struct, kw_only=True):
 
     `priority`: lower runs earlier (vLLM's sense). `arrival_s`, `deadline_s` are `time.monotonic()` seconds of the engine's process.
     `cache_salt`: only requests of the same one share cached prefixes. `seed`: of choice 0, whoever drew it; None: the engine does.
-    `output_ids`: what another engine has generated of its one choice already; this one goes on behind them.
-    `trace`: a W3C traceparent, under which others may say what they did for it.
+    `output_ids`: what another engine has generated of its one choice already. `trace`: a W3C traceparent, under which others may say more.
     `prediction`: what its output may be; where drafts are tried, that makes it come sooner, and changes no token.
     `pooling`: its prompt's hidden states are wanted instead of tokens (max_tokens 0), of the last position or the mean of all.
     """
@@ -185,8 +186,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
     `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
     `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
-    `pooled`: float32 [E], where that is asked for. `error` says why in words a client may read; where `fault` is "engine", for the log;
-    `param` names the field.
+    `pooled`: float32 [E], where asked for. `error` says why in words a client may read (`fault` "engine": for the log), `param` what of.
     """
 
     request_id: str
@@ -282,7 +282,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
     short contexts, whosever they are: differences say what more tokens add to a step. chunk: most new tokens of a prefill step; chunk_ms:
     its longest time while others decode, 0 for any. host_ms: of a step beside that; output_tokens: of a request; both 0 before the first.
-    passes: (rows, ms) of one pass of a draft model. batch, lengths, context and prefix are the Capacity's.
+    verify: (rows, ms) of a step with all drafts; passes: of one pass of a draft model. batch, lengths, context, prefix: the Capacity's.
     """
 
     batch: tuple[int, ...]
@@ -293,6 +293,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[tuple[int, int, float], ...]
     prefill: tuple[tuple[int, int, int, float], ...]
     tokens: tuple[tuple[int, float], ...]
+    verify: tuple[tuple[int, float], ...] = ()
     passes: tuple[tuple[int, float], ...] = ()
     chunk_ms: float = 0.0
     host_ms: float = 0.0

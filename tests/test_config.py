@@ -278,7 +278,7 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
         ({"speculative_config": {}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
         ({"speculative_config": {}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),
         ({"speculative_config": {}, "capacity_factor": 1.5}, "goes without capacity_factor"),
-        ({"speculative_config": {}, "device": "neuron"}, "goes without device neuron"),
+        ({"speculative_config": {"quantization": "int8", "method": "draft_model"}, "device": "neuron"}, "device neuron with a draft model"),
         ({"num_speculative_tokens": 4}, "write speculative_config: {method: ngram, num_speculative_tokens: 8}"),
     ],
 )

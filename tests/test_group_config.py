@@ -29,6 +29,12 @@ def test_a_prefill_pool_is_the_rest_of_the_file_with_its_own_keys() -> None:
     assert prefill_of(parse(scaled)).serving.drain_timeout_s == 7.0
 
 
+def test_who_computes_one_token_has_no_drafts() -> None:
+    words = {"model": {"path": "/m"}, "speculative_config": {"model": "/draft"}, "pools": {"prefill": {"speculative_config": False}}}
+    here, there = parse(words), prefill_of(parse(words))
+    assert here.speculative_config is not None and here.speculative_config.model == "/draft" and there.speculative_config is None
+
+
 def test_each_pool_scales_by_what_it_is_asked_for() -> None:
     own = {"autoscaling": {"max_replicas": 4}}
     words = {"model": {"path": "/m"}, "serving": {"autoscaling": {"max_replicas": 2}}, "pools": {"prefill": {"serving": own}}}
@@ -53,7 +59,9 @@ def test_each_pool_scales_by_what_it_is_asked_for() -> None:
         ({"tensor_paralel": 2}, "pools.prefill: unknown key tensor_paralel; did you mean tensor_parallel?"),
         ({"tensor_parallel": 0}, "pools.prefill: tensor_parallel: must be at least 1, got 0"),
         ({"buckets": {"batch": []}}, "pools.prefill: buckets.batch: a bucket list needs"),
+        ({"lora": {"lora_modules": {"a": "/a"}}}, "there and None for decoding, and both pools must have the same"),
         ({"pools": {"lease_s": 1.0}}, "pools are not nested"),
+        ({"speculative_config": {"method": "ngram"}}, "pools.prefill: speculative_config is of those that decode"),
         ({"serving": {"autoscaling": {"min_replicas": 0}}}, "pools.prefill: serving.autoscaling.min_replicas is 0, and nobody would ask"),
         ({"compile": {"async_mode": True}, "pipeline_parallel": 2}, "compile.async_mode goes without pipeline_parallel"),
     ],

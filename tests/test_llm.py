@@ -317,11 +317,11 @@ class TestAdapter:
         assert out.shape[1] == 9 and streamer.ended
         assert [t for part in streamer.seen for t in part] == out[0].tolist()
 
-    def test_sampling_repeats_and_beams_are_refused(self, llm):
+    def test_sampling_repeats_and_groups_of_beams_are_refused(self, llm):
         adapter, ids = HuggingFaceGenerationAdapter(llm), torch.tensor([llm.text.encode("Once")])
         draw = lambda: adapter.generate(ids, do_sample=True, temperature=0.9, max_new_tokens=5, num_return_sequences=2, seed=3)  # noqa: E731
         assert torch.equal(draw(), draw()) and draw().shape[0] == 2
-        with pytest.raises(RequestError, match="num_beams"):
-            adapter.generate(ids, num_beams=4)
+        with pytest.raises(RequestError, match="num_beam_groups"):
+            adapter.generate(ids, num_beam_groups=4)
         with pytest.raises(RequestError, match="nonsense"):
             adapter.generate(ids, nonsense=1)

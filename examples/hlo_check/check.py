@@ -2,12 +2,12 @@
 
 * Every family, kind of graph and option, small: lowered and run. No operator falls back to eager, results and states equal eager torch's.
 * Groups of 8 and 32 ranks, lowered: the number of collectives, all of them over all ranks.
-* 8B over 8 ranks and 70B over 32, every graph a deployment gets by default, lowered from config.json alone with two of the layers:
-  bytes of KV that move in a step by the bytes that attention reads, and operations by what arithmetic says.
+* 8B over 8 ranks and 70B over 32, every graph a deployment gets by default and those that verify drafts, lowered from config.json alone
+  with two of the layers: bytes of KV that move in a step by the bytes that attention reads, and operations by what arithmetic says.
 * The verbs that `rayneuron neuron-check` tries one at a time.
 * Nothing on the list of `hlo.denied` anywhere.
 
-    python check.py [--family llama] [--small | --large] [--nxd /path/to/neuronx-distributed/src]
+    python check.py [--family llama] [--small | --large] [--part 1/3] [--nxd /path/to/neuronx-distributed/src]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ import torch_xla  # noqa: E402
 import torch_xla.core.xla_model as xm  # noqa: E402
 import torch_xla.debug.metrics as metrics  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from rayneuron import models  # noqa: E402
 from rayneuron.config import parse  # noqa: E402
@@ -42,7 +44,7 @@ from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SCORES, S
 from rayneuron.devices.idle import idle  # noqa: E402
 from rayneuron.devices.neuron import graphs, targets  # noqa: E402
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move  # noqa: E402
-from rayneuron.engine.buckets import inventory  # noqa: E402
+from rayneuron.engine.buckets import EVERY, inventory  # noqa: E402
 from rayneuron.engine.neuron_sampling import NeuronSampling  # noqa: E402
 from rayneuron.group import pipeline  # noqa: E402
 from rayneuron.group.pipeline import Stage  # noqa: E402
@@ -60,7 +62,7 @@ probes.ROWS, probes.VOCAB, probes.LENGTH, probes.HIDDEN = 4, 2048, 512, 64
 SPACE = KvSpace(rows=3, limit=32, blocks=3, block=32)
 BLOCKS = KvSpace(rows=3, limit=32, blocks=8, block=8)
 DECODE = Shape("decode", 2, 1, 32, LOGITS)
-KINDS = (Shape("prefill", 1, 16, 32, LOGITS), DECODE, Shape("verify", 2, 3, 32, SCORES))
+KINDS = (Shape("prefill", 1, 16, 32, LOGITS), DECODE, Shape("verify", 2, 3, 32, EVERY[LOGITS]))
 ONCE = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 3, 1, 32, LIKELIEST), Shape("prefill", 1, 16, 32, SCORES))
 MOVES = (Move("kv_export", 4), Move("kv_import", 4), Move("kv_copy", 4))
 STAGES = (  # of async mode, and of the two stages of a pipeline
@@ -101,6 +103,15 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class Bytes(TorchDispatchMode):
+    """Eager CPU, which has no indices of float8 in this release: they are taken of its bytes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor and (dtype := args[0].dtype).is_floating_point and dtype.itemsize == 1:
+            return func(args[0].view(torch.uint8), *args[1:]).view(dtype)
+        return func(*args, **(kwargs or {}))
 
 
 class Groups:
@@ -210,7 +221,7 @@ def check_one(raw: dict[str, Any], target: targets.Target, border: Border = WHOL
     for one in (eager, graph) if border.feedback else ():
         one.ids += torch.arange(7, 7 + SPACE.rows + 1, dtype=torch.int32)
     eager.shown = target
-    with torch.no_grad():
+    with torch.no_grad(), Bytes():
         want = eager(**given)
     out, module = lowered(graph, target, given)
     said = moved_bytes(graph, module, target)
@@ -266,7 +277,7 @@ def check_large(raw: dict[str, Any], ranks: int, capacity: Any, target: targets.
         return said
     arch, tokens = models.architecture(raw), target.rows * target.tokens
     plan, held = share(arch, ranks).plan, parameters(arch, models.family(raw), ranks)
-    head = 2 * target.rows * (target.tokens if target.want == SCORES else 1) * arch.hidden * -(-arch.vocab // ranks)
+    head = 2 * target.rows * (target.tokens if target.want.at == "all" else 1) * arch.hidden * -(-arch.vocab // ranks)
     wanted = 2 * tokens * held.products + head + 4 * arch.layers * tokens * plan.q_heads * arch.head_dim * target.length
     found = module.dot_flops() / wanted
     assert 1 <= found <= MOST_FLOPS, f"{found:.3f} of the operations that arithmetic says"
@@ -298,7 +309,8 @@ def checks(families: list[str], small: bool, large: bool) -> Iterator[tuple[str,
         yield "llama shard_over_sequence, 8 ranks", partial(check_groups, 8, raw=split, arch=made)
     for name, (ranks, more) in LARGE.items() if large else ():
         raw = {**LLAMA3, **more}
-        config = parse({"model": {"path": "x"}, "device": "neuron", "tensor_parallel": ranks, "max_model_len": 8192, "max_num_seqs": 32})
+        given = {"device": "neuron", "tensor_parallel": ranks, "max_model_len": 8192, "max_num_seqs": 32}
+        config = parse({"model": {"path": "x"}, **given, "speculative_config": {"method": "ngram"}})
         capacity = capacity_of(config, raw)
         for target in targets.targets(inventory(capacity), capacity.space):
             yield f"{name}, {ranks} ranks {targets.name(target)}", partial(check_large, raw, ranks, capacity, target)
@@ -314,15 +326,19 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="only the small graphs")
     parser.add_argument("--large", action="store_true", help="only 8B and 70B")
     parser.add_argument("--nxd", type=Path, help="src folder of a neuronx-distributed checkout")
+    parser.add_argument("--part", default="1/1", help="of all checks one of so many equal parts, one after another")
     args = parser.parse_args()
     passed = failed = 0
     listed = list(checks(args.family or list(FAMILIES), not args.large, not args.small))
+    part, parts = map(int, args.part.split("/"))
+    listed = listed[len(listed) * (part - 1) // parts : len(listed) * part // parts]
     if args.nxd:
         import sharding
 
         listed.append(("shard_checkpoint of NxD", partial(sharding.check, args.nxd)))
-    today = time.strftime("%Y-%m-%d")
-    print(f"# Run of {today}: {len(listed)} checks, torch {torch.__version__}, torch-xla {torch_xla.__version__}.", flush=True)
+    commit = subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False).stdout
+    versions = f"commit {commit.strip() or 'unknown'}, torch {torch.__version__}, torch-xla {torch_xla.__version__}"
+    print(f"# Run of {time.strftime('%Y-%m-%d')}, part {args.part}: {len(listed)} checks, {versions}.", flush=True)
     for name, check in listed:
         started = time.perf_counter()
         try:

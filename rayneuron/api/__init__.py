@@ -14,7 +14,7 @@ All of it runs on the event loop, a few microseconds a token. How the server use
 * What fails before a dialect is known (a long body, a wrong key, no such method) is said as `routes.shaped(triple, path, method)`.
 * `request_id`: unique, made by the server (never the client's). `client_id`: the cleaned X-Request-Id or None; it only shows in the
   reply's `id`. `call.requests`: one `types.Request` a prompt; `call.unknown`: field names nobody here knows, to be logged once.
-* Unary: every `Delta` of every request in arrival order, until `call.choices` of them had a `finish_reason`; then `call.reply(deltas)`.
+* Unary: every `Delta` of every request in arrival order, until every choice had a `finish_reason`; then `call.reply(deltas)`.
 * Stream: pull the first Delta BEFORE the headers (an exception, or a `delta.error`, is a clean 4xx/5xx then). With
   `stream = call.answer.open(call)` send `stream.first()`, for each Delta `stream.chunk(delta)` (b"": nothing yet) until
   `stream.done`, then `stream.last()`; on an exception after the headers `stream.error(exc)`, and end. A Delta that failed makes

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rayneuron.api.adapters import read_adapter
+from rayneuron.api.beams import read_beams
 from rayneuron.api.call import Context, Head
 from rayneuron.api.fields import Fields, clean_id, token_ids, whole, wrong
 from rayneuron.api.structured import CONSTRAINTS, read_structured
@@ -19,7 +20,7 @@ from rayneuron.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
 # They shape the reply, or are derived.
-NO_DEFAULT = ("logprobs", "logprob_token_ids", "prompt_logprobs", "bad_words_ids", "structured_outputs")
+NO_DEFAULT = ("logprobs", "logprob_token_ids", "prompt_logprobs", "bad_words_ids", "structured_outputs", "beams")
 MAX_STOPS = 4  # OpenAI's limit of stop strings
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
 MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
@@ -29,10 +30,10 @@ def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[H
     """The reply's side of a body, and words of SamplingParams; lengths and logprobs are the endpoint's own. `unserved`: what it refuses."""
     head = read_head(fields, context)
     constraint = read_structured(fields) if any(name in fields for name in CONSTRAINTS) else None
+    beams = read_beams(fields, head.stream)
     _refuse_unserved(fields, unserved)
-    fields.refuse("use_beam_search")
     fields.string("user")
-    words = read_sampling(fields, context) | _optional(structured_outputs=constraint)
+    words = read_sampling(fields, context) | _optional(structured_outputs=constraint, beams=beams)
     if head.stream and "prompt_logprobs" in words:
         raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     return head, words

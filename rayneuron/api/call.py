@@ -153,6 +153,7 @@ class Head:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply, which has `choices` in all.
+    `best`: choices tried of each prompt, where the reply has the `n` best of them, the best first; 0: it has them as they are.
 
     `logprobs`, `prompt_logprobs`: alternatives to show a token, None for no probabilities. `echo`: the prompts as text, where the reply
     repeats them, with `echo_offsets`: where each of their tokens begins, where that is asked for. `unknown`: field names nobody here knows.
@@ -167,6 +168,7 @@ class Call:
     requests: list[Request]
     text: Encoder
     answer: Answer
+    best: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()

@@ -16,10 +16,11 @@ FLOOR = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 @dataclass(slots=True)
 class Choice:
-    """One finished choice; `index` is its place in the reply."""
+    """One finished choice; `index` is its place in the reply, `tried` among those of its prompt."""
 
     index: int
     prompt: int
+    tried: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -37,9 +38,9 @@ class Gathered:
 
 
 def gather(call: Call, deltas: Iterable[Delta]) -> Gathered:
-    """Join deltas in arrival order; raises the error of a delta that carries one."""
-    n, places = call.n, prompts(call)
-    choices = [Choice(index, index // n) for index in range(call.choices)]
+    """Join deltas in arrival order; raises the error of a delta that carries one. Where more were tried the best remain, and come first."""
+    n, places = call.best or call.n, prompts(call)
+    choices = [Choice(index, *divmod(index, n)) for index in range(n * len(call.requests))]
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
     tally = Tally(call)
     for delta in deltas:
@@ -55,7 +56,22 @@ def gather(call: Call, deltas: Iterable[Delta]) -> Gathered:
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         tally.add(delta)
-    return Gathered(choices, prompt_logprobs, tally.usage())
+    return Gathered(_best(call, choices) if call.best else choices, prompt_logprobs, tally.usage())
+
+
+def _best(call: Call, choices: list[Choice]) -> list[Choice]:
+    """Of each prompt those with the highest log-probability a token."""
+    ranked = sorted(choices, key=lambda choice: (choice.prompt, -_likely(choice)))
+    kept = [choice for at in range(0, len(ranked), call.best) for choice in ranked[at : at + call.n]]
+    for index, choice in enumerate(kept):
+        choice.index = index
+    return kept
+
+
+def _likely(choice: Choice) -> float:
+    if choice.finish_reason == "error" or not choice.logprobs:
+        return FLOOR
+    return sum(finite(entry.logprob) for entry in choice.logprobs) / len(choice.logprobs)
 
 
 def finite(logprob: float) -> float:

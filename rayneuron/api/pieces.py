@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayneuron.api.call import Call
-from rayneuron.api.choices import finite
+from rayneuron.api.choices import Choice, finite
 from rayneuron.types import Delta, TokenLogprobs
 
 
@@ -87,10 +87,10 @@ class Pieces:
         return TextPiece(token.id, self._call.text.token(token.id) if named else text, token.entry, token.special)
 
 
-def cut(call: Call, deltas: Iterable[Delta]) -> list[TextPiece]:
-    """All pieces of a whole reply."""
+def cut(call: Call, deltas: Iterable[Delta], choice: Choice) -> list[TextPiece]:
+    """All pieces of a choice of a whole reply."""
     pieces = Pieces(call)
-    return [piece for delta in deltas for piece in pieces.push(delta)]
+    return [piece for delta in deltas if delta.index == choice.tried for piece in pieces.push(delta)]
 
 
 def prefill(call: Call, entries: Iterable[TokenLogprobs | None] | None) -> list[dict[str, Any]]:

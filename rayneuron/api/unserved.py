@@ -10,7 +10,7 @@ Unserved = dict[str, tuple[str, tuple[Any, ...]]]  # by name
 NONE: Final[tuple[Any, ...]] = (False, "", [], {})  # they ask for nothing, whatever the field
 LEAVE = "leave it out"
 FREE = "send response_format or structured_outputs"
-BEAMS = "it does not search beams; leave it out"
+BEAMS = "its beams are one group; send num_beams or use_beam_search, and leave it out"
 
 # Of OpenAI, vLLM, SGLang, llama.cpp, TGI, LMI, transformers, Mistral, Ollama.
 _ANYWHERE: Final[Rows] = (
@@ -31,8 +31,8 @@ _ANYWHERE: Final[Rows] = (
     (LEAVE, (0,), "xtc_probability dynatemp_range smoothing_factor"),
     (LEAVE, (1,), "tfs_z encoder_repetition_penalty guidance_scale"),
     (LEAVE, (-1, 0), "top_n_sigma"),
-    (BEAMS, (1,), "num_beams num_beam_groups beam_width length_penalty"),
-    (BEAMS, (0, *NONE), "diversity_penalty early_stopping"),
+    (BEAMS, (1,), "num_beam_groups beam_width"),
+    (BEAMS, (0, *NONE), "diversity_penalty"),
     ("send temperature: 0 for the likeliest token", (True,), "do_sample"),
     ("send return_token_ids: true, the ids come beside the text", (True,), "detokenize"),
     ("send chat_template_kwargs", ({"type": "disabled"}, *NONE), "thinking"),

@@ -213,11 +213,25 @@ class Adapts(Protocol):
     def open_adapters(self, arch: Arch, sizes: Sequence[Mapping[str, tuple[int, int]]], slots: int, rank: int) -> None:
         """Make room for `slots` of them, of at most `rank`, after the load and before any step. sizes: `models.lora.sizes`."""
 
-    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
-        """One as the device keeps it on the host, of its layers as they come. For any thread."""
+    def pack_adapter(self, adapter: Iterable[Pairs], rest: Callable[[], None]) -> Any:
+        """One as the device keeps it on the host, of its layers as they come. For any thread; `rest` is called after every little work."""
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """Have a slot hold what `pack_adapter` has made, between two steps."""
+
+
+@runtime_checkable
+class Reweighs(Protocol):
+    """A device that can go on with other weights of the same shapes, between two steps."""
+
+    def stage_weights(self, weights: Weights) -> None:
+        """Hold others beside its own."""
+
+    def turn_weights(self) -> None:
+        """Go on with those; its own so far lie beside."""
+
+    def drop_weights(self) -> None:
+        """Let go of those beside."""
 
 
 class Device(Protocol):

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import Batch, Device, HostKv, KvMemory, Program, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Device, HostKv, KvMemory, Program, Reweighs, Shape, StepOutput, Weights
 from rayneuron.devices.neuron.graphs import follow
 from rayneuron.models import Progress
 from rayneuron.models.kv import KvShape
@@ -77,6 +77,23 @@ class Queued:
         """As the device, whose KV is the host's."""
         assert isinstance(self._device, HostKv)
         return self._device.kv_memory()
+
+    def stage_weights(self, weights: Weights) -> None:
+        """As the device, between two steps."""
+        self._do(lambda: self._reweighs.stage_weights(weights))
+
+    def turn_weights(self) -> None:
+        """As the device, between two steps."""
+        self._do(lambda: self._reweighs.turn_weights())
+
+    def drop_weights(self) -> None:
+        """As the device."""
+        self._do(lambda: self._reweighs.drop_weights())
+
+    @property
+    def _reweighs(self) -> Reweighs:
+        assert isinstance(self._device, Reweighs)
+        return self._device
 
     def close(self) -> None:
         """End the thread, then the device."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from rayneuron.engine.kv_events import KvLog
+from rayneuron.engine.registered import Registered
 from rayneuron.models.kv import KvSpace
 from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
+class Hold(Struct, eq=False):
     """What one sequence holds: a row, and blocks in the order of its positions.
 
     `shared`: how many of the first nobody may write, since others read them or may: with hashes, those that are registered. `known`:
@@ -43,10 +43,10 @@ class Blocks:
     as its count says; a hash names one block. Limbo: what is freed while steps are under way, which may still read it, until they have
     ended. A ticket holds the blocks of a prompt that another pool reads, whose sequence has ended. A registered block's parent is
     registered: a holder of a child holds the whole chain, of which equal blocks are one (`settle`), and gives the last back first. `log`:
-    None where no block is ever registered.
+    None where no block is ever registered. `part`: positions of a block that are copied together where another begins so.
     """
 
-    def __init__(self, space: KvSpace, log: KvLog | None = None) -> None:
+    def __init__(self, space: KvSpace, log: KvLog | None = None, part: int = 16) -> None:
         self.space = space
         self.log = log
         self.limbo: dict[int, int] = {}  # block: the step it waits for
@@ -55,8 +55,7 @@ class Blocks:
         self._rows = list(range(space.rows))
         self._free = list(range(space.blocks))
         self._holders = [0] * space.blocks
-        self._hash: list[bytes | None] = [None] * space.blocks
-        self._at: dict[bytes, int] = {}  # by hash
+        self.registered = Registered(part)
         self._copies: dict[int, int] = {}  # to: from, which is held until it has been copied
         self._tickets: dict[bytes, Hold] = {}
         self._pins: Counter[int] = Counter()  # tickets of a block
@@ -94,12 +93,12 @@ class Blocks:
         It begins with the registered blocks that `hashes` name from the first on. Where `like`, which has KV of the same first `known`
         positions, goes further, its whole blocks are shared and the rest is copied.
         """
-        size, found = self.space.block, self._find(hashes)
+        size, found = self.space.block, self.registered.chain(hashes)
         further = like is not None and known > len(found) * size
         if like is not None and further:
             found = like.blocks[: known // size]
         shared, need = len(found), -(-tokens // size) - len(found)
-        if not self._rows or need > len(self._free) + len(self.cached) - sum(block in self.cached for block in found):
+        if not self._rows or need > len(self._free) + len(self.cached) - sum([block in self.cached for block in found]):
             return None
         age = like.age if like is not None and further else self._resets
         hold = Hold(heapq.heappop(self._rows), found, self._table, age, shared, known if further else shared * size)
@@ -117,8 +116,9 @@ class Blocks:
     def extend(self, hold: Hold, tokens: int) -> bool:
         """Make room for `tokens` positions; False, and nothing changed, where too few blocks can be had."""
         have = len(hold.blocks)
-        more = -(-tokens // self.space.block) - have
-        taken = self._fresh(more) if more > 0 else []
+        if (more := -(-tokens // self.space.block) - have) <= 0:
+            return True
+        taken = self._fresh(more)
         hold.blocks += taken
         hold.table[hold.row, have : len(hold.blocks)] = taken
         return len(taken) >= more
@@ -127,25 +127,35 @@ class Blocks:
         """Take what others have registered meanwhile instead of computing it; positions of the leading registered blocks."""
         if hold.age == self._resets:
             for at in range(hold.shared, min(len(hashes), len(hold.blocks))):
-                if (block := self._at.get(hashes[at])) is None:
+                if (block := self.registered.get(hashes[at])) is None:
                     break
                 self._swap(hold, at, block)
                 hold.shared = at + 1
         return hold.shared * self.space.block
 
-    def settle(self, hold: Hold, hashes: Sequence[bytes], root: bytes) -> None:
-        """Register the first blocks of a hold, one a hash: their KV is computed. Where an equal block is there, that one is taken."""
+    def begin_alike(self, hold: Hold, before: bytes, ids: Sequence[int], spare: int) -> bool:
+        """Whether a hold's first own block, of `ids` behind `before`, begins as a registered one, whose KV is copied: `hold.known` says
+        how far. `spare`: blocks that must stay to be had meanwhile."""
+        at, size = hold.shared, self.space.block
+        if hold.known != at * size or len(self._free) + len(self.cached) <= spare:
+            return False
+        source, count = self.registered.alike(before, ids)
+        if count:
+            self._take(source)
+            self._copies[hold.blocks[at]] = source
+            hold.known += count
+        return count > 0
+
+    def settle(self, hold: Hold, hashes: Sequence[bytes], root: bytes, ids: Sequence[int] = ()) -> None:
+        """Register the first blocks of a hold, one a hash, whose KV of `ids` is computed. Where an equal block is there, that is taken."""
         if self.log is None or hold.age != self._resets:
             return
-        fresh: list[bytes] = []
-        for at in range(hold.shared, len(hashes)):
-            block, digest = hold.blocks[at], hashes[at]
-            known = self._at.setdefault(digest, block)
-            if known == block:
-                self._hash[block] = digest
+        fresh, size, enter = list[bytes](), self.space.block, self.registered.enter
+        for at, (digest, block) in enumerate(zip(hashes[hold.shared :], hold.blocks[hold.shared :], strict=False), hold.shared):
+            if (first := enter(digest, block, hashes[at - 1] if at else root, ids[at * size : (at + 1) * size])) == block:
                 fresh.append(digest)
             else:
-                self._swap(hold, at, known)
+                self._swap(hold, at, first)
         if fresh:
             before = len(hashes) - len(fresh)
             self.log.note(Stored(hashes[before - 1] if before else root, fresh))
@@ -175,9 +185,8 @@ class Blocks:
 
     def reset(self) -> int:
         """Forget every hash, and how many there were. Who runs goes on with what it holds, and registers nothing more."""
-        count = len(self._at)
-        self._at.clear()
-        self._hash = [None] * self.space.blocks
+        count = len(self.registered)
+        self.registered.clear()
         self._resets += 1
         for block in self.cached:
             heapq.heappush(self._free, block)
@@ -193,24 +202,24 @@ class Blocks:
     def begin(self) -> None:
         """A step has begun, with the copies there were."""
         self._begun += 1
-        copied, self._copies = self._copies, {}
-        for source in copied.values():
-            self._drop([source])
+        if self._copies:
+            copied, self._copies = self._copies, {}
+            self._drop(copied.values())
 
     def end(self) -> None:
         """The step that has been under way longest has ended."""
         self._ended += 1
-        for block in [block for block, step in self.limbo.items() if step <= self._ended]:
+        for block in [block for block, step in self.limbo.items() if step <= self._ended] if self.limbo else ():
             del self.limbo[block]
             self._rest(block)
 
     def hashes(self) -> list[bytes]:
         """Of all registered blocks."""
-        return list(self._at)
+        return list(self.registered)
 
     def news(self, epoch: int = 0, number: int = 0) -> KvNews | None:
         """What who knows the blocks registered here up to `number` of `epoch` lacks; None where none ever is."""
-        return None if self.log is None else self.log.since(epoch, number, self._at)
+        return None if self.log is None else self.log.since(epoch, number, self.registered)
 
     def _shorten(self, hold: Hold, blocks: int) -> None:
         """Give back all but the first blocks, the last first."""
@@ -220,14 +229,6 @@ class Blocks:
     def _vacate(self, hold: Hold) -> None:
         hold.table[hold.row] = self.space.null
         heapq.heappush(self._rows, hold.row)
-
-    def _find(self, hashes: Sequence[bytes]) -> list[int]:
-        found: list[int] = []
-        for digest in hashes:
-            if (block := self._at.get(digest)) is None:
-                break
-            found.append(block)
-        return found
 
     def _take(self, block: int) -> None:
         """One more holder of a block that is held, cached or in limbo."""
@@ -244,40 +245,39 @@ class Blocks:
             self._drop([own])
 
     def _drop(self, blocks: Iterable[int]) -> None:
+        holders, copies, under_way = self._holders, self._copies, self._begun > self._ended
         for block in blocks:
-            self._holders[block] -= 1
-            if self._holders[block]:
+            holders[block] -= 1
+            if holders[block]:
                 continue
-            if block in self._copies:  # it is not needed any more
-                self._drop([self._copies.pop(block)])
-            if self._begun > self._ended:
+            if copies and block in copies:  # it is not needed any more
+                self._drop([copies.pop(block)])
+            if under_way:
                 self.limbo[block] = self._begun
             else:
                 self._rest(block)
 
     def _rest(self, block: int) -> None:
-        if self._hash[block] is None:
-            heapq.heappush(self._free, block)
-        else:
+        if block in self.registered:
             self.cached[block] = None
+        else:
+            heapq.heappush(self._free, block)
 
     def _fresh(self, count: int) -> list[int]:
         """So many blocks that nobody holds, the lowest unknown ones first; none where there are too few."""
         if count > len(self._free) + len(self.cached):
             return []
-        taken, gone = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))], list[bytes]()
+        free, holders, gone = self._free, self._holders, list[bytes]()
+        taken = [heapq.heappop(free) for _ in range(min(count, len(free)))]
         while len(taken) < count:
             block, _ = self.cached.popitem(last=False)
-            digest, self._hash[block] = self._hash[block], None
-            assert digest is not None
-            del self._at[digest]
             taken.append(block)
-            gone.append(digest)
+            gone.append(self.registered.leave(block))
+        self.evictions += len(gone)
         if gone and self.log is not None:
             self.log.note(Removed(gone))
-        self.evictions += len(gone)
         for block in taken:
-            self._holders[block] = 1
+            holders[block] = 1
         return taken
 
     def check(self, holds: Iterable[Hold]) -> None:
@@ -291,10 +291,10 @@ class Blocks:
         assert [counted[block] for block in range(self.space.blocks)] == self._holders, (counted, self._holders)
         nobodys = [block for block, n in enumerate(self._holders) if not n]
         assert sorted([*self._free, *self.cached, *self.limbo]) == nobodys, (self._free, self.cached, self.limbo)
-        assert {block: digest for digest, block in self._at.items()} == {b: d for b, d in enumerate(self._hash) if d is not None}
-        assert all(self._hash[block] for block in self.cached) and not any(self._hash[block] for block in self._free)
+        self.registered.check()
+        assert all(block in self.registered for block in self.cached) and not any(block in self.registered for block in self._free)
         for hold in holds:
             width, line = len(hold.blocks), hold.table[hold.row]
             assert line[:width].tolist() == hold.blocks and (line[width:] == self.space.null).all(), hold
             written = [block for block in hold.blocks[hold.shared :] if block not in self._copies.values()]
-            assert all(counted[block] == 1 and self._hash[block] is None for block in written), "a block that others read may be written"
+            assert all(counted[block] == 1 and block not in self.registered for block in written), "a block that others read may be written"

@@ -110,6 +110,8 @@ def capacity(
         raise ConfigError(f"buckets.batch goes to {max(batch)}, beyond max_num_seqs {rows}")
     block = min(block or length, length)
     full = rows * -(-length // block)
+    if block < length and (block < 16 or block & (block - 1)):  # kernels read 16 positions at once, and shift and mask slots
+        raise ConfigError(f"block_size {block} is no power of two from 16; write one, or {length} for one block a row")
     if kv_tokens is not None and kv_tokens < block:
         raise ConfigError(f"kv_cache_tokens must hold a block of {block} tokens, got {kv_tokens}; write more, or a smaller block_size")
     by, low = (fours, FEW_CONTEXT) if few else (powers, SMALLEST_CONTEXT)
@@ -211,10 +213,12 @@ def pack_prefill(c: Capacity, remaining: Iterable[int], most: int) -> list[int]:
     """
     counts = list(remaining)[: c.prefill_rows[-1]]
     first = min(counts[0], most)
+    if len(counts) < 2:
+        return [first]
     best, best_waste = [first], _padded(c, [first]) / first
     for rows in c.prefill_rows[1:]:
         widest = max((t for t in c.context if rows * t <= most), default=0)
-        if len(counts) < 2 or first > widest:
+        if first > widest:
             break
         group = [min(n, widest) for n in counts[:rows]]
         waste = _padded(c, group) / sum(group)

@@ -29,6 +29,9 @@ class ReadsLogits(Protocol):
     def next_id(self, row: Tensor, sequence: Sequence) -> int:
         """The next token of a sequence from its logits [V]."""
 
+    def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
+        """What a beam may go on with, from its logits [V], each with its log-probability."""
+
     def logprobs(self, rows: Ids[Tensor], tokens: Ids[int], count: int) -> list[TokenLogprobs]:
         """Of each row of logits [V] its token's logprob and the `count` likeliest."""
 
@@ -124,6 +127,9 @@ def _verified(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
             continue
         told = [token if known else None for token, known in zip(ids[mine], complete[mine], strict=True)]
         try:
+            if work.sequence.search is not None and logits is not None:
+                deltas.append(_advance(work, told[0], ids[mine.start], logits[mine.start], step))
+                continue
             deltas.append(_accept(work, told, None if logits is None else logits[mine], step))
         except Exception as wrong:
             deltas.append(failed(work.sequence, wrong))
@@ -171,6 +177,9 @@ def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | Non
         return _scored(sequence)
     if token is None or sequence.edited:
         assert row is not None
+        if sequence.search is not None:
+            sequence.search.told[sequence] = step.host.candidates(row, sequence), row
+            return None
         token = step.host.next_id(row, sequence)
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
             sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from rayneuron.devices.base import POOLED, SCORES, Pending, StepOutput
+from rayneuron.devices.base import Pending, StepOutput
 from rayneuron.engine.adapters import Adapters
+from rayneuron.engine.beams import Search
 from rayneuron.engine.commit import adopt, advance, failed
 from rayneuron.engine.grammar import Compiles, Constraining
 from rayneuron.engine.host_sampling import HostSampling
@@ -14,7 +15,7 @@ from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.pressure import snapshot
 from rayneuron.engine.profile import StepInfo, Timing
 from rayneuron.engine.remote import Arrived, First, Loan, Prefills
-from rayneuron.engine.requests import Requests
+from rayneuron.engine.requests import Requests, check_room
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan, Sequence
@@ -36,30 +37,18 @@ class Engine:
     """
 
     def __init__(
-        self,
-        runner: Runs,
-        *,
-        vocab: int,
-        eos_ids: Iterable[int] = (),
-        rule: NeuronSampling | None = None,
-        model: str | None = None,
-        profile: Profile | None = None,
-        speculation: Speculation | None = None,
-        grammars: Compiles | None = None,
-        adapters: Adapters | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, runner: Runs, *, vocab: int, eos_ids: Iterable[int] = (), rule: NeuronSampling | None = None, model: str | None = None,
+        profile: Profile | None = None, speculation: Speculation | None = None, grammars: Compiles | None = None,
+        adapters: Adapters | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.runner, self.capacity = runner, runner.capacity
-        self.vocab = vocab
-        self.eos_ids = frozenset(eos_ids)
+        self.vocab, self.eos_ids = vocab, frozenset(eos_ids)
         self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation, adapters)
         self.adapters = self.scheduler.adapters
         self.timing = Timing(profile, speculation.took if speculation is not None else None) if profile is not None else None
         self.info = StepInfo()
-        self.steps = 0
-        self._clock = clock
-        self.ledger_wrong = 0  # times the books did not balance
-        self._rule = rule
+        self.steps = self.ledger_wrong = 0  # ledger_wrong: times the books did not balance
+        self._clock, self._rule = clock, rule
         self._host = HostSampling(rule)
         self.constraining = Constraining(grammars, vocab)
         self._requests = Requests(self.capacity.length, self.eos_ids)
@@ -82,10 +71,7 @@ class Engine:
         validate(request, self.capacity.length, self.scheduler.blocks.total_tokens, self.vocab, None if known else self.eos_ids)
         if request.adapter is not None:
             self.adapters.check(request.adapter)
-        asked = ((params.prompt_logprobs, SCORES, "prompt_logprobs", "scores"), (request.pooling, POOLED, "embeddings", "embeddings"))
-        for said, want, name, key in asked:
-            if said is not None and want not in self.capacity.wants:
-                raise RequestError(f"this deployment has no graphs for {name}; its file must say buckets.{key}: true", param=name)
+        check_room(request, self.capacity)
         if not known:
             if self._rule is not None:
                 check_request(params, self._rule)
@@ -133,7 +119,7 @@ class Engine:
         try:
             done = self._advance(next_plan)
         except RowError as wrong:
-            return [*deltas, self._skip(wrong.work.sequence, wrong)]
+            return [*deltas, *self._skip(wrong.work.sequence, wrong)]
         if done is None:
             self.waits = not deltas and self._under_way is None
             return deltas
@@ -153,24 +139,27 @@ class Engine:
             if wrong is None:
                 self.scheduler.add(choices[0])
             for choice, why in [(choice, wrong) for choice in choices if wrong is not None]:
-                delta = self._skip(choice, why)
-                delta.fault = "call" if delta.fault == "request" else delta.fault
-                self._ended.append(delta)
+                for delta in self._skip(choice, why):
+                    delta.fault = "call" if delta.fault == "request" else delta.fault
+                    self._ended.append(delta)
 
-    def _skip(self, sequence: Sequence, wrong: Exception) -> TokenDelta:
+    def _skip(self, sequence: Sequence, wrong: Exception) -> list[TokenDelta]:
         """A choice that cannot be laid out in a step, or constrained, ends; the others are planned again in the next step."""
         delta = failed(sequence, wrong)
+        if sequence.search is not None:
+            return self._searched(sequence.search, delta, self._clock())
         self._forget(sequence, self._clock())
         delta.stamps = sequence.stamps
-        return delta
+        return [delta]
 
     def _advance(self, plan: Plan | None) -> tuple[Plan, StepOutput] | None:
         """Begin a plan, and end it, or the one begun before where steps overlap; what has come to its end."""
         overlaps = self.runner.overlaps
-        if plan is not None and any(work.sequence.grammar is not None for work in plan.works):
-            self.constraining.prepare(plan.works)
-        ending = (plan, self.runner.start(plan)) if plan is not None else None  # may raise; what is under way stays so
+        ending: tuple[Plan, Pending] | None = None
         if plan is not None:
+            if any(work.sequence.grammar is not None for work in plan.works):
+                self.constraining.prepare(plan.works)
+            ending = plan, self.runner.start(plan)  # may raise; what is under way stays so
             self.scheduler.launch(plan, overlaps)
         if overlaps:
             ending, self._under_way = self._under_way, ending
@@ -200,10 +189,9 @@ class Engine:
         """First tokens from elsewhere."""
         choices = dict(self._requests[leader.request.id])
         deltas = adopt(choices, heard, now)
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self._forget(choices[delta.index], now)
-                delta.stamps = choices[delta.index].stamps
+        for delta in [delta for delta in deltas if delta.finish_reason is not None]:
+            self._forget(choices[delta.index], now)
+            delta.stamps = choices[delta.index].stamps
         return deltas
 
     def unpin(self, ticket: bytes) -> None:
@@ -226,8 +214,9 @@ class Engine:
         """Raise AssertionError if a slot, a token of KV or a sequence is counted twice or lost."""
         self.scheduler.check()
         asked = [sequence for _, sequence in self.scheduler.remote.values() if sequence is not None]
-        self._requests.check((*self.scheduler.running, *self.scheduler.waiting, *asked))
-        self.adapters.check_ledger(self.scheduler.running, [next(iter(c.values())).request for c in self._requests.values()])
+        running = [s if s.search is None else s.search.leader for s in self.scheduler.running]
+        self._requests.check((*running, *self.scheduler.waiting, *asked))
+        self.adapters.check_ledger([*self.scheduler.running, *asked], [next(iter(c.values())).request for c in self._requests.values()])
 
     @property
     def prefills(self) -> Prefills | None:
@@ -242,12 +231,13 @@ class Engine:
         self.runner.close()
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
-        deltas, made = [], advance(plan, output, now, self._host)
+        made, deltas = advance(plan, output, now, self._host), list[TokenDelta]()
         if self.scheduler.speculation is not None and plan.tag == "verify":
             self.scheduler.speculation.learn(plan, made)
         for work, delta in zip(plan.works, made, strict=True):
             sequence = work.sequence
-            if delta is None:
+            if delta is None or (delta.finish_reason == "error" and sequence.search is not None):
+                deltas += self._searched(sequence.search, delta, now) if sequence.search is not None else ()
                 continue
             if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
                 # The prompt's KV exists now: the other choices may share it. (One before: the first may have come from elsewhere.)
@@ -261,6 +251,16 @@ class Engine:
                 delta.stamps = sequence.stamps
         return deltas
 
+    def _searched(self, search: Search, wrong: TokenDelta | None, now: float) -> list[TokenDelta]:
+        """What a step says of a beam search: nothing before its end. `wrong`: of a beam that failed, and all with it."""
+        if not self.knows(search.leader.request.id):
+            return []  # another beam had failed before
+        deltas = search.spread(wrong) if wrong is not None else self.scheduler.forks.advance(search, self._host, now)
+        if deltas:
+            search.leader.finish_reason = deltas[0].finish_reason
+            self._forget(search.leader, now)
+        return deltas
+
     def _end(self, choice: Sequence, reason: FinishReason, error: str | None) -> None:
         if choice.finish_reason is not None:
             return  # with the choice that led it
@@ -270,7 +270,7 @@ class Engine:
         if choice.loan is not None:
             self.unpin(choice.loan.ticket)
         delta.stamps = choice.stamps
-        self._ended.append(delta)
+        self._ended += [delta] if choice.search is None else choice.search.spread(delta)
 
     def _forget(self, choice: Sequence, now: float) -> None:
         choice.stamps.finished = now

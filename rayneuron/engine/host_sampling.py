@@ -35,6 +35,14 @@ class HostSampling:
             return int(row.argmax())
         return self._draw(row, sequence, None)
 
+    def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
+        """The likeliest, edited as transformers edits them: after the softmax."""
+        told = row.double().log_softmax(-1)
+        if sequence.params.edits_logits:
+            told = logits.edit(told.float(), sequence).double()
+        values, ids = told.topk(min(sequence.search.count, len(told)))
+        return list(zip(ids.tolist(), values.tolist(), strict=True))
+
     def _allowed(self, row: Tensor, sequence: Sequence, mask: Mask) -> int:
         """The same choice among the ids that a constraint allows."""
         token = self._draw(row, sequence, mask)

@@ -91,6 +91,10 @@ class Edits:
         ends = sequence.stop_ids - sequence.eos_ids if said is not None and said.kind else sequence.stop_ids
         self._ends = np.array([*ends] if sequence.params.min_tokens else [], np.int64)  # a grammar may come to where nothing else is left
 
+    def of(self, sequence: Sequence) -> Edits:
+        """The same of another sequence of the request."""
+        return Edits(sequence, self._rules)
+
     def apply(self, row: Row) -> Row:
         """The row, edited in place or anew."""
         params = self._sequence.params

@@ -43,6 +43,9 @@ class EngineLoop:
         self._on_step = on_step
         self._commands: deque[Callable[[], list[TokenDelta] | None]] = deque()  # in the order they came; deltas are delivered
         self._coming: set[str] = set()  # ids of requests in there
+        self._turn: Callable[[bool], None] | None = None  # what waits for the end of all that has come; whether it may still be done
+        self._later: list[tuple[str, Callable[[], list[TokenDelta] | None]]] = []  # by request: what waits for that
+        self._turning = False
         self._wake = threading.Event()
         self._admission = threading.Lock()
         self._closing = False
@@ -71,7 +74,7 @@ class EngineLoop:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its choices before the next step; ids that are unknown or finished are no error."""
-        self._command(partial(self.engine.abort, request_id, index))
+        self._command(partial(self._abort, request_id, index))
 
     def unpin(self, ticket: bytes) -> None:
         """Give back what a lent prompt holds, before the next step."""
@@ -81,17 +84,41 @@ class EngineLoop:
         """What the engine's own thread says between two steps. Raises NotReady."""
         answer: Future[Made] = Future()
 
-        def tell() -> None:
+        self._ask(lambda: self._answer(answer, what))
+        return answer
+
+    def drained(self, what: Callable[[Engine], Made]) -> Future[Made]:
+        """What the engine's own thread says once all that came before has ended; whoever comes later waits for it. Raises NotReady, and its
+        answer does where another waits already."""
+        answer: Future[Made] = Future()
+
+        def turn(alive: bool) -> None:
+            if alive:
+                self._answer(answer, what)
+            elif not answer.cancelled():
+                answer.set_exception(NotReady("the engine is closed"))
+
+        def begin() -> None:
+            if self._turn is not None:
+                answer.set_exception(NotReady("another change waits for the requests under way"))
+            else:
+                self._turn = turn
+
+        self._ask(begin)
+        return answer
+
+    def _answer(self, answer: Future[Made], what: Callable[[Engine], Made]) -> None:
+        if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
             try:
                 answer.set_result(what(self.engine))
             except Exception as wrong:
                 answer.set_exception(wrong)
 
+    def _ask(self, command: Callable[[], None]) -> None:
         with self._admission:
             if self._closing or not self.alive:
                 raise NotReady(self.error or "the engine is closed")
-            self._command(tell)
-        return answer
+            self._command(command)
 
     def news(self, epoch: int, number: int) -> Future[KvNews | None] | None:
         """What whoever knows the prefixes kept here up to `number` of `epoch` lacks; None where that is nothing."""
@@ -110,7 +137,7 @@ class EngineLoop:
 
     def pending(self) -> bool:
         """Whether there is anything to do: what a health check holds against the age of the last step."""
-        return bool(self._coming) or self.engine.has_work
+        return (bool(self._coming) or self.engine.has_work) and not self._turning
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what is left, stop the thread and close the engine. What has not ended within the time is said in the log."""
@@ -133,7 +160,9 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not (self.engine.has_work or self._commands):
+                if self._turn is not None and not self.engine.has_work:
+                    self._take_turn(True)
+                elif not (self.engine.has_work or self._commands):
                     self._audit()
                     self._wake.wait()
                 elif self.engine.waits and not self._commands:
@@ -172,23 +201,46 @@ class EngineLoop:
             deltas += self._commands.popleft()() or ()
         return deltas
 
+    def _take_turn(self, alive: bool) -> None:
+        """Do what has waited for this moment, then what has waited for that."""
+        turn, self._turn, self._turning = self._turn, None, True
+        if turn is not None:
+            turn(alive)
+        self._commands.extendleft(command for _, command in reversed(self._later))
+        self._later, self._turning = [], False
+
+    def _abort(self, request_id: str, index: int | None) -> list[TokenDelta] | None:
+        if any(name == request_id for name, _ in self._later):
+            self._later.append((request_id, partial(self._abort, request_id, index)))
+        else:
+            self.engine.abort(request_id, index)
+        return None
+
     def _add(self, request: Request, loan: Loan | None) -> list[TokenDelta]:
+        if self._turn is not None:
+            self._later.append((request.id, partial(self._add, request, loan)))
+            return []
         with self._admission:  # in between nobody would know it, and somebody else could take its id
             self._coming.discard(request.id)
             try:
                 self.engine.add(request, loan)
-            except Exception:  # `validate` had let it pass; whatever this is, it is about this request alone
-                log.exception("request %s could not be added", request.id)
+            except Exception as wrong:  # `validate` had let it pass; whatever this is, it is about this request alone
                 failed = [TokenDelta(request.id, index, [], finish_reason="error") for index in range(request.params.n)]
+                gone = wrong if isinstance(wrong, RequestError) else None  # what it names was there a moment ago
+                if gone is None:
+                    log.exception("request %s could not be added", request.id)
                 for delta in failed:
-                    delta.error, delta.fault = FAILED, "choice"
+                    delta.error, delta.fault = (FAILED, "choice") if gone is None else (gone.message, "call")
+                    delta.param = None if gone is None else gone.param
                 return failed
         return []
 
     def _finish(self, why: str) -> None:
         with self._admission:
             self._closing = True
-        deltas = self._take() + self.engine.fail(why)  # whoever has just come in is told as well
+        deltas = self._take()
+        self._take_turn(False)
+        deltas += self._take() + self.engine.fail(why)  # whoever has just come in is told as well
         try:
             self._tell(deltas)
         except Exception as gone:

@@ -86,16 +86,20 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     decode = [Point("decode", rows, 1, n) for n in dict.fromkeys((c.lengths[0], c.lengths[-1])) for rows in _some(c.batch)]
     prefill = [Point("prefill", 1, tokens, n) for n in dict.fromkeys((deepest, c.lengths[-1])) for tokens in _some(c.context)]
     short = decode[: len(_some(c.batch))] + prefill[: len(_some(c.context))]
-    if c.verify:
-        held = at_least(c.lengths, c.verify, "sequence length")
-        short = decode[: len(_some(c.batch))] + [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held)]
-    whole = [point for point in short if point.tag == "verify" and point.tokens == c.verify and not point.one]
-    drafted = [dataclasses.replace(point, drafted=True) for point in whole if c.drafts]
+    held = at_least(c.lengths, max(c.verify, 1), "sequence length")
+    verify = [Point("verify", rows, c.verify, held) for rows in _some(c.batch) if c.verify]
+    if verify:
+        short = decode[: len(verify)] + [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held)]
+    drafted = [dataclasses.replace(p, drafted=True) for p in verify if c.drafts]
     for point in drafted[:1] * 2:  # a draft model's weights are met by its own passes alone: the first ones take many times as long
         _took(runner, point, vocab, clock)
-    found = _timed(runner, list(dict.fromkeys((decode[0], prefill[0], *short, *drafted, *decode, *prefill))), vocab, clock)
+    sure = (decode[0], prefill[0], *verify[:1])
+    found = _timed(runner, list(dict.fromkeys((*sure, *short, *drafted, *decode, *prefill))), len(sure), vocab, clock)
+    tokens = _rising(_added(found, short) if verify else ((p.size, found[p]) for p in short if p in found))
+    passes = _rising(_passes(found, drafted))
     _fill(found, decode, 0)
     _fill(found, prefill, 1)
+    _fill(found, verify, 1)
     return Profile(
         batch=c.batch,
         lengths=c.lengths,
@@ -104,8 +108,9 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
         chunk=c.chunk,
         decode=tuple((p.rows, p.length, found[p]) for p in decode),
         prefill=tuple((p.rows, p.tokens, p.length, found[p]) for p in prefill),
-        tokens=_rising(_added(found, short) if c.verify else ((p.size, found[p]) for p in short if p in found)),
-        passes=_rising(_passes(found, drafted)),
+        tokens=tokens,
+        verify=tuple((p.rows, found[p]) for p in verify),
+        passes=passes,
     )
 
 
@@ -207,13 +212,13 @@ def _some(sizes: Listed[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
 
 
-def _timed(runner: Runs, points: Listed[Point], vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
-    """Milliseconds of the points, the first two of which are never left out."""
+def _timed(runner: Runs, points: Listed[Point], sure: int, vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
+    """Milliseconds of the points, the first `sure` of which are never left out."""
     found: dict[Point, float] = {}
     began = clock()
     for again in (False, True):
         for i, point in enumerate(points):
-            if (i < 2 and not again) or clock() - began + _expected(point, found) / 1e3 <= BUDGET_S:
+            if (i < sure and not again) or clock() - began + _expected(point, found) / 1e3 <= BUDGET_S:
                 took = _took(runner, point, vocab, clock)
                 found[point] = min(took, found.get(point, took))
     return found
@@ -255,7 +260,7 @@ def _fill(found: dict[Point, float], points: Listed[Point], power: int) -> None:
     """Estimate what there was no time for, from the next smaller of the same length (times the ratio of sizes to a power) or the same of
     the shorter length. A longer context never takes less time."""
     lengths = list(dict.fromkeys(point.length for point in points))
-    width = len(points) // len(lengths)
+    width = len(points) // max(len(lengths), 1)
     for i, point in enumerate(points):
         shorter = found[points[i - width]] if i >= width else 0.0
         if point not in found:

@@ -6,9 +6,13 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 
+from rayneuron.devices.base import POOLED, SCORES
+from rayneuron.engine.beams import Search
+from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.logits import EditRules, Edits
 from rayneuron.engine.remote import Loan
 from rayneuron.engine.sequence import Sequence
+from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
 
 
@@ -35,7 +39,7 @@ class Requests(dict[str, dict[int, Sequence]]):
         eos_ids = frozenset() if request.params.ignore_eos and not constrained else self._eos_ids
         rules = self._laid_out(request.params)
         choices: dict[int, Sequence] = {}
-        for index in range(request.params.n):
+        for index in range(request.params.n if request.params.beams is None else 1):
             choice = Sequence(
                 request,
                 index,
@@ -51,6 +55,8 @@ class Requests(dict[str, dict[int, Sequence]]):
                 loan=loan,
             )
             choice.edits = None if rules is None else Edits(choice, rules)
+            if request.params.beams is not None:
+                choice.search = Search(choice, choice.stop_ids)
             choice.stamps.arrived = request.arrival_s or now_s
             self._order += 1
             choices[index] = choice
@@ -97,3 +103,23 @@ class Requests(dict[str, dict[int, Sequence]]):
             rules = EditRules(params)
             self._rules.append(rules)
         return rules
+
+
+def check_room(request: Request, capacity: Capacity) -> None:
+    """Raise RequestError for a request that there are no graphs for, or not the rows and blocks for all its beams at once."""
+    params, beams, block = request.params, request.params.beams, capacity.block
+    asked = ((params.prompt_logprobs, SCORES, "prompt_logprobs", "scores"), (request.pooling, POOLED, "embeddings", "embeddings"))
+    for said, want, name, key in asked:
+        if said is not None and want not in capacity.wants:
+            raise RequestError(f"this deployment has no graphs for {name}; its file must say buckets.{key}: true", param=name)
+    if beams is None:
+        return
+    if beams.width > capacity.rows:
+        at_once = f"{capacity.rows} sequences that run at once (max_num_seqs)"
+        raise RequestError(f"a beam search of width {beams.width} does not fit the {at_once}", param="beams")
+    prompt = len(request.prompt_ids)
+    most = capacity.length if params.max_tokens is None else prompt + params.max_tokens
+    blocks = prompt // block + beams.width * (-(-most // block) - prompt // block)
+    if blocks > capacity.blocks:
+        need = f"{beams.width} beams of {most} tokens need {blocks} blocks of KV"
+        raise RequestError(f"{need} and there are {capacity.blocks}; ask for fewer tokens", param="max_tokens")

@@ -35,6 +35,7 @@ from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.sequence import Plan, Work, wants_scores
 from rayneuron.engine.shelf import Keeps, Shelf
 from rayneuron.engine.step import step
+from rayneuron.engine.swap import Swap, Swaps
 from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvSpace
@@ -67,6 +68,10 @@ class Runs(Protocol):
     def shelf(self) -> Keeps | None:
         """Its adapters on the host; None where there is no room for any."""
 
+    @property
+    def swap(self) -> Swaps | None:
+        """How it goes on with other weights; None where it cannot."""
+
     def start(self, plan: Plan) -> Pending:
         """Begin one step."""
 
@@ -87,6 +92,7 @@ class Runner:
         self.program = program or partial(step, arch)
         self.overlaps = device.overlaps
         self.shelf: Shelf | None = None
+        self.swap: Swap | None = None
 
     def load(self, weights: Weights) -> None:
         """Hand weights to the device and allocate KV."""

@@ -7,11 +7,13 @@ from operator import attrgetter
 
 from rayneuron import hashing
 from rayneuron.engine.adapters import Adapters
+from rayneuron.engine.beams import Search
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
+from rayneuron.engine.forks import Forks
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
-from rayneuron.engine.sequence import Plan, Sequence, Work, wants_scores
+from rayneuron.engine.sequence import Plan, Sequence, Work, begins_alike, shareable, wants_scores
 from rayneuron.engine.speculation.drafting import Speculation
 from rayneuron.policies.chunks import Chunks
 
@@ -37,12 +39,14 @@ class Scheduler:
         self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
+        self.forks = Forks(self.blocks, self.adapters, self.running)
         self.prefills: Prefills | None = None
         self.remote: dict[str, tuple[Hold, Sequence | None]] = {}  # by key: what others may write, and whose it is; None: who has ended
         self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
         self.preemptions = 0
         self._prefilled_last = False
         self._under_way: Plan | None = None  # the step begun last, until it has ended
+        self._short: Sequence | None = None  # the first who waits for room that others give back with the step under way
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence at its place by priority and arrival."""
@@ -54,11 +58,13 @@ class Scheduler:
         """Forget a sequence, waiting, running or remote, and free what it holds, unless others may still write there."""
         if sequence.phase == "remote":
             assert self.prefills is not None and sequence.hold is not None
-            self.remote[sequence.asked] = sequence.hold, None
+            self.remote[sequence.asked], sequence.hold = (sequence.hold, None), None
             self.prefills.cancel(sequence.asked)
-            sequence.hold = None
+            self.adapters.leave(sequence)
+        elif sequence.search is not None and sequence.search.running:
+            self.forks.disband(sequence.search)
         elif sequence.hold is not None:
-            self._release(sequence)
+            self.forks.release(sequence)
         else:
             self.waiting.remove(sequence)
             self.waiting_tokens -= sequence.remaining
@@ -72,8 +78,7 @@ class Scheduler:
             if works:  # none where all that was left has been found in the cache
                 self._prefilled_last = True
                 return Plan("prefill", works, self.blocks.copies(), self.adapters.installs())
-        self._prefilled_last = False
-        before = self.preemptions
+        self._prefilled_last, before = False, self.preemptions
         works = self._grow()
         if works:
             plan = Plan("decode", works, self.blocks.copies(), self.adapters.installs())
@@ -119,19 +124,20 @@ class Scheduler:
     def _settle(self, sequence: Sequence, hold: Hold) -> None:
         if self.caching and sequence.settled // self.capacity.block > hold.shared:
             known = sequence.settled // self.capacity.block
-            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence))
+            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence), sequence.ids)
 
     def lend(self, sequence: Sequence) -> None:
         """A sequence that was computed for somebody else has ended: what it holds belongs to its ticket."""
         assert sequence.hold is not None and sequence.loan is not None
         self.running.remove(sequence)
+        self.adapters.leave(sequence)
         self.blocks.pin(sequence.hold, sequence.loan.ticket, sequence.prompt_len)
 
     def inherit(self, sequence: Sequence, heir: Sequence) -> None:
         """Another choice of a request takes the place of the one whose prompt another pool computes."""
         assert sequence.hold is not None
         heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
-        heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
+        heir.computed, heir.cached, heir.slot, sequence.hold = sequence.computed, sequence.cached, sequence.slot, None
         self.remote[heir.asked] = heir.hold, heir
 
     def arrived(self, key: str, whole: bool) -> Sequence | None:
@@ -150,8 +156,8 @@ class Scheduler:
     def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
         """Whether another pool computes a prompt that has just been given its blocks. All who wait so hold at most half of them, so that
         who runs and grows finds room."""
-        prompt = sequence.prompt_len
-        if self.prefills is None or sequence.loan or sequence.generated or sequence.preemptions or not sequence.max_tokens:
+        prompt, here = sequence.prompt_len, sequence.search or sequence.loan or sequence.generated or sequence.preemptions
+        if self.prefills is None or here or not sequence.max_tokens:
             return False
         held = sum(len(other.blocks) for other, _ in self.remote.values())
         if hold.known >= prompt - 1 or held + len(hold.blocks) > self.capacity.blocks // 2:
@@ -166,10 +172,13 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while (head := self.adapters.first(self.waiting)) is not None:
-            like, known = self._shareable(head)
-            hashes = () if head.whole or wants_scores(head) else self._hashes(head)
-            hold = self.blocks.admit(min(len(head.ids) + 1, head.prompt_len + head.max_tokens), hashes, like, known)
+        while self.waiting and (head := self.adapters.first(self.waiting)) is not None:
+            if self._short is not None and self._short.hold is not None and head.rank > self._short.rank:
+                break  # else it takes that room, and is preempted for it again, for ever
+            reads = self.caching and not (head.whole or wants_scores(head))
+            hashes = self._hashes(head) if reads else ()
+            most = min(len(head.ids) + 1, head.prompt_len + head.max_tokens)
+            hold = self.blocks.admit(most, hashes, *shareable(head)) if self.forks.seats(head.search) else None
             if hold is None:
                 victim = self._victim()
                 if victim is None or victim.request.priority <= head.request.priority:
@@ -179,20 +188,13 @@ class Scheduler:
             self.waiting.remove(head)
             self.waiting_tokens -= head.remaining
             head.hold = hold
+            self.forks.reserve(head.search)
             self.adapters.seat(head)
-            self._skip_to(head, hold.known)
+            head.skip_to(hold.known)
             if not self._asks(head, hold, hashes):
+                if reads and begins_alike(head, self.blocks, self._root(head)):
+                    head.skip_to(hold.known)
                 insort(self.running, head, key=_RANK)
-
-    @staticmethod
-    def _shareable(sequence: Sequence) -> tuple[Hold | None, int]:
-        """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
-        wanted."""
-        leader = sequence.leader
-        wanted = sequence.prompt_len - (not sequence.generated)
-        if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
-            return None, 0
-        return leader.hold, wanted
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of its ids, whether or not they have KV."""
@@ -202,14 +204,6 @@ class Scheduler:
 
     def _root(self, sequence: Sequence) -> bytes:
         return hashing.root(self.model or "", sequence.request.adapter or "", sequence.request.cache_salt)
-
-    @staticmethod
-    def _skip_to(sequence: Sequence, known: int) -> None:
-        """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
-        known = min(known, len(sequence.ids) - 1)
-        if sequence.leader is None and not sequence.preemptions:
-            sequence.cached += min(known, sequence.prompt_len) - min(sequence.computed, sequence.prompt_len)
-        sequence.run(known)
 
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
         """What a prefill step computes: the next ids of the first in order, and of some behind it. A block is filled by one of them: the
@@ -227,7 +221,7 @@ class Scheduler:
                 continue
             hold = sequence.hold
             if hold is not None and not sequence.whole and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
-                self._skip_to(sequence, found)
+                sequence.skip_to(found)
             digest = self._next(sequence, sequence.computed)
             if sequence.phase == "prefill" and (digest is None or filling.setdefault(digest, sequence) is sequence):
                 alike.append(sequence)
@@ -249,21 +243,25 @@ class Scheduler:
 
     def _grow(self) -> list[Work]:
         """A token more for all that decode, in order of service; the last in order makes room for those before it."""
-        size, works = self.capacity.block, []
+        size, works, self._short = self.capacity.block, [], None
+        stuck = [each for each in [*self.forks.pending] if not self._room(each.beams[0].sequence, None, each)]
         for sequence in [s for s in self.running if s.phase == "decode"]:
             hold, start = sequence.hold, sequence.computed
             if hold is not None and (start < len(hold.blocks) * size or self._room(sequence, hold)):
                 works.append(Work(sequence, start, 1))
-        return works
+            elif sequence.search is not None:
+                stuck.append(sequence.search)
+        return [work for work in works if work.sequence.search not in stuck] if stuck else works
 
-    def _room(self, sequence: Sequence, hold: Hold) -> bool:
-        while not self.blocks.extend(hold, sequence.length):
+    def _room(self, sequence: Sequence, hold: Hold | None, search: Search | None = None) -> bool:
+        while not (self.blocks.extend(hold, sequence.length) if hold is not None else search is None or self.forks.split(search)):
             if self.blocks.limbo:
-                return False  # what others held comes free with the step under way
+                self._short = min(self._short or sequence, sequence, key=_RANK)
+                return False
             victim = self._victim()
             assert victim is not None  # a loan never grows
             self._preempt(victim)
-            if victim is sequence:
+            if sequence.hold is None:
                 return False
         return True
 
@@ -273,7 +271,10 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue, at its old place; its KV is recomputed when its turn comes."""
-        self._release(victim)
+        if victim.search is not None:
+            victim = self.forks.disband(victim.search)
+        else:
+            self.forks.release(victim)
         victim.rewind(0)
         if victim.prompt_logprobs is not None:
             victim.prompt_logprobs = [None]  # they are computed again with the prompt
@@ -281,20 +282,13 @@ class Scheduler:
         self.preemptions += 1
         self.add(victim)
 
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.hold is not None
-        self.blocks.release(sequence.hold)
-        self.adapters.leave(sequence)
-        sequence.hold = None
-        self.running.remove(sequence)
-
     def check(self) -> None:
         """Raise AssertionError if a row or block is owned twice or by nobody, or a phase says what is not so."""
         holds = [s.hold for s in self.running if s.hold is not None]
         assert len(holds) == len(self.running), "a sequence runs that holds nothing"
+        holds += [hold for search in {s.search for s in self.running if s.search is not None} for hold in search.spare]
         self.blocks.check([*holds, *(hold for hold, _ in self.remote.values())])
         assert all(s is None or (s.phase == "remote" and s.hold is hold and s.asked == key) for key, (hold, s) in self.remote.items())
         assert all(s.phase == ("due", "decode", "prefill")[min(s.remaining, 2)] for s in self.running), "a phase is wrong"
         assert all(s.hold is None and s.phase == "waiting" for s in self.waiting)
         assert self.waiting_tokens == sum(s.remaining for s in self.waiting)
-

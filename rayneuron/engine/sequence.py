@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rayneuron.engine.blocks import Hold
+from msgspec import Struct, field
+
+from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.remote import Loan
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 
@@ -15,8 +16,7 @@ from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, Token
 Phase = Literal["follows", "waiting", "remote", "prefill", "decode", "due"]
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(Struct, eq=False):
     """Prompt and generated ids, how many of them have KV (`computed`), and what holds it (None while waiting).
 
     `unseen`: ids that steps under way will add and the host has not seen; those steps' KV counts as computed, as `settled` once they have
@@ -39,7 +39,7 @@ class Sequence:
     epoch: int = 0
     hold: Hold | None = None
     slot: int = -1  # of its adapter in the device, while it runs
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    hashes: list[bytes] = []  # of its full blocks, as far as they were needed
     cached: int = 0  # prompt tokens whose KV was there before its first step
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()  # EOS and the request's own
@@ -51,19 +51,21 @@ class Sequence:
     edits: Any = None  # engine.logits.Edits, where this request edits logits; made with the first row
     grammar: Any = None  # engine.grammar.Grammar, where its output is constrained; made once that is compiled
     drafter: Any = None  # engine.speculation.drafting.Drafter, where this engine drafts; made with the first decode step
+    search: Any = None  # engine.beams.Search, where its request searches beams
     preemptions: int = 0
     finish_reason: FinishReason | None = None
-    rank: tuple[int, int] = field(init=False)  # order of service: priority first (lower earlier), then arrival
-    whole: bool = field(init=False)  # every hidden state of its prompt is wanted: KV that is there already does not help
-    edited: bool = field(init=False)  # the host edits its logits, or chooses among them
-    needs: Literal["likeliest", "sampled", "logits"] = field(init=False)  # the least a step must return where it samples
+    rank: tuple[int, int] = (0, 0)  # order of service: priority first (lower earlier), then arrival
+    whole: bool = False  # every hidden state of its prompt is wanted: KV that is there already does not help
+    edited: bool = False  # the host edits its logits, or chooses among them
+    needs: Literal["likeliest", "sampled", "logits"] = "likeliest"  # the least a step must return where it samples
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.rank = (self.request.priority, self.order)
         self.whole = self.request.pooling == "mean"
         typical = params.typical_p < 1.0 and not params.greedy
-        self.edited = params.edits_logits or typical or params.structured_outputs is not None
+        constrained = params.structured_outputs is not None
+        self.edited = params.edits_logits or typical or constrained or params.beams is not None
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property
@@ -91,6 +93,13 @@ class Sequence:
         self.computed = computed
         left = len(self.ids) + self.unseen - computed
         self.phase = "decode" if left == 1 and self.request.pooling is None else "prefill" if left else "due"
+
+    def skip_to(self, known: int) -> None:
+        """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
+        known = min(known, len(self.ids) - 1)
+        if self.leader is None and not self.preemptions:
+            self.cached += min(known, self.prompt_len) - min(self.computed, self.prompt_len)
+        self.run(known)
 
     def append(self, token: int) -> None:
         """The next id is known."""
@@ -135,18 +144,36 @@ class Work:
         return self.epoch == self.sequence.epoch and self.sequence.finish_reason is None
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(Struct):
     """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
     `installs`: (slot, adapter) to be put before it; `fills`: what a draft model reads then."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    installs: list[tuple[int, str]] = field(default_factory=list)
-    fills: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = []
+    installs: list[tuple[int, str]] = []
+    fills: list[Work] = []
 
 
 def wants_scores(sequence: Sequence) -> bool:
     """Whether the logits of every prompt position are still to be reported."""
     return sequence.prompt_logprobs is not None and sequence.computed < sequence.prompt_len - 1 and sequence.generated == 0
+
+
+def shareable(sequence: Sequence) -> tuple[Hold | None, int]:
+    """What the leading choice holds, and how many prompt positions of it serve here; the last is computed anew where its logits are
+    wanted."""
+    leader = sequence.leader
+    wanted = sequence.prompt_len - (not sequence.generated)
+    if leader is None or leader.hold is None or not leader.hold.blocks or leader.settled < wanted:
+        return None, 0
+    return leader.hold, wanted
+
+
+def begins_alike(sequence: Sequence, blocks: Blocks, root: bytes) -> bool:
+    """Whether the first block that one just admitted does not share is begun as a copy. `root`: of its hashes."""
+    assert sequence.hold is not None
+    shared = sequence.hold.shared
+    first = shared * blocks.space.block
+    ids = sequence.ids[first : min(first + blocks.space.block, len(sequence.ids) - 1)]
+    return blocks.begin_alike(sequence.hold, sequence.hashes[shared - 1] if shared else root, ids, spare=blocks.space.rows)

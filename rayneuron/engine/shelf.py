@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +15,6 @@ import torch
 from rayneuron.devices.base import Adapts, Device
 from rayneuron.errors import ConfigError
 from rayneuron.models import lora
-from rayneuron.models.adapted import Pairs
 from rayneuron.models.arch import Arch
 from rayneuron.models.weights import Cut
 
@@ -70,8 +69,8 @@ class Shelf:
         with self._lock, torch.inference_mode(), alone(gently) as rest:
             adapter = lora.read(Path(path), self._arch, self._modules, max_rank=self._rank, rest=rest)
             if adapter.identity not in self._kept:
-                made = lora.cut(adapter, self._how, self._layers, self._dtype)
-                self._kept[adapter.identity] = self._device.pack_adapter(between(made, rest))
+                made = lora.cut(adapter, self._how, self._layers, self._dtype, rest)
+                self._kept[adapter.identity] = self._device.pack_adapter(made, rest)
         return adapter.identity
 
     def drop(self, identity: str) -> None:
@@ -104,10 +103,3 @@ def alone(gently: bool) -> Iterator[Callable[[], None]]:
         yield rest if gently else lambda: None
     finally:
         torch.set_num_threads(threads)
-
-
-def between(layers: Iterable[Pairs], rest: Callable[[], None]) -> Iterator[Pairs]:
-    """The layers, with a rest before each."""
-    for pairs in layers:
-        rest()
-        yield pairs

@@ -7,13 +7,15 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from msgspec.structs import asdict
+
 from rayneuron import gateway_config, keys
 from rayneuron.config import Limits
 from rayneuron.errors import NotReady, RequestError, UnknownModel
-from rayneuron.gateway.entry import CatalogueEntry, Replicas
+from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.gateway.measures import Collector, HostMeasured, Measured
 from rayneuron.gateway.measures import text as own_text
-from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, Sleeper, Waking
+from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, SeatWay, Sleeper, Waking
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.serve.handles import Handles, stats_of
 from rayneuron.serve.telemetry import Load, Telemetry, merged
@@ -30,7 +32,7 @@ class Catalogue(Handles):
     """A gateway without Ray. Its methods are what other Ray applications call; `gateway.routes` puts HTTP in front of it."""
 
     def __init__(
-        self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], Replicas], label: str = "0",
+        self, config: Mapping[str, Any] | GatewayConfig, follow: Callable[[str], SeatWay], label: str = "0",
         arbiter: ArbiterCalls | None = None,
     ) -> None:  # fmt: skip
         self.config = gateway_config.parse(config)
@@ -46,7 +48,8 @@ class Catalogue(Handles):
             ways = SeatReplicas(follow) if listed.name is not None else follow(listed.title)
             self.entries.append(CatalogueEntry(listed, self.config, ways, label, self._whose))
             if isinstance(ways, SeatReplicas):
-                sleepers[listed.title] = Sleeper(self.entries[-1], ways)
+                sleeper = sleepers[listed.title] = Sleeper(gateway_config.hosted_model(self.config, listed.title), self.entries[-1], ways)
+                self.entries[-1].read = sleeper.read
         self.arbiter = arbiter
         self.waking = Waking(self.config, sleepers, arbiter) if arbiter is not None else None
         self._keeping: list[asyncio.Task[None]] = []
@@ -74,8 +77,7 @@ class Catalogue(Handles):
         found = []
         for entry in self.entries:
             for send in [send for engine in entry.engines for send in engine.desk.recent][: -most - 1 : -1]:
-                terms = {name: getattr(send.terms, name) for name in send.terms.__slots__}
-                found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **terms})
+                found.append({"model": entry.names[0], "order": send.number, "waited_ms": 1e3 * send.waited_s, **asdict(send.terms)})
         return found
 
     async def hosts(self) -> Json:
@@ -87,9 +89,15 @@ class Catalogue(Handles):
         return await self.arbiter.describe()
 
     def named(self, name: str | None, here: str = "model") -> CatalogueEntry:
-        """The model of a name, the default one's where there is none. Raises UnknownModel, which tells those there are."""
+        """The model of a name, or of one of its adapters, the default one's where there is none. Raises UnknownModel, which tells those
+        there are, and RequestError where several have the adapter."""
         wanted = self.config.default if name is None else name
         found = [entry for entry in self.entries if wanted in entry.names]
+        if not found and here == "model":
+            found = [entry for entry in self.entries if wanted in entry.adapters]
+            if len(found) > 1:
+                ways = " or ".join(f"/m/{entry.names[0]}/" for entry in found)
+                raise RequestError(f"several models have an adapter `{name}`; call it under {ways}", param=here)
         if not found and self.config.any_name:
             found = [entry for entry in self.entries if self.config.default in entry.names]
         if found:

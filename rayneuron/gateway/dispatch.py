@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 
@@ -12,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rayneuron.deployment_file import DEPLOYMENT
 from rayneuron.frames import Card, Order, Settled
+from rayneuron.serve import readiness
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,15 @@ class Dispatch:
         there = {card.replica for card in cards}
         self._directed = {replica: handle for replica, handle in self._directed.items() if replica in there}
         return cards
+
+    def knows(self, replica: str) -> bool:
+        """Who has shown a card here did so by Serve."""
+        return True
+
+    async def early(self) -> Card | None:
+        """Of a replica on a seat that has just become ready, though Serve may not know it yet; None where there is none."""
+        blob = await asyncio.to_thread(readiness.shown, self.application)
+        return msgspec.msgpack.decode(blob, type=Card) if blob else None
 
     async def send(self, order: Order) -> Settled:
         """Until every choice of it has ended. Serve sends what names an unknown replica anywhere; the replica says so in the outcome."""

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
@@ -20,9 +19,9 @@ from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card, Standing
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
-from rayneuron.gateway.remote import Orders, RemoteEngine
+from rayneuron.gateway.remote import Orders, RemoteEngine, Seen
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
-from rayneuron.loading import open_text
+from rayneuron.loading import read_text
 from rayneuron.policies import admission
 from rayneuron.policies.desk import GatewayDesk
 from rayneuron.serve.flight import Flight, Flights
@@ -32,7 +31,6 @@ from rayneuron.serve.served import Served, around
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry
 from rayneuron.serve.verbs import NO_HEADERS, Entrance, Json, Shut, Verbs
-from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +48,6 @@ class Replicas(Orders, Protocol):
 
     async def all(self, method: str) -> list[object]:
         """What every replica answers to a call of a method, or what it raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a gateway knows of a model: `serve.hot.Known`."""
-
-    engine: RemoteEngine
-    text: Text
-    path: Path
-    generation: dict[str, Any]
-    chosen: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,7 @@ class CatalogueEntry(Handles):
         self._account = account
         self.telemetry = Telemetry(self.name, label, self.load)
         self.now: Verbs = self._shut("is still loading")
-        self.replicas = replicas
+        self.replicas, self.read = replicas, read_text
         self._listed, self._gateway = listed, gateway
         self._eras: dict[str, Routed] = {}  # by the application's words, the newest last
         self._user_config: dict[str, Any] | None = None
@@ -133,9 +120,15 @@ class CatalogueEntry(Handles):
     def names(self) -> Sequence[str]:
         """What clients call it."""
         era = self.now if isinstance(self.now, Routed) else self.newest
-        if era is None and self._listed.name is not None:
-            return tuple(dict.fromkeys((*deployment.parse(self._listed.args or {}).model.served_names, self.name)))
-        return (self.name,) if era is None else tuple(dict.fromkeys((*era.config.model.served_names, self.name)))
+        config = self._listed.deployment if era is None else era.config
+        return tuple(dict.fromkeys((*(() if config is None else config.model.served_names), self.name)))
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """What clients call its adapters."""
+        config = self._listed.deployment
+        asleep = {} if config is None or config.lora is None else config.lora.modules
+        return asleep if self.newest is None else self.newest.context.adapters()
 
     @property
     def newest(self) -> Routed | None:
@@ -222,7 +215,7 @@ class CatalogueEntry(Handles):
         config = deployment.parse(card.args)
         if self._listed.name is None and self._listed.args is not None and (key := drift(deployment.parse(self._listed.args), config)):
             raise ConfigError(f"models: {key} of {self.name} is not what its application says; deploy both from one file")
-        text, path = await asyncio.to_thread(open_text, config)
+        text, path = await self.read(config)
         flights = Flights(self.telemetry, asyncio.get_running_loop(), events_per_s(config))
         desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)

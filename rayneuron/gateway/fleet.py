@@ -51,6 +51,7 @@ class Fleet:
     def __init__(self, gateway: bytes, watcher: Watcher) -> None:
         self.workers: dict[int, Linked] = {}
         self.card: Card | None = None  # the last that was seen: all replicas of a model have the same sizes
+        self.names: dict[str, str] = {}  # the adapters that every replica has, contents by name
         self._frames = 0  # of connections that have ended
         self._gateway, self._watcher = gateway, watcher
         self._numbers = itertools.count()
@@ -65,6 +66,9 @@ class Fleet:
     def roster(self, cards: Iterable[Card]) -> None:
         """The replicas that Serve has now. Whoever is missing takes no more orders, and ends what it has."""
         there = {card.epoch: card for card in cards}
+        if there:
+            first, *others = (card.adapters for card in there.values())
+            self.names = {name: known for name, known in first.items() if all(other.get(name) == known for other in others)}
         for worker in self.workers.values():
             if there.pop(worker.link.card.epoch, None) is None and worker.link.open and worker.accepting:
                 worker.accepting = False
@@ -84,10 +88,11 @@ class Fleet:
         except OSError as wrong:
             link.end(f"it cannot be reached: {wrong}")
 
-    def tick(self, now_s: float) -> None:
-        """Say everywhere that this gateway is there, and give up who has been silent."""
+    def tick(self, now_s: float, waiting_ms: float) -> None:
+        """Say everywhere that this gateway is there, and a part of the work that waits at it; give up who has been silent."""
+        part_ms = waiting_ms / max(1, len(self.able))
         for worker in list(self.workers.values()):
-            worker.link.tick(now_s)
+            worker.link.tick(now_s, part_ms)
 
     def heard_frames(self) -> int:
         """How many there were."""

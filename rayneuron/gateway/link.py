@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import msgspec
 
 from rayneuron import frames, wire
-from rayneuron.frames import Alive, Cancel, Card, FromReplica, Greeting, KvEvents, Leaving, Reception, Tokens
+from rayneuron.frames import Alive, Cancel, Card, FromReplica, Greeting, KvEvents, Leaving, Order, OrderEnded, Reception, Settled, Tokens
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason
 
@@ -49,9 +49,10 @@ class Link(asyncio.Protocol):
         self._frames: wire.Frames[FromReplica] = wire.Frames(FromReplica, frames.MOST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._number = 0
+        self._outcomes: dict[int, asyncio.Future[Settled]] = {}  # of orders that went this way
         self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self._why = ""
-        self._gone = False
+        self._gone = self._waits = False
 
     async def connect(self) -> None:
         """Connect and say who it is. Raises OSError."""
@@ -92,25 +93,39 @@ class Link(asyncio.Protocol):
             self._listener.leaving(self, message.within_s, message.failed)
         elif isinstance(message, KvEvents):
             self._listener.events(self, message.news)
+        elif isinstance(message, OrderEnded):
+            if (told := self._outcomes.pop(message.order, None)) is not None and not told.done():
+                told.set_result(message.settled)
         else:
             self._number += 1
             if message.number != self._number:
                 return self.end(f"frame {self._number} is missing, {message.number} came")
             self._listener.heard(self, message)
 
+    async def order(self, order: Order) -> Settled:
+        """Send an order this way, until every choice of it has ended. Raises ConnectionError where the connection ends before."""
+        if self._gone:
+            raise ConnectionError(f"the connection to {self.card.replica} has ended")
+        told: asyncio.Future[Settled] = asyncio.get_running_loop().create_future()
+        self._outcomes[order.number] = told
+        self._send(order)
+        return await told
+
     def cancel(self, order: int, index: int | None, reason: FinishReason) -> None:
         """An order, or a choice of it, is not wanted any more."""
         self._send(Cancel(order, index, reason))
 
-    def tick(self, now_s: float) -> None:
-        """Say that this gateway is there; end where the replica has said nothing for long, and this process was there to hear it."""
+    def tick(self, now_s: float, waiting_ms: float) -> None:
+        """Say that this gateway is there, and what work waits at it; end where the replica has said nothing for long, and this process was
+        there to hear it."""
         if now_s - self._ticked_s > AWAY_S:
             self._heard_s = now_s
         self._ticked_s = now_s
         if now_s - self._heard_s > SILENT_S:
             self.end(f"the replica has said nothing for {SILENT_S:g} s")
-        elif now_s - self._said_s > ALIVE_S:
-            self._send(Alive())
+        elif now_s - self._said_s > ALIVE_S or waiting_ms or self._waits:
+            self._waits = waiting_ms > 0.0
+            self._send(Alive(waiting_ms))
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self._gone:
@@ -122,6 +137,9 @@ class Link(asyncio.Protocol):
         if self._gone:
             return
         self._gone, self.open = True, False
+        for told in self._outcomes.values():
+            if not told.done():
+                told.set_exception(ConnectionError(why))
         if self._transport is not None:
             self._transport.abort()
         self._listener.lost(self, why, died)

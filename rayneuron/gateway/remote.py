@@ -8,7 +8,8 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
@@ -23,8 +24,8 @@ from rayneuron.news import KvNews
 from rayneuron.policies.admission import validate
 from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
-from rayneuron.serve.hot import Nameless
 from rayneuron.serve.telemetry import Histogram
+from rayneuron.text.text import Text
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ class Orders(Protocol):
 
     async def send(self, order: Order) -> Settled:
         """Until every choice of it has ended. Raises whatever Serve says of a replica that has died."""
+
+    def knows(self, replica: str) -> bool:
+        """Whether Serve has it already; else its orders go over its connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,6 @@ class RemoteEngine:
     alive = True
     timing = None
     prefills = None
-    adapters = Nameless()  # they are of a model's own application
 
     def __init__(
         self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
@@ -88,6 +91,11 @@ class RemoteEngine:
         if self.fleet.card is None:
             raise NotReady("no replica of this model has been seen yet")
         return self.fleet.card
+
+    @property
+    def adapters(self) -> Fleet:
+        """Those that every replica has."""
+        return self.fleet
 
     @property
     def vocab(self) -> int:
@@ -240,7 +248,8 @@ class RemoteEngine:
         asked, replica, waited_s = way.asked(), linked.link.card.replica, now_s - request.arrival_s
         settled: Settled | None = None
         try:
-            settled = await self._orders.send(Order(self.gateway, number, replica, asked, waited_s, left_s))
+            send = self._orders.send if self._orders.knows(replica) else linked.link.order
+            settled = await send(Order(self.gateway, number, replica, asked, waited_s, left_s))
         except Exception as wrong:  # Serve's word for a replica that has died, or is no longer there
             log.info("order %s ended with %r", asked.id, wrong)
         if self.books.placed.get((linked.number, number)) is way:  # else it has ended, or gone on elsewhere
@@ -272,8 +281,19 @@ class RemoteEngine:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self.fleet.tick(now_s)
+            self.fleet.tick(now_s, self.desk.queue.waiting_ms)
             for number in self.desk.overdue(now_s):
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
             self.repair.tick(now_s)
             self._pump()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a gateway knows of a model: `serve.hot.Known`."""
+
+    engine: RemoteEngine
+    text: Text
+    path: Path
+    generation: dict[str, Any]
+    chosen: dict[str, Any]

@@ -10,15 +10,19 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from rayneuron.config import Deployment
 from rayneuron.errors import Busy, NotReady, RequestTimeout
 from rayneuron.frames import Asked, Card, Order, Settled, Standing, Wanting
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
 from rayneuron.gateway_config import GatewayConfig
+from rayneuron.loading import read_text
 from rayneuron.serve.http import Exchange
+from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +40,49 @@ class ArbiterCalls(Protocol):
     def describe(self) -> Awaitable[dict[str, Any]]: ...
 
 
+class SeatWay(Replicas, Protocol):
+    """The way to the replica of one seat, as to those of any application."""
+
+    async def early(self) -> Card | None:
+        """What it has shown, though Serve may not know it yet."""
+
+
 class SeatReplicas:
     """The replicas of a model of the host: those of all its seats. `follow`: the way to those of one application."""
 
-    def __init__(self, follow: Callable[[str], Replicas]) -> None:
+    def __init__(self, follow: Callable[[str], SeatWay]) -> None:
         self.standing = Standing("sleeping")
         self._follow = follow
-        self._ways: dict[str, Replicas] = {}
+        self._ways: dict[str, SeatWay] = {}
+        self._known: set[str] = set()  # replicas that Serve has shown
         self.seat_of: dict[str, str] = {}  # of a replica
 
     async def cards(self) -> list[Card]:
         """Of every replica that takes calls now."""
         names = [*self.standing.seats, *self.standing.coming]
         self._ways = {name: self._ways.get(name) or self._follow(name) for name in names}
-        told = await asyncio.gather(*(way.cards() for way in self._ways.values()), return_exceptions=True)
+        told = await asyncio.gather(*map(self._shown, self._ways), return_exceptions=True)
         cards = []
         for name, shown in zip(self._ways, told, strict=True):
             for card in shown if isinstance(shown, list) else ():
                 self.seat_of[card.replica] = name
                 cards.append(card)
         return cards
+
+    async def _shown(self, name: str) -> list[Card]:
+        """Of those on a seat. Serve needs up to a second to know that one is ready, and a call of it waits until then: before, its own word
+        counts."""
+        way = self._ways[name]
+        if any(self.seat_of.get(replica) == name for replica in self._known):
+            return await way.cards()
+        early = await way.early()
+        cards = [] if name in self.standing.coming else await way.cards()
+        self._known.update(card.replica for card in cards)
+        return cards or ([] if early is None else [early])
+
+    def knows(self, replica: str) -> bool:
+        """Whether Serve has shown it."""
+        return replica in self._known
 
     async def send(self, order: Order) -> Settled:
         """Until every choice of it has ended."""
@@ -73,11 +100,24 @@ class SeatReplicas:
 class Sleeper:
     """One model that may sleep. `held`: when each call came that waits for it; `looking`: for its replicas meanwhile."""
 
+    config: Deployment
     entry: CatalogueEntry
     replicas: SeatReplicas
     held: dict[object, float] = field(default_factory=dict)
     arrived: int = 0
     looking: asyncio.Task[None] | None = None
+    words: asyncio.Task[tuple[Text, Path]] | None = None
+
+    def prepare(self) -> None:
+        """Read the words of the model while it is loaded, so that its first call does not wait for them."""
+        if self.words is None or (self.words.done() and self.words.exception() is not None):
+            self.words = asyncio.create_task(read_text(self.config))
+
+    async def read(self, config: Deployment) -> tuple[Text, Path]:
+        """Those of a replica that has come."""
+        if self.words is None or config.model != self.config.model:
+            return await read_text(config)
+        return await asyncio.shield(self.words)
 
     async def look(self) -> None:
         """Ask coming seats for their cards while somebody waits: one for all who do."""
@@ -150,6 +190,7 @@ class Waking:
         key = object()
         sleeper.held[key] = time.monotonic()
         self._hurry.set()
+        sleeper.prepare()
         if sleeper.looking is None or sleeper.looking.done():
             sleeper.looking = asyncio.create_task(sleeper.look())
         try:

@@ -25,6 +25,7 @@ from rayneuron.group.messages import Adopted, Advance, Done, Failed, Placed, Rea
 from rayneuron.group.opening import Runnable
 from rayneuron.group.rank import Rank
 from rayneuron.group.rendezvous import Member, Rendezvous, allow_files
+from rayneuron.group.swapping import Swapping
 from rayneuron.group.watch import Watch, error_of
 from rayneuron.group.worker import Invitation
 from rayneuron.models import Progress
@@ -59,7 +60,6 @@ class Group:
         self.refused = self.steps = 0
         self.step_s = self.busy_s = self._began_s = 0.0
         self.rank = Rank()
-        self._rendezvous: Rendezvous | None = None
         self._watch: Watch | None = None
         self._agents: Agents | None = None
         self._on_lost, self._closed = on_lost, False
@@ -84,10 +84,10 @@ class Group:
         limits, ips, others = self.config.group, tuple(self.processes.node_ips), self.layout.workers[1:]
         files = FILES_BESIDE_WORKERS + FILES_A_WORKER * len(self.layout.workers)
         allow_files(files)
-        self._rendezvous = rendezvous = Rendezvous(ips)
-        invitations = [self._invitation(rendezvous, worker.index, worker.node, files) for worker in others]
-        self.processes.start(invitations, [worker.node for worker in others])
+        rendezvous, longest, leader = Rendezvous(ips), assignment.longest_step(self.capacity), this_process()
         try:
+            told = [(w.index, rendezvous.token, rendezvous.addresses(w.node), limits.start_s, None if w.node else leader) for w in others]
+            self.processes.start([Invitation(*each, longest, files) for each in told], [worker.node for worker in others])
             self.members = rendezvous.gather(others, ips, limits.start_s, self.processes.gone)
         finally:
             self.refused = rendezvous.refused
@@ -137,6 +137,13 @@ class Group:
         return None if shelf is None else Adopting(shelf, self.members, self._send, lambda: self._all(Adopted, late, limit_s))
 
     @property
+    def swap(self) -> Swapping | None:
+        """Other weights for all ranks."""
+        late, limit_s, runner = "has not read other weights", self.config.group.load_s, self.rank.runner
+        swap = None if runner is None else runner.swap
+        return None if swap is None else Swapping(swap, self.members, self._send, lambda: self._all(Adopted, late, limit_s))
+
+    @property
     def overlaps(self) -> bool:
         """Whether a step may begin while one runs."""
         return self.config.compile.async_mode
@@ -167,8 +174,7 @@ class Group:
         """End every worker and give everything back. Harmless twice."""
         if self._closed:
             return
-        self._closed = True
-        orderly = self.lost is None
+        self._closed, orderly = True, self.lost is None
         if self._agents is not None:
             self._agents.close()
         try:
@@ -188,15 +194,9 @@ class Group:
                     member.channel.shutdown()
             except (wire.WireError, TimeoutError):
                 pass  # it has ended already
-        if self._rendezvous is not None:
-            self._rendezvous.close()
         self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
         for member in self.members:
             member.channel.close()
-
-    def _invitation(self, rendezvous: Rendezvous, index: int, node: int, files: int) -> Invitation:
-        leader, longest = this_process() if node == 0 else None, assignment.longest_step(self.capacity)
-        return Invitation(index, rendezvous.token, rendezvous.addresses(node), self.config.group.start_s, leader, longest, files)
 
     def _take_places(self, token: bytes, ips: Sequence[str]) -> list[Placed]:
         places = assignment.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))

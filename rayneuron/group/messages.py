@@ -11,7 +11,7 @@ from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 from rayneuron.transfer.layout import KvLayout
 
-VERSION = 10  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 11  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -143,6 +143,19 @@ class Disown(msgspec.Struct, tag=True, frozen=True):
     identity: str
 
 
+class Reweigh(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: read these weights too, which are known by `identity` here, beside those there are."""
+
+    path: str
+    identity: str
+
+
+class Turn(msgspec.Struct, tag=True, frozen=True):
+    """Worker 0: go on with the weights beside, or `drop` them."""
+
+    drop: bool = False
+
+
 class Beat(msgspec.Struct, tag=True, frozen=True):
     """Worker 0, to other hosts: nothing, but your kernel acknowledges it."""
 
@@ -156,13 +169,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Adopted(msgspec.Struct, tag=True, frozen=True):
-    """A worker: it has read the adapter, or why it has not."""
+    """A worker: it has read the adapter, or the weights, or why it has not."""
 
     wrong: str = ""
 
 
 class Advance(msgspec.Struct, tag=True, frozen=True):
-    """A worker: `done` of `total` parts of LoadWeights, Prepare or Warm."""
+    """A worker: `done` of `total` parts of LoadWeights, Prepare, Warm or Reweigh."""
 
     done: int
     total: int
@@ -186,5 +199,5 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-ToWorker = Place | Begin | LoadWeights | Prepare | Warm | HandOver | Step | Adopt | Disown | Stop | Beat
+ToWorker = Place | Begin | LoadWeights | Prepare | Warm | HandOver | Step | Adopt | Disown | Reweigh | Turn | Stop | Beat
 FromWorker = Hello | Placed | Ready | Adopted | Advance | Done | Failed

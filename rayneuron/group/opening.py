@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import devices, models
+from rayneuron import devices, hashing, models
 from rayneuron.config import Deployment
+from rayneuron.devices.base import Reweighs
 from rayneuron.engine import draft_step
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import rule_of
 from rayneuron.engine.runner import Runner
 from rayneuron.engine.shelf import Shelf
+from rayneuron.engine.swap import Swap
+from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group import pipeline
 from rayneuron.group.ahead import ahead
-from rayneuron.models import Progress, presharded, weights
+from rayneuron.models import Progress, presharded, weights, words
 from rayneuron.models.arch import Arch
+from rayneuron.models.config_json import read_config
 from rayneuron.models.shard import stage_layers
 from rayneuron.sources.drafts import DraftModel
 
@@ -72,8 +76,26 @@ def open_rank(
             layers = stage_layers(model.arch.layers, stage, config.pipeline_parallel)
             room = {"slots": config.lora.max_loras, "rank": config.lora.max_lora_rank}
             runner.shelf = Shelf(device, model.arch, models.family(model.raw), how, layers, dtype, **room)
+        if isinstance(device, Reweighs):
+            named = lambda path: hashing.fingerprint(_alike(model, path).path)  # noqa: E731
+            runner.swap = Swap(device, named, lambda path, progress: _weights(_alike(model, path), made, stage, progress))
         undo.pop_all()
     return runner
+
+
+def _alike(model: Runnable, path: Path) -> Runnable:
+    """The same deployment on the weights of another directory. Raises CheckpointError where they are another model's."""
+    config, raw = model.config, read_config(path)
+    try:
+        arch = models.check(raw, tp=config.tensor_parallel, max_model_len=model.capacity.length, **config.model_options())
+        dtype = words.compute(config.dtype, raw)
+    except ConfigError as wrong:
+        raise CheckpointError(f"{path}: {wrong.message}") from None
+    other = [field.name for field in fields(arch) if getattr(arch, field.name) != getattr(model.arch, field.name)]
+    if other or dtype != model.dtype:
+        said = ", ".join([*other, *(["dtype"] if dtype != model.dtype else [])])
+        raise CheckpointError(f"{path} is another model than the one that is served: it has another {said}; start a replica of it")
+    return replace(model, path=path, raw=raw, arch=arch, source=str(path))
 
 
 def _draft_weights(draft: DraftModel, made: devices.Ahead, config: Deployment) -> dict[str, Any]:

@@ -33,12 +33,15 @@ from rayneuron.group.messages import (
     Place,
     Prepare,
     Ready,
+    Reweigh,
     Step,
     Stop,
+    Turn,
     Warm,
 )
 from rayneuron.group.rank import Rank
 from rayneuron.group.rendezvous import allow_files
+from rayneuron.group.swapping import reweigh, turn
 from rayneuron.models import Progress
 from rayneuron.placement.records import process_started
 
@@ -121,6 +124,10 @@ def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
             case Disown():
                 if rank.shelf is not None:
                     rank.shelf.drop(message.identity)
+            case Reweigh():
+                channel.send(reweigh(rank.runner, message, _reporter(channel)))
+            case Turn():
+                turn(rank.runner, message)
             case HandOver():
                 rank.exchange(message)
                 channel.send(Ready())

@@ -63,7 +63,7 @@ class Seats:
         placed = config.model_copy(update={"serving": serving})
         placed.__pydantic_fields_set__.add("serving")
         self._note(row.key, {"model": row.model, "node": row.node, "cores": cores, "words": words_of(config), "owner": self._owner})
-        _internal_kv_del(readiness.KEY + row.key.encode())
+        readiness.forget(row.key)
         with self._building:
             target = serve.RunTarget(application_of(placed), row.key, None)
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -82,6 +82,7 @@ class Seats:
         self._claimed()
         serve.delete(key, _blocking=False)
         _internal_kv_del(KEY + key.encode())
+        readiness.forget(key)
 
     def look(self) -> dict[str, readiness.State]:
         """All applications that Serve has."""

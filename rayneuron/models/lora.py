@@ -140,12 +140,13 @@ def read(path: Path, arch: Arch, modules: Mapping[str, Module], *, max_rank: int
     return Adapter(digest.hexdigest(), most, tuple(layers))
 
 
-def cut(adapter: Adapter, how: Cut, layers: Iterable[int], dtype: torch.dtype) -> Iterator[Pairs]:
+def cut(adapter: Adapter, how: Cut, layers: Iterable[int], dtype: torch.dtype, rest: Callable[[], None] = lambda: None) -> Iterator[Pairs]:
     """One rank's share of some layers: B is cut where the weight's outputs are, A where its inputs are; rounded once to `dtype`."""
     for i in layers:
         pairs: Pairs = {}
         shared: dict[int, Tensor] = {}  # the A of what is fused in theirs: one here too
         for name, (a, b) in adapter.layers[i].items():
+            rest()
             whole = name + ".w"
             _, dim = cut_of(whole) or ("", 0)
             if dim in (1, -1):

@@ -133,25 +133,30 @@ def _memory(said: dict[str, Any]) -> dict[str, Any]:
 
 def _time(said: dict[str, Any]) -> dict[str, Any]:
     """Of a decode step: what `start` computes beside the SDK's own call (processor time of this thread: the stand-in's devices compute in
-    this interpreter), that call, and fetching what is there already. Steps are queued, so that the call does not wait for the device."""
+    this interpreter), that call, and fetching what is there already; `seated_ms` where no row of the batch is at its own KV row. Steps are
+    queued, so that the call does not wait for the device."""
     said["options"]["compile"] = {**said["options"].get("compile", {}), "async_mode": True}
-    took: list[tuple[float, float, float, float]] = []
+    took: tuple[list[tuple[float, float, float, float]], ...] = ([], [])
     with _open(said) as llm:
         device = _device(llm)
         inside = device._model.forward = Timed(device._model.forward)
         start = Timed(device.start)
-        shape, batch = _decode(llm, llm.engine.capacity.rows)
-        block = llm.engine.capacity.block
-        for row in range(shape.rows):
-            batch.rows[row], batch.blocks[row], batch.slots[row], batch.positions[row] = row, row, row * block + 5, 5
-        for _ in range(_STEPS):
-            pending = start(shape, batch)
+        batches, block = [], llm.engine.capacity.block
+        for turned in (0, 1):
+            shape, batch = _decode(llm, llm.engine.capacity.rows)
+            for i in range(shape.rows):
+                row = (i + turned) % shape.rows
+                batch.rows[i], batch.blocks[i], batch.slots[i], batch.positions[i] = row, row, row * block + 5, 5
+            batches.append(batch)
+        for i in range(2 * _STEPS):
+            pending = start(shape, batches[i % 2])
             pending.wait()
             fetch = Timed(pending.wait)
             fetch()
-            took.append((start.worked - inside.worked, inside.worked, inside.took, fetch.took))
-    ours, work, call, fetched = (statistics.median(times) * 1000 for times in zip(*took, strict=True))
-    return {"host_ms": ours, "sdk_ms": work, "call_ms": call, "fetch_ms": fetched, "steps": len(took)}
+            took[i % 2].append((start.worked - inside.worked, inside.worked, inside.took, fetch.took))
+    ours, work, call, fetched = (statistics.median(times) * 1000 for times in zip(*took[0], strict=True))
+    seated = statistics.median(step[0] for step in took[1]) * 1000
+    return {"host_ms": ours, "seated_ms": seated, "sdk_ms": work, "call_ms": call, "fetch_ms": fetched, "steps": _STEPS}
 
 
 class Timed:

@@ -129,10 +129,11 @@ def host_time(machine: Machine) -> str:
     said = ask(machine, action="time", **_neuron(ranks, max_num_seqs=16))
     text = (
         f"a step of 16 rows over {ranks} ranks: {said['host_ms']:.3f} ms of a processor ours, {said['host_ms'] / said['sdk_ms']:.1f} times "
-        f"the SDK's call, which takes {said['call_ms']:.3f} ms until the device has its inputs; {said['fetch_ms']:.3f} ms to fetch its "
-        f"outputs (medians of {said['steps']} steps)"
+        f"the SDK's call, which takes {said['call_ms']:.3f} ms until the device has its inputs; {said['seated_ms']:.3f} ms ours where all "
+        f"rows have to be put at others; {said['fetch_ms']:.3f} ms to fetch its outputs (medians of {said['steps']} steps)"
     )
-    if said["host_ms"] > _OURS_MS or said["host_ms"] + said["call_ms"] > 2:
+    most_ms = max(said["host_ms"], said["seated_ms"])
+    if most_ms > _OURS_MS or most_ms + said["call_ms"] > 2:
         raise Differs(text)
     return text
 

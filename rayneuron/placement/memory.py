@@ -74,11 +74,12 @@ def _scratch(arch: Arch, c: Capacity, ranks: int, width: int, last: bool) -> int
     plan = share(arch, ranks).plan
     inner = -(-max(arch.ffn, arch.dense_ffn) // ranks)
     most = 0
-    for rows, tokens in [*prefill_sizes(c), *((b, 1) for b in c.batch)]:
+    for rows, tokens in [*prefill_sizes(c), *((b, max(c.verify, 1)) for b in c.batch)]:
         new = rows * tokens
         attention = new * (plan.q_heads + 2 * plan.kv_heads) * arch.head_dim * width + new * plan.q_heads * c.length * 4
         step = 3 * new * arch.hidden * width + max(attention, 3 * new * inner * width)
-        logits = 4 * arch.vocab * (rows if rows > 1 or tokens > c.scores else new) if last else 0  # every token's for prompt logprobs
+        every = tokens == c.verify or (rows == 1 and tokens <= c.scores)  # for drafts, and for prompt logprobs
+        logits = 4 * arch.vocab * (new if every else rows) if last else 0
         most = max(most, step + logits)
     return most
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import log
 from operator import itemgetter
 from random import Random
@@ -49,8 +48,7 @@ class GatewayAsk(Struct, frozen=True):
     avoid: frozenset[int] = frozenset()
 
 
-@dataclass(slots=True)  # not frozen: that would take longer than the choice
-class Terms:
+class Terms(Struct, frozen=True):
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
     `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue of those that may take

@@ -65,8 +65,12 @@ class Costs:
         done = cut.ends[at]
         if done == end:
             return cut.sums[at], at
-        took = self._steps.get((end - done, done))
-        return cut.sums[at] + (self._prefill_step(end - done, done) if took is None else took), at + 1
+        return cut.sums[at] + self.step_ms(end - done, done), at + 1
+
+    def step_ms(self, count: int, done: int) -> float:
+        """Of one step that computes `count` tokens of a prompt behind `done`."""
+        took = self._steps.get((count, done))
+        return self._prefill_step(count, done) if took is None else took
 
     def _follow(self, cached: int, end: int, decoding: bool) -> _Cut:
         """Whole steps from a place on, up to an end."""
@@ -78,7 +82,7 @@ class Costs:
             cut = self._cuts[cached, decoding] = _Cut(cached, most(cached))
         while cut.beyond <= end:
             done = cut.ends[-1]
-            cut.sums.append(cut.sums[-1] + self._prefill_step(cut.beyond - done, done))
+            cut.sums.append(cut.sums[-1] + self.step_ms(cut.beyond - done, done))
             cut.ends.append(cut.beyond)
             cut.beyond += most(cut.beyond)
         return cut

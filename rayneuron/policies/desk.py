@@ -72,8 +72,7 @@ class Send(Struct, frozen=True):
     terms: Terms
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(Struct):
     ask: GatewayAsk
     since_s: float
     output: float

@@ -88,6 +88,11 @@ class Fairness:
         return key in self._entries
 
     @property
+    def waiting_ms(self) -> float:
+        """Of a device, of all that wait."""
+        return sum(tier.waiting_ms for tier in self._tiers.values()) if self._entries else 0.0
+
+    @property
     def alone(self) -> bool:
         """Whether there never was more than one account."""
         return len(self._accounts) < 2

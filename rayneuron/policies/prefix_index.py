@@ -7,11 +7,14 @@ towards the root: a lookup bisects for the deepest block somebody has, and then 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from struct import Struct
 
 from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 _SHARDS = 64  # dead entries are swept a shard at a time
 _KEY = (1 << 60) - 1  # of a hash: integers of so many bits are the largest that Python keeps in 32 bytes
+_SHARD = 54  # bits below those that say which shard
+_NUMBER = Struct("<Q").unpack_from
 _GROUPS = 16  # of workers that have equally much
 
 
@@ -136,17 +139,18 @@ class PrefixIndex:
         return low
 
     def _have(self, digest: bytes) -> int:
-        key = int.from_bytes(digest[:8], "little") & _KEY
-        held = self._shards[key % _SHARDS].get(key)
+        key = _NUMBER(digest)[0] & _KEY
+        held = self._shards[key >> _SHARD].get(key)
         return held & self._live if held else 0
 
     def _store(self, worker: int, hashes: Iterable[bytes]) -> None:
-        bit, shards, number = self._bits.get(worker) or self._take(worker), self._shards, int.from_bytes
-        for digest in hashes:
-            key = number(digest[:8], "little") & _KEY
-            shard = shards[key % _SHARDS]
-            held = shard.get(key)
-            shard[key] = bit if held is None else held | bit
+        bit, shards = self._bits.get(worker) or self._take(worker), self._shards
+        for (number,) in map(_NUMBER, hashes):
+            key = number & _KEY
+            shard = shards[key >> _SHARD]
+            held = shard.setdefault(key, bit)
+            if held is not bit:
+                shard[key] = held | bit
 
     def _take(self, worker: int) -> int:
         if self._free:
@@ -159,10 +163,10 @@ class PrefixIndex:
         return bit
 
     def _remove(self, worker: int, hashes: Iterable[bytes]) -> None:
-        bit, shards, number = self._bits.get(worker, 0), self._shards, int.from_bytes
-        for digest in hashes:
-            key = number(digest[:8], "little") & _KEY
-            shard = shards[key % _SHARDS]
+        bit, shards = self._bits.get(worker, 0), self._shards
+        for (number,) in map(_NUMBER, hashes):
+            key = number & _KEY
+            shard = shards[key >> _SHARD]
             held = shard.get(key)
             if held == bit:
                 del shard[key]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from math import log2
+
+from msgspec import Struct
 
 from rayneuron.news import Pressure
 from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs
@@ -18,8 +19,7 @@ _POINTS = 64  # of a replica on the ring
 _LATELY = 0.05  # of an average of late, its newest
 
 
-@dataclass(slots=True)
-class Booking:
+class Booking(Struct, frozen=True):
     """An order the replica has not acknowledged: what it will have to do, and since when."""
 
     key: int

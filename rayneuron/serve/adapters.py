@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment
-from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import CheckpointError, Conflict, NoRoom, RequestError, UnknownModel
+
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import Engine
 
 RETRY_S = 5.0  # what a client is told where there is no room
 
@@ -46,17 +48,18 @@ async def change(config: Deployment, loop: EngineLoop, wanted: Change) -> None:
         raise RequestError(bad.message, param="lora_path") from None
 
 
-def confined(path: str, directory: str) -> Path:
-    """A path under the directory, with links resolved, its files' too. Raises RequestError; what is outside is not looked at."""
+def confined(path: str, directory: str, field: str = "lora_path", key: str = "lora.directory") -> Path:
+    """A path under the directory, with links resolved, its files' too. Raises RequestError; what is outside is not looked at. `field` and
+    `key`: where the two are written."""
     root = Path(directory).resolve()
     try:
         found = (root / path).resolve()
         inside = [found, *(entry.resolve() for entry in found.iterdir())] if found.is_relative_to(root) and found.is_dir() else [found]
     except (OSError, RuntimeError, ValueError):  # a loop of links, a byte no path has, a folder that may not be read
-        raise RequestError(f"lora_path {path!r} cannot be read", param="lora_path") from None
+        raise RequestError(f"{field} {path!r} cannot be read", param=field) from None
     if found == root or not all(each.is_relative_to(root) for each in inside):
-        said = f"lora_path {path!r} does not lie under lora.directory; put the adapter there, and what its links lead to"
-        raise RequestError(said, param="lora_path")
+        said = f"{field} {path!r} does not lie under {key}; put what it names there, and what its links lead to"
+        raise RequestError(said, param=field)
     return found
 
 

@@ -38,6 +38,13 @@ class Answering(Replica):
         assert isinstance(opened, loading.Opened)
         return self._hub.card(self.config, opened, self._user_config)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """As Replica's; what waits at gateways until some replica has little to do is work too."""
+        stats = super().record_autoscaling_stats()
+        if self._hub is not None:
+            stats["backlog_ms"] += self._hub.waiting_ms
+        return stats
+
     async def drain(self, within_s: float | None = None) -> None:
         """As Replica's; gateways are told."""
         self.hand_over(within_s or 0.0)

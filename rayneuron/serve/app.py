@@ -22,7 +22,7 @@ from rayneuron.serve import pools, readiness, seated
 from rayneuron.serve.answering import Answering
 from rayneuron.serve.deployed import Deployed, layout_of, serve_deployment
 from rayneuron.serve.ingress import application
-from rayneuron.serve.prefill import PrefillServer, everybody, found, token_of
+from rayneuron.serve.prefill import ANSWER_S, PrefillServer, everybody, found, token_of
 from rayneuron.serve.replica import Opener, Replica
 from rayneuron.serve.telemetry import merged
 
@@ -42,10 +42,14 @@ class ServedEngine(Answering, Deployed, Replica):
         self._prefill = prefill
         opener = self._opener_of(deployment.parse(config), opener)
         Replica.__init__(self, config, opener, str(serve.get_replica_context().rank.rank))
+        name, seat = serve.get_replica_context().app_name, self.config.serving.seat
+        if seat is not None:
+            readiness.forget(name)  # what one before it on this seat has shown
         await self._opened(self.open())
         await self.listen()
-        if self.config.serving.seat is not None:
-            self._tasks.append(self._event_loop.create_task(seated.end_with_owner(self.config.serving.seat)))
+        if seat is not None and self.state == "serving":
+            readiness.show(name, await self.card())
+            self._tasks.append(self._event_loop.create_task(seated.end_with_owner(seat)))
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -53,6 +57,7 @@ class ServedEngine(Answering, Deployed, Replica):
 
     async def retire(self, within_s: float) -> None:
         """Let the calls end as `drain` does, then give the engine back: its cores are free before Serve has taken this replica away."""
+        readiness.forget(serve.get_replica_context().app_name)
         await self.drain(within_s)
         await self.close()
 
@@ -111,22 +116,40 @@ class ServedEngine(Answering, Deployed, Replica):
             raise RayNeuronError(f"{len(silent)} replicas did not answer and may still know prefixes: {silent[0]!r}")
         return sum(answers)
 
-    async def replica_change_adapters(self, name: str, path: str | None, replaces: bool) -> None:
-        """Load or unload an adapter here."""
-        await super().change_adapters(Change(name, path, replaces))
+    async def replica_change_adapters(self, origin: str, *change: Any) -> None:
+        """Load or unload an adapter here, too, unless it is this replica, `origin`, that has told all others."""
+        if origin != serve.get_replica_context().replica_id.unique_id:
+            await super().change_adapters(Change(*change))
 
     async def change_adapters(self, change: Change) -> None:
-        """The same on every replica, first on this one, which says what is wrong. One that comes later has those of the file alone."""
+        """The same on every replica of both pools, first on this one, which says what is wrong. One that comes later has those of the file
+        alone."""
         await super().change_adapters(change)
-        answers = await self._everybody("replica_change_adapters", *change._replace(replaces=True))
+        said = serve.get_replica_context().replica_id.unique_id, *change._replace(replaces=True)
+        answers = [*await self._everybody("replica_change_adapters", *said)]
+        answers += [] if self._prefill is None else await everybody(self._prefill, "replica_change_adapters", *said)
         wrong = [answer for answer in answers if isinstance(answer, BaseException) and not isinstance(answer, UnknownModel)]
         if wrong:
             raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
 
-    async def _everybody(self, method: str, *arguments: Any) -> Sequence[Any]:
+    async def replica_load_weights(self, path: str, identity: str, first: str) -> None:
+        """The same weights here, unless it is the replica that was first."""
+        if first != serve.get_replica_context().replica_id.unique_id:
+            await super().load_weights(path, identity)
+
+    async def load_weights(self, path: str, identity: str | None = None) -> str:
+        """The same on every replica, first on this one, which says what is wrong. One that comes later has those of the file."""
+        found, own, said = await super().load_weights(path, identity), serve.get_replica_context().replica_id.unique_id, self.config
+        within_s = said.serving.drain_timeout_s + said.group.load_s
+        answers = await self._everybody("replica_load_weights", path, found, own, within_s=within_s)
+        if wrong := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
+        return found
+
+    async def _everybody(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Sequence[Any]:
         """What every replica, this one too, answers to a call of a method, or what it raised."""
         context = serve.get_replica_context()
-        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method, *arguments)
+        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method, *arguments, within_s=within_s)
 
     def _publish(self, progress: str) -> None:
         readiness.publish(serve.get_replica_context().app_name, progress)

@@ -14,7 +14,7 @@ class Rests(Protocol):
     """A stream between two writes."""
 
     def let_go(self) -> bool:
-        """End the rest, if anything has gathered."""
+        """Write what has gathered, if anything has, or end the rest; whether anything had."""
 
 
 class Cadence:

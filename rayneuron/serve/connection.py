@@ -1,10 +1,12 @@
-"""A connection of Serve's HTTP proxy that waits for a request's head only so long, and reads only so much of it."""
+"""A connection that waits for a request's head only so long, and reads only so much of it; a replica's own is written past ASGI too."""
 
 from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from rayneuron.serve.seams import PIPE
 
 HEAD_S = 20.0  # from the first byte, or from the connection, to the end of the head
 HEAD_BYTES = 64 * 1024
@@ -62,3 +64,33 @@ class Connection(HttpToolsProtocol):
             if self._read:
                 self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
             self.transport.close()
+
+
+class Past:
+    """A pipe (`serve.seams.Pipe`) into the chunked body of one answer."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def open(self) -> bool:
+        """As the seam."""
+        cycle = self._cycle
+        begun = cycle.response_started and cycle.chunked_encoding is True and not cycle.response_complete
+        return begun and not (cycle.disconnected or cycle.flow.write_paused)
+
+    def write(self, part: bytes) -> None:
+        """As the seam."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class Own(Connection):
+    """That of a replica which answers HTTP itself. A proxy's hands what it reads on to another process, and no pipe goes there."""
+
+    def on_headers_complete(self) -> None:
+        """As uvicorn's."""
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope["state"][PIPE] = Past(self.cycle)

@@ -71,11 +71,12 @@ def _fit(name: bytes, value: bytes) -> tuple[bytes, bytes]:
 
 def middlewares() -> list[Middleware]:
     """What Serve asks for, in a proxy and in a replica that answers HTTP itself; the last is the outermost."""
+    own = _in_replica()
     if importlib.util.find_spec("httptools") is not None:
         from uvicorn.config import HTTP_PROTOCOLS
 
-        HTTP_PROTOCOLS["auto"] = "rayneuron.serve.connection:Connection"
-    return [Middleware(Ending)] if _in_replica() else [Middleware(Readiness), Middleware(Ending)]
+        HTTP_PROTOCOLS["auto"] = f"rayneuron.serve.connection:{'Own' if own else 'Connection'}"
+    return [Middleware(Ending)] if own else [Middleware(Readiness), Middleware(Ending)]
 
 
 def _in_replica() -> bool:

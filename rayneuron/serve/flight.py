@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
 from rayneuron.serve.cadence import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Cadence
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 STOPPED = "the engine has stopped; this replica is being replaced"
 TIMED_OUT = "the request did not finish within its time limit"
-TORN = "the text could not be put together; the server log has the details under this request's id"
 
 
 class ActiveRequest:
@@ -40,8 +39,7 @@ class ActiveRequest:
 
     def measure(self, piece: TokenDelta, now_s: float, telemetry: Telemetry) -> None:
         """Count one token delta."""
-        before = self.last_s.get(piece.index)
-        if before is not None:
+        if (before := self.last_s.get(piece.index)) is not None:
             telemetry.inter_token.observe(now_s - before)
         elif not self.last_s:
             telemetry.prefilled(len(self.request.prompt_ids), piece.cached_tokens, now_s - self.request.arrival_s, piece.remote)
@@ -63,8 +61,7 @@ class ActiveRequest:
     def drop(self, failed: bool, telemetry: Telemetry) -> bool:
         """Count the choices that will not end; False where there are none."""
         left = [index for index in range(self.request.params.n) if index not in self.done]
-        if left:
-            telemetry.dropped(len(left), failed)
+        telemetry.dropped(len(left), failed)
         if self.ended is not None:
             stamps = Stamps(arrived=self.request.arrival_s, finished=time.monotonic())
             for index in left:
@@ -89,6 +86,7 @@ class Flight:
         self._pending: dict[tuple[str, int], list[Delta]] = {}
         self._begun, self._every_step = False, True
         self._waiter: asyncio.Future[None] | None = None
+        self._pour: Callable[[], bool] | None = None
 
     @property
     def ended(self) -> bool:
@@ -115,23 +113,29 @@ class Flight:
             raise self.error
         return self.ready()
 
-    async def rest(self) -> None:
-        """Let deltas gather until the next beat; over at once when the flight has ended, or where streams are few."""
+    async def rest(self, pour: Callable[[], bool] | None = None) -> None:
+        """Let deltas gather until the next beat; over at once when the flight has ended, or where streams are few. `pour` writes them at
+        the beat, for waking a task costs more, and the rest goes on; False ends it, and what it raises is raised here."""
         if self.ended or not self._cadence.pause_s:
             return
-        self._every_step = False
+        self._every_step, self._pour = False, pour
         self._cadence.join(self)
         try:
             await self._wait()
         finally:
             self._cadence.resting.discard(self)
-            self._every_step = True
+            self._every_step, self._pour = True, None
 
     def let_go(self) -> bool:
-        """End the rest, if anything has gathered."""
-        if self._pending:
-            self._wake()
-        return bool(self._pending)
+        """At a beat: pour what has gathered, if anything has, or end the rest."""
+        if not self._pending:
+            return False
+        try:
+            if self._pour is None or self.ended or not self._pour():
+                self._wake()
+        except Exception as wrong:
+            self._wake(wrong)
+        return True
 
     async def finish(self) -> list[Delta]:
         """Wait until every choice has finished; one delta a choice."""
@@ -194,9 +198,9 @@ class Flight:
         finally:
             self._waiter = None
 
-    def _wake(self) -> None:
+    def _wake(self, wrong: Exception | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(None) if wrong is None else self._waiter.set_exception(wrong)
 
 
 class Flights:
@@ -232,16 +236,15 @@ class Flights:
             if flight is None:
                 continue  # its client has gone
             active, unfinished = flight.actives[piece.request_id], flight.unfinished
-            waited, stopped = not active.begun, False
+            waited = not active.begun
             try:
-                stopped = flight.receive(active, piece, now_s, self.telemetry)
+                if flight.receive(active, piece, now_s, self.telemetry):
+                    self.engine.abort(piece.request_id, piece.index)
             except Exception:  # one call's text must not stop the delivery of the others'
                 log.exception("request %s: its text could not be put together", piece.request_id)
-                flight.fail(RayNeuronError(TORN))
+                flight.fail(RayNeuronError("the text could not be put together; the server log has the details under this request's id"))
             self.sequences -= unfinished - flight.unfinished
             prompt_tokens += len(active.request.prompt_ids) if waited and active.begun else 0
-            if stopped:
-                self.engine.abort(piece.request_id, piece.index)
         self.waiting_tokens -= prompt_tokens
         self.telemetry.step(tokens, prompt_tokens)
         if self.cadence.resting:
@@ -249,10 +252,8 @@ class Flights:
 
     def open(self, actives: Sequence[ActiveRequest]) -> Flight:
         """Hand a call's requests to the engine. Raises what the engine refuses them with; then nothing of the call remains."""
-        if self.closed is not None:
-            raise self.closed
-        if not self.engine.alive:
-            raise NotReady(STOPPED)  # what it died of is in the log
+        if self.closed is not None or not self.engine.alive:
+            raise self.closed or NotReady(STOPPED)  # what it died of is in the log
         flight = Flight(actives, self.cadence)
         self._open.add(flight)
         self._pace()
@@ -267,8 +268,7 @@ class Flights:
             self.close(flight)
             raise
         if (deadline_s := actives[0].request.deadline_s) is not None:  # of the whole call
-            left_s = max(0.0, deadline_s - time.monotonic())
-            flight.deadline = self._event_loop.call_later(left_s, flight.fail, RequestTimeout(TIMED_OUT))
+            flight.deadline = self._event_loop.call_later(max(0.0, deadline_s - time.monotonic()), flight.fail, RequestTimeout(TIMED_OUT))
         return flight
 
     def close(self, flight: Flight) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from rayneuron.api import call as api
 from rayneuron.api import openai
+from rayneuron.errors import RequestError
 from rayneuron.serve.flight import Flight
 from rayneuron.serve.verbs import Json, Server
 from rayneuron.types import Delta, SamplingParams
@@ -38,6 +39,8 @@ class Handles:
         """
         body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         body |= msgspec.json.decode(msgspec.json.encode(params)) if isinstance(params, SamplingParams) else (params or {})
+        if body.get("best_of") is not None:
+            raise RequestError("best_of cannot be streamed; send it to handle.completions", param="best_of")
         call, flying = await _fly(self, openai.parse_chat if "messages" in body else openai.parse_completions, body)
         prompts = openai.prompts(call)
         with flying as flight:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayneuron import config as deployment
@@ -40,12 +39,6 @@ class Names(Protocol):
     @property
     def names(self) -> Mapping[str, str]:
         """Contents by name, at this moment."""
-
-
-class Nameless:
-    """None, ever."""
-
-    names: Mapping[str, str] = MappingProxyType({})
 
 
 class Holds(Protocol):

@@ -17,6 +17,7 @@ from rayneuron.api import call as api
 from rayneuron.api import errors, openai, routes
 from rayneuron.errors import BodyTooLarge, RayNeuronError, RequestError, RequestTimeout, UnsupportedMedia
 from rayneuron.serve.flight import Flight
+from rayneuron.serve.seams import PIPE, Pipe
 from rayneuron.serve.verbs import Server
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Exchange:
         self.client_id = openai.clean_id(self.header("x-request-id"))
         self.request_id = self.client_id or uuid4().hex
         self.status = 0
+        self.pipe: Pipe | None = scope.get("state", {}).get(PIPE)
         self.shape: Callable[[errors.Triple], errors.Triple] = lambda triple: routes.shaped(triple, self.path, self.method)
         self.gone = False
         self.said: dict[bytes, bytes] = {}  # headers that whoever has handled it before wants said
@@ -49,8 +51,7 @@ class Exchange:
         self._unread = False  # a body that was not read to its end
         self._whole: bytes | None = None  # one that was
         self._echo = [(b"x-request-id", self.request_id.encode())] if echo_request_id else []
-        self._receive = receive
-        self._send = send
+        self._receive, self._send = receive, send
         self._watcher: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
@@ -154,9 +155,8 @@ class Exchange:
 
     async def reply(self, status: int, data: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> None:
         """Send a whole reply."""
-        pairs = [(b"content-length", str(len(data)).encode())]
-        pairs += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in (headers or {}).items()]
-        await self.begin(status, content_type, pairs)
+        others = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in (headers or {}).items()]
+        await self.begin(status, content_type, [(b"content-length", str(len(data)).encode()), *others])
         await self.write(data, more=False)
 
     async def refuse(self, triple: errors.Triple) -> None:
@@ -268,17 +268,24 @@ async def generate(dialect: api.Dialect, server: Server, exchange: Exchange) -> 
 async def _stream(call: api.Call, flight: Flight, exchange: Exchange) -> None:
     """Headers once the first step has come back; then whatever is there at every write."""
     await flight.started()
-    stream = call.answer.open(call)
-    said = [(name.encode(), value.encode()) for name, value in flight.headers.items()]
-    await exchange.begin(200, stream.content_type, [*STREAM_HEADERS, *said])
+    stream, pipe = call.answer.open(call), exchange.pipe
+    await exchange.begin(200, stream.content_type, [*STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in flight.headers.items())])
+
+    def pour() -> bool:
+        if pipe is None or not pipe.open:
+            return False
+        if part := b"".join([stream.chunk(delta) for delta in flight.ready()]):
+            pipe.write(part)
+        return not stream.done
+
     try:
         out = stream.first() + b"".join([stream.chunk(delta) for delta in flight.ready()])
         while not stream.done:
             if out:
                 await exchange.write(out)
-            await flight.rest()
-            deltas = await flight.take()
-            if not deltas:
+            out = b""
+            await flight.rest(pour)
+            if stream.done or not (deltas := await flight.take()):
                 break
             out = b"".join([stream.chunk(delta) for delta in deltas])
         out += b"" if stream.failed else stream.last()

@@ -9,6 +9,7 @@ import time
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from rayneuron import wire
 from rayneuron.config import Deployment
@@ -18,6 +19,7 @@ from rayneuron.frames import (
     Card,
     Leaving,
     Order,
+    OrderEnded,
     Refusal,
     Settled,
 )
@@ -73,6 +75,7 @@ class Hub:
         self._server: asyncio.Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self._stirred: asyncio.TimerHandle | None = None
+        self._orders: set[asyncio.Task[None]] = set()  # that came over a connection
 
     async def listen(self, ip: str) -> None:
         """Wait for gateways at an address of this node."""
@@ -85,6 +88,20 @@ class Hub:
     async def answer(self, blob: bytes) -> bytes:
         """Serve an order to its end; its tokens go over the gateway's connection."""
         return msgspec.msgpack.encode(await self._answer(msgspec.msgpack.decode(blob, type=Order)))
+
+    def order(self, caller: Caller, order: Order) -> None:
+        """An order that comes over a gateway's own connection, and whose outcome goes there."""
+        task = asyncio.get_running_loop().create_task(self._settle(caller, order))
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _settle(self, caller: Caller, order: Order) -> None:
+        try:
+            settled = await self._answer(replace(order, gateway=caller.gateway))
+        except Exception:
+            log.exception("order %s failed, and all of its gateway with it", order.request.id)
+            return caller.hang_up()
+        caller.send(OrderEnded(order.number, settled))
 
     async def _answer(self, order: Order) -> Settled:
         caller = self.callers.get(order.gateway)
@@ -132,6 +149,7 @@ class Hub:
             profile=engine.timing.profile() if engine.timing is not None else None,
             generation=opened.generation,
             chosen=opened.chosen,
+            adapters=dict(engine.adapters.names),
         )
         return msgspec.msgpack.encode(card)
 
@@ -171,6 +189,11 @@ class Hub:
         """How busy the replica is, as that gateway hears it."""
         coming = [number for number, request in caller.orders.items() if not self._owner.taken(request)]
         return self._owner.pressure(min(coming) - 1 if coming else caller.seen)
+
+    @property
+    def waiting_ms(self) -> float:
+        """This replica's part of the work that waits at gateways."""
+        return sum(caller.waiting_ms for caller in self.callers.values())
 
     def _stir(self) -> None:
         """The load has changed: all gateways hear of it soon, those most of all who do not know of the order."""

@@ -22,12 +22,14 @@ from rayneuron.api.adapters import Change, find_adapter, read_load, read_registr
 from rayneuron.api.fields import Fields
 from rayneuron.api.retold import said_as
 from rayneuron.api.routes import ADAPTERS, SPOKEN, shaped
+from rayneuron.config import Serving
 from rayneuron.errors import Conflict, NoRoom, NotReady, RayNeuronError, RequestError
-from rayneuron.serve.adapters import Adapting
+from rayneuron.serve.adapters import Adapting, confined
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
 from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.verbs import Server
+from rayneuron.serve.weights import Reweighed
 
 CORS: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"], "max_age": 600}
 MANAGED = ("", "/models/{model}")  # LMI leaves the model out where there is one
@@ -172,6 +174,18 @@ def _of_this_model(server: Server, exchange: Exchange) -> None:
         sagemaker.model(exchange.params["model"], [card["id"] for card in cards], cards[0]["root"])
 
 
+async def _load_weights(server: Server, exchange: Exchange) -> None:
+    """Every replica goes on with the weights of another directory."""
+    if not isinstance(server, Reweighed) or not isinstance(server.door, Serving):
+        raise RequestError("weights are changed at the model's own application", param="path")
+    if server.door.weights_directory is None:
+        said = "clients of this server may not change its weights (serving.weights_directory, which they lie under, would allow it)"
+        raise RequestError(said, param="path")
+    fields = Fields(openai.decode(await exchange.json_body(server.now.limits.max_body_bytes, server.now.limits.body_timeout_s)))
+    path = confined(fields.string("path") or "", server.door.weights_directory, "path", "serving.weights_directory")
+    await exchange.reply(200, errors.encode({"path": str(path), "fingerprint": await server.load_weights(str(path))}))
+
+
 async def _version(server: Server, exchange: Exchange) -> None:
     await exchange.reply(200, errors.encode(openai.version(__version__)))
 
@@ -214,6 +228,7 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/metrics", _metrics, ("GET",)),
     ("/load", _load, ("GET",)),
     ("/reset_prefix_cache", _reset_prefix_cache, ("POST",)),
+    ("/admin/weights", _load_weights, ("POST",)),
     ("/v1/load_lora_adapter", partial(_change_adapters, read_load, "added"), ("POST",)),
     ("/v1/unload_lora_adapter", partial(_change_adapters, read_unload, "removed"), ("POST",)),
     *((prefix + path, _registered, ("GET",)) for prefix in MANAGED for path in ADAPTERS[:2]),

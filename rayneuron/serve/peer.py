@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import msgspec
 
 from rayneuron import frames, wire
-from rayneuron.frames import Alive, Cancel, FromGateway, Gain, Greeting, KvEvents, Reception, Tokens
+from rayneuron.frames import Alive, Cancel, FromGateway, Gain, Greeting, KvEvents, Order, Reception, Tokens
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import TokenDelta
 
@@ -33,6 +33,8 @@ class Switch(Protocol):
     callers: dict[bytes, Caller]
 
     def cancel(self, caller: Caller, what: Cancel) -> None: ...
+
+    def order(self, caller: Caller, order: Order) -> None: ...
 
     def gone(self, caller: Caller) -> None: ...
 
@@ -57,13 +59,14 @@ class Forward:
 
 class Caller(asyncio.Protocol):
     """The connection of one gateway. `orders`: those under way, with their request's id; `seen`: the last of them; `known`: up to where it
-    has heard of prefixes."""
+    has heard of prefixes; `waiting_ms`: this replica's part of the work that waits there."""
 
     def __init__(self, hub: Switch) -> None:
         self.gateway = b""
         self.orders: dict[int, str] = {}
         self.seen = 0
         self.known = (0, 0)
+        self.waiting_ms = 0.0
         self._hub = hub
         self._news: asyncio.Future[KvNews | None] | None = None
         self._frames: wire.Frames[FromGateway] = wire.Frames(FromGateway, wire.FIRST_BYTES)
@@ -97,8 +100,10 @@ class Caller(asyncio.Protocol):
             self._refuse("its first word was no greeting")
         elif isinstance(message, Cancel):
             self._hub.cancel(self, message)
-        else:
-            assert isinstance(message, Alive | Greeting)
+        elif isinstance(message, Order):
+            self._hub.order(self, message)
+        elif isinstance(message, Alive):
+            self.waiting_ms = message.waiting_ms
 
     def _greeted(self, greeting: Greeting) -> None:
         if greeting.version != frames.VERSION:

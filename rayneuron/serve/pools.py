@@ -13,6 +13,7 @@ from typing import Any
 
 from rayneuron import config as deployment
 from rayneuron import devices, hashing, loading, metrics
+from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment
 from rayneuron.devices.base import KvMemory
 from rayneuron.engine.loop import EngineLoop
@@ -22,6 +23,7 @@ from rayneuron.group_config import Pools
 from rayneuron.loading import Opened
 from rayneuron.news import KvNews
 from rayneuron.policies.pools import Rates, measured
+from rayneuron.serve import adapters
 from rayneuron.serve.health import Heart
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry, Values
@@ -146,6 +148,10 @@ class Prefiller:
     def news(self, epoch: int, number: int) -> Future[KvNews | None] | None:
         """As the engine's."""
         return self._ready()[0].news(epoch, number)
+
+    async def change_adapters(self, change: Change) -> None:
+        """Load or unload an adapter. What is asked for with one that is not here is computed where it was asked for."""
+        await adapters.change(self.config, self._ready()[0], change)
 
     async def replica_forget_prefixes(self) -> int:
         """Empty the prefix cache; how many blocks were known."""

@@ -13,6 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from rayneuron import config as deployment
 from rayneuron import loading
+from rayneuron.api.adapters import Change
 from rayneuron.serve.deployed import Deployed
 from rayneuron.serve.pools import OpensEngine, Prefiller
 
@@ -40,6 +41,10 @@ class PrefillServer(Deployed, Prefiller):
         """Its number and its part of `/metrics`."""
         return self.telemetry.base[1], self.telemetry.text()
 
+    async def replica_change_adapters(self, origin: str, *change: Any) -> None:
+        """Load or unload an adapter here, too: `origin`, a decode replica, has."""
+        await self.change_adapters(Change(*change))
+
     def check_health(self) -> None:
         """As Prefiller's, and the end where it fails."""
         self._checked(lambda: Prefiller.check_health(self))
@@ -56,11 +61,11 @@ async def found(handle: Any) -> dict[str, tuple[str, ...]]:
     return dict(answer for answer in await everybody(handle, "hello") if not isinstance(answer, BaseException))
 
 
-async def everybody(handle: Any, method: str, *arguments: Any) -> Sequence[Any]:
+async def everybody(handle: Any, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Sequence[Any]:
     """What every replica of a deployment answers to a call of a method, or what it raised."""
     # From an empty context: Serve takes calls made inside one request for the same call.
     asked = contextvars.Context().run(handle.broadcast, method, *arguments)
-    answers: Sequence[Any] = await asked.results_async(timeout_s=ANSWER_S, return_exceptions=True)
+    answers: Sequence[Any] = await asked.results_async(timeout_s=within_s, return_exceptions=True)
     return answers
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayneuron.api import errors, routes
@@ -22,7 +22,7 @@ LOOK_PERIOD_S = 1.0  # how old a picture of healthy applications may be
 SHORT_PERIOD_S = 0.2  # and one in which a caller is refused
 WORDLESS = ("UPDATING", "UNHEALTHY", "DEPLOY_FAILED")  # deployments that answer nothing where no replica runs; UPSCALING wakes one up
 ANSWERING = ("RUNNING", "UPDATING", "PENDING_MIGRATION")  # replicas that take calls, now or once they have taken a new user_config
-KEY = b"rayneuron:start:"
+KEY, CARD = b"rayneuron:start:", b"rayneuron:card:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,23 @@ def look() -> dict[str, State]:
 def publish(application: str, progress: str) -> None:
     """Let the proxies say how far the start of a replica has come."""
     _internal_kv_put(KEY + application.encode(), progress.encode(), overwrite=True)
+
+
+def show(application: str, card: bytes) -> None:
+    """Let gateways see a replica before Serve knows that it is ready."""
+    _internal_kv_put(CARD + application.encode(), card, overwrite=True)
+
+
+def shown(application: str) -> bytes | None:
+    """What a replica of an application has shown."""
+    found: bytes | None = _internal_kv_get(CARD + application.encode())
+    return found
+
+
+def forget(application: str) -> None:
+    """Nothing has been said of a start, and no card been shown."""
+    for kind in (KEY, CARD):
+        _internal_kv_del(kind + application.encode())
 
 
 def _state(name: str, app: Any) -> State:

@@ -22,7 +22,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.cost import Costs
 from rayneuron.policies.step_times import flat
-from rayneuron.serve import adapters
+from rayneuron.serve import adapters, weights
 from rayneuron.serve.flight import Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
@@ -163,6 +163,12 @@ class Replica(Handles):
         engine = self.served.engine
         assert isinstance(engine, EngineLoop)
         await adapters.change(self.config, engine, change)
+
+    async def load_weights(self, path: str, identity: str | None = None) -> str:
+        """Go on with the weights of another directory; what they are known by, elsewhere too where that is said."""
+        engine = self.served.engine
+        assert isinstance(engine, EngineLoop)
+        return await weights.change(self.config, engine, path, identity)
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`."""

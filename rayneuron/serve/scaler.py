@@ -10,7 +10,8 @@ from rayneuron.policies import scaling
 class TokenLoad:
     """Serve makes one in its controller and calls it now and then; `target_ms`: of work that a replica may have waiting.
 
-    Never by the number of calls: one may be four tokens, another a stream of minutes.
+    Never by the number of calls: one may be four tokens, another a stream of minutes. What waits at gateways is counted in, since they tell
+    it to the replicas.
     """
 
     def __init__(self, target_ms: float = scaling.TARGET_MS) -> None:

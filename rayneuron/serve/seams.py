@@ -33,3 +33,17 @@ class Computes(Protocol):
     def pending(self) -> bool: ...
 
     def close(self) -> None: ...
+
+
+PIPE = "rayneuron.pipe"  # where a request's `state` has one
+
+
+class Pipe(Protocol):
+    """The body of one answer: parts of it go to the connection at once, with no task that waits."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a part can be written now: the head is out, the end is not, the client is there, and reads."""
+
+    def write(self, part: bytes) -> None:
+        """Write a part, which holds something."""

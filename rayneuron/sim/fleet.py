@@ -48,8 +48,8 @@ class Simulation:
         self._arriving = True
         self._busy_s = self._engine_s = 0.0
         self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
-        elastic = setup.elastic
-        self._replicas = FleetSize(self.clock, elastic, self._nodes, self._open, self._gone) if elastic is not None else None
+        made = (self._nodes, self._open, self._gone, lambda: sum(gateway.desk.queue.waiting_ms for gateway in self._gateways))
+        self._replicas = FleetSize(self.clock, setup.elastic, *made) if setup.elastic is not None else None
         for _ in range(setup.nodes):
             self._open()
         for when_s, some, back_s in setup.kills:
@@ -75,7 +75,7 @@ class Simulation:
     @property
     def open(self) -> dict[str, int]:
         """What is not over: all 0 at the end."""
-        left = {"calls": len(self._calls), "sequences": sum(not node.host.idle for node in self._nodes.values())}
+        left = {"calls": len(self._calls), "sequences": sum(node.host.sequences for node in self._nodes.values())}
         left["prompts"] = self._pool.open if self._pool is not None else 0
         for gateway in self._gateways:
             for name, number in gateway.desk.open.items():
@@ -85,11 +85,9 @@ class Simulation:
     # Requests.
 
     def _arrive_next(self) -> None:
-        arrival = next(self._arrivals, None)
-        if arrival is None:
-            self._arriving = False
-        else:
+        if (arrival := next(self._arrivals, None)) is not None:
             self.clock.at(arrival.at_s, self._arrive, arrival)
+        self._arriving = arrival is not None
 
     def _arrive(self, arrival: Arrival) -> None:
         self.report.arrived += 1
@@ -122,28 +120,24 @@ class Simulation:
         call.start_s = self.clock.now_s + verdict.start_s
         self._pump(call.gateway)
 
-    def _pump(self, gateway: FleetGateway) -> None:
+    def _pump(self, gateway: FleetGateway, ticked: bool = False) -> None:
         now_s = self.clock.now_s
+        gateway.ticking &= not ticked
         for send in gateway.desk.next(now_s):
             self._sent(self._calls[send.key], send)
         for worker in gateway.desk.overdue(now_s) if self.setup.kills else ():
             self._mourn(gateway, worker)
         if len(gateway.desk.queue) and not gateway.ticking:
             gateway.ticking = True
-            self.clock.at(now_s + _TICK_S, self._tick, gateway)
-
-    def _tick(self, gateway: FleetGateway) -> None:
-        gateway.ticking = False
-        self._pump(gateway)
+            self.clock.at(now_s + _TICK_S, self._pump, gateway, True)
 
     def _sent(self, call: FleetCall, send: Send) -> None:
-        now_s, first = self.clock.now_s, not call.replay.attempt
-        if first:
-            self.report.waited.add(send.waited_s)
+        now_s, waited_s = self.clock.now_s, send.waited_s
+        if not call.replay.attempt:
+            self.report.waited.add(waited_s)
             call.predicted_s = now_s + send.terms.ttft_ms / 1e3
-            predicted_s = call.start_s - (now_s - send.waited_s)
-            if send.waited_s >= 1.0:
-                self.report.start_off.add(predicted_s / send.waited_s)
+            if waited_s >= 1.0:
+                self.report.start_off.add((call.start_s - (now_s - waited_s)) / waited_s)
         self._place(call, send.worker, send.number)
 
     def _in_turn(self, call: FleetCall) -> None:
@@ -157,6 +151,7 @@ class Simulation:
 
     def _place(self, call: FleetCall, worker: int, number: int) -> None:
         call.replay.placed()
+        call.worker = worker
         call.lost_on |= {worker} if self.setup.kills else frozenset()
         if worker in self._nodes:
             self._nodes[worker].under_way += 1
@@ -167,47 +162,55 @@ class Simulation:
     def _open(self) -> None:
         setup, number = self.setup, next(self._numbers)
         host = (ExactHost if setup.exact else JumpHost)(self.clock, setup.capacity, self._costs, self._stepped, setup.caching)
-        node = self._nodes[number] = self._by_host[host] = FleetNode(number, host, self.clock.now_s)
+        self._nodes[number] = self._by_host[host] = FleetNode(number, host, self.clock.now_s)
         if self._pool is not None:
             host.scheduler.prefills = Asking(self._pool, host)
         for gateway in self._gateways:
-            kv_tokens = setup.capacity.blocks * setup.capacity.block
-            gateway.desk.join(number, f"n{number}", setup.profile, kv_tokens, node.host.pressure(0), self.clock.now_s)
+            tokens, load = host.scheduler.blocks.total_tokens, host.pressure(0)
+            gateway.desk.join(number, f"n{number}", setup.profile, tokens, load, self.clock.now_s)
 
     def _ordered(self, call: FleetCall, key: int, worker: int, number: int) -> None:
-        node = self._nodes.get(worker)
-        if node is None:
+        if (node := self._nodes.get(worker)) is None:
             return
         node.under_way -= 1
         if key in self._calls:
             node.seen[call.gateway.number] = number
             node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes, len(call.replay.ids))
+            heard_s = self.clock.now_s + self.setup.hop_s + self.setup.load_late_s
             for i, gateway in enumerate(self._gateways) if self.setup.route != "turns" else ():
-                self._press(node, i, gateway)
+                self.clock.at(heard_s, self._pressed, gateway, worker, self._pressure(node, i))
 
     def _stepped(self, host: ExactHost, told: list[Gained]) -> None:
-        node, now_s, hop_s = self._by_host[host], self.clock.now_s, self.setup.hop_s
-        if told:
-            self.clock.at(now_s + hop_s, self._heard, told)
-        if self.setup.route == "turns":
-            return
-        news = host.news() if self.setup.route == "kv" else None
+        node, now_s, setup = self._by_host[host], self.clock.now_s, self.setup
+        there_s, turns = now_s + setup.hop_s, setup.route == "turns"
+        news = host.news() if setup.route == "kv" else None
         ended = any([progress.ended for progress in told])
         for i, gateway in enumerate(self._gateways):
-            if news is not None and (not self.setup.event_loss or self._random.random() >= self.setup.event_loss):
-                self.clock.at(now_s + hop_s, self._news, gateway, node.number, news)
-            if ended or now_s - node.told.get(i, -1.0) >= self.setup.load_s:
-                self._press(node, i, gateway)
+            new = news if news is None or not setup.event_loss or self._random.random() >= setup.event_loss else None
+            due = not turns and (ended or now_s - node.told.get(i, -1.0) >= setup.load_s)
+            load = self._pressure(node, i) if due else None
+            if load is not None and setup.load_late_s:
+                self.clock.at(there_s + setup.load_late_s, self._pressed, gateway, node.number, load)
+                load = None
+            first, told = told, []  # the first message is for all calls
+            if first or new is not None or load is not None:
+                self.clock.at(there_s, self._told, gateway, node.number, first, new, load)
 
-    def _press(self, node: FleetNode, i: int, gateway: FleetGateway) -> None:
-        seen, now_s = node.seen.get(i, 0), self.clock.now_s
-        node.told[i] = now_s
-        self.clock.at(now_s + self.setup.hop_s + self.setup.load_late_s, self._pressed, gateway, node.number, node.host.pressure(seen))
+    def _pressure(self, node: FleetNode, i: int) -> Pressure:
+        node.told[i] = self.clock.now_s
+        return node.host.pressure(node.seen.get(i, 0))
 
-    def _news(self, gateway: FleetGateway, worker: int, news: KvNews) -> None:
+    def _told(self, gateway: FleetGateway, worker: int, told: list[Gained], news: KvNews | None, load: Pressure | None) -> None:
+        """What one step gave, in one message."""
+        for progress in told:
+            call = self._calls.get(progress.key)
+            if call is not None:
+                self._take(call, progress)
         node = self._nodes.get(worker)
-        if node is not None and not gateway.desk.events(worker, news):  # it asks for everything
+        if news is not None and node is not None and not gateway.desk.events(worker, news):  # it asks for everything
             gateway.desk.events(worker, node.host.everything())
+        if load is not None:
+            self._pressed(gateway, worker, load)
 
     def _pressed(self, gateway: FleetGateway, worker: int, load: Pressure) -> None:
         if worker in self._nodes:
@@ -216,12 +219,6 @@ class Simulation:
                 self._pump(gateway)
 
     # Tokens.
-
-    def _heard(self, told: list[Gained]) -> None:
-        for progress in told:
-            call = self._calls.get(progress.key)
-            if call is not None:
-                self._take(call, progress)
 
     def _take(self, call: FleetCall, progress: Gained) -> None:
         now_s, replay, arrival = self.clock.now_s, call.replay, call.arrival
@@ -259,7 +256,7 @@ class Simulation:
     def _kill(self, some: int, back_s: float) -> None:
         for number in self._random.sample(sorted(self._nodes), min(some, len(self._nodes))):
             node = self._nodes.pop(number)
-            self.clock.at(self.clock.now_s + self.setup.hop_s, self._heard, node.host.kill())
+            self.clock.at(self.clock.now_s + self.setup.hop_s, self._told, self._gateways[0], number, node.host.kill(), None, None)
             self._count(node)
             for gateway in self._gateways:
                 self.clock.at(self.clock.now_s + _FOUND_S, self._mourn, gateway, number)
@@ -280,7 +277,10 @@ class Simulation:
         self.report.cached_tokens += node.host.cached_tokens
 
     def _mourn(self, gateway: FleetGateway, worker: int) -> None:
-        for key in gateway.desk.lost(worker, self.clock.now_s):
+        keys = gateway.desk.lost(worker, self.clock.now_s)
+        if self.setup.route == "turns":  # of which no desk knows
+            keys = [key for key, call in self._calls.items() if call.worker == worker and call.gateway is gateway]
+        for key in keys:
             call = self._calls.pop(key)
             effect = call.replay.lost(call.replay.attempt, "crash")
             if isinstance(effect, Again):
@@ -291,7 +291,7 @@ class Simulation:
         self._pump(gateway)
 
     def _sample(self) -> None:
-        rows = [len(n.host.scheduler.running) + len(n.host.scheduler.waiting) for n in self._nodes.values()]
+        rows = [node.host.sequences for node in self._nodes.values()]
         if sum(rows) >= len(rows) > 0:
             self.report.crowd.add(max(rows) * len(rows) / sum(rows))
         if self._replicas is not None:

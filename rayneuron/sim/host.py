@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from msgspec import Struct
 
@@ -21,7 +23,7 @@ from rayneuron.policies.step_times import prefill_grid
 from rayneuron.sim.clock import Clock
 from rayneuron.types import Request, SamplingParams
 
-_PARAMS = SamplingParams(max_tokens=None, temperature=0.0)
+_REQUEST = Request(id="", prompt_ids=[], params=SamplingParams(max_tokens=None, temperature=0.0))
 _KEPT = 16  # batches of KV events: who listens is told of each as it comes
 
 
@@ -41,6 +43,7 @@ class TracedScheduler(Scheduler):
         super().__init__(capacity, model, chunks)
         if self.blocks.log is not None:
             self.blocks.log = KvLog(_KEPT)
+        self.blocks.registered.part = sys.maxsize  # a trace says which blocks are equal, not which begin alike
         self.hashes: dict[int, Sequence[bytes]] = {}  # of all blocks a sequence will ever fill, by its order
 
     def _hashes(self, sequence: Running) -> list[bytes]:
@@ -91,14 +94,17 @@ class ExactHost:
         """Whether it has nothing to do."""
         return not self._sequences
 
-    def submit(
-        self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0, loan: Loan | None = None
-    ) -> None:
+    @property
+    def sequences(self) -> int:
+        """How many it has, with those that wait."""
+        return len(self._sequences)
+
+    def submit(self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0, loan: Loan | None = None) -> None:
         """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of all blocks of both.
         `loan`: it is computed for another engine."""
-        ids = [1] * (prompt + done)
+        ids = cast("list[int]", bytearray(prompt + done))  # it is only counted
         self._orders += 1
-        sequence = Running(Request(id="", prompt_ids=[], params=_PARAMS), 0, ids, 0, output, self._orders, prompt_len=prompt, loan=loan)
+        sequence = Running(_REQUEST, 0, ids, 0, output, self._orders, prompt_len=prompt, loan=loan)
         self.scheduler.hashes[self._orders] = hashes
         self._sequences[key] = sequence
         self._keys[self._orders], self._had[self._orders] = key, done
@@ -230,6 +236,8 @@ class ExactHost:
         length = max([w.start + w.count for w in works])
         if plan.tag == "decode":
             return self._decode_s(len(works), length)
+        if len(works) == 1:
+            return self.costs.step_ms(works[0].count, works[0].start) * self.slow / 1e3
         shape = prefill_shape(c, [w.count for w in works], length, LIKELIEST)
         ms = self._known.get(shape)
         if ms is None:

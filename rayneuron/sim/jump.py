@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from math import ceil
 from operator import attrgetter
 
@@ -119,7 +119,7 @@ class _Grouped(TracedScheduler):
     def _catch_up(self, member: _Member) -> None:
         sequence, count = member.sequence, self.steps - member.since
         if count:
-            sequence.ids += [1] * count
+            sequence.ids += bytes(count)
             sequence.run(sequence.computed + count)
             sequence.settled, member.since = sequence.computed, self.steps
 
@@ -146,20 +146,21 @@ class _Grouped(TracedScheduler):
         """What happens up to then: blocks that are full are registered, those that are needed taken; False where there is none for one."""
         due, size, blocks = self._due, self.capacity.block, self.blocks
         while due and due[0][0] <= until:
-            when, order, member = heappop(due)
+            when, order, member = due[0]
             sequence = member.sequence
             if self.members.get(sequence) is not member or sequence.hold is None:
+                heappop(due)
                 continue
             hold, computed = sequence.hold, sequence.computed + (when >> 1) - member.since
             if when & 1:
                 if not blocks.extend(hold, computed + 1):
                     return False
-                heappush(due, (when - 1 + 2 * size, order, member))
+                heapreplace(due, (when - 1 + 2 * size, order, member))
                 continue
             if self.caching and computed // size > hold.shared:
                 blocks.settle(hold, self.hashes[order][: computed // size], b"")
             needs = computed >= len(hold.blocks) * size
-            heappush(due, (when + 1 if needs else when + 2 * size, order, member))
+            heapreplace(due, (when + 1 if needs else when + 2 * size, order, member))
         return True
 
 

@@ -28,6 +28,7 @@ class FleetCall:
     hashes: tuple[bytes, ...]
     replay: Replay = field(default_factory=Replay)
     key: int = 0
+    worker: int = -1  # where it is
     first_s: float = 0.0
     last_s: float = 0.0
     start_s: float = 0.0

@@ -12,7 +12,7 @@ from rayneuron.sim.setup import Elastic
 
 
 class FleetSize:
-    """`nodes`: those there are, which `opens` and `closes` change."""
+    """`nodes`: those there are, which `opens` and `closes` change. `waits`: ms of work that gateways hold back."""
 
     def __init__(
         self,
@@ -21,9 +21,10 @@ class FleetSize:
         nodes: dict[int, FleetNode],
         opens: Callable[[], None],
         closes: Callable[[FleetNode], None],
+        waits: Callable[[], float],
     ) -> None:
         self.clock, self.elastic, self._nodes = clock, elastic, nodes
-        self._opens, self._closes = opens, closes
+        self._opens, self._closes, self._waits = opens, closes, waits
         self._parts = dict(elastic.parts)
         self._coming = self._called_off = 0
         self._wished_since_s: float | None = None
@@ -48,7 +49,8 @@ class FleetSize:
     def _wanted(self, staying: list[FleetNode]) -> int:
         elastic, loads = self.elastic, [node.host.pressure(0) for node in staying]
         used = [1 - load.kv_free / node.host.scheduler.blocks.total_tokens for node, load in zip(staying, loads, strict=True)]
-        return scaling.replicas([load.backlog_ms for load in loads], used, elastic.target_ms, elastic.least, elastic.most)
+        backlog_ms = [*(load.backlog_ms for load in loads), self._waits()]
+        return scaling.replicas(backlog_ms, used, elastic.target_ms, elastic.least, elastic.most)
 
     def _bring(self, some: int) -> None:
         took_s = expected_s(self._parts, self.elastic.weight_bytes)

@@ -11,24 +11,50 @@ from rayneuron.sim.workload import Arrival
 
 _STEP = math.log(1.01)  # bins are 1 % wide
 _LEAST = 1e-6
+_TOGETHER = 1024  # numbers are sorted into the bins so many at a time
 
 
 class Distribution:
     """Numbers as counts in bins, however many there are."""
 
-    __slots__ = ("_bins", "count", "most", "total")
+    __slots__ = ("_bins", "_count", "_most", "_new", "_total")
 
     def __init__(self) -> None:
         self._bins: Counter[int] = Counter()
-        self.count = 0
-        self.total = self.most = 0.0
+        self._new: list[float] = []  # not in the bins yet
+        self._count = 0
+        self._total = self._most = 0.0
 
     def add(self, value: float) -> None:
         """One number, not negative."""
-        self._bins[int(math.log(max(value, _LEAST)) / _STEP)] += 1
-        self.count += 1
-        self.total += value
-        self.most = max(self.most, value)
+        self._new.append(value)
+        if len(self._new) == _TOGETHER:
+            self._sort()
+
+    def _sort(self) -> None:
+        new, self._new = self._new, []
+        if new:
+            self._bins.update([int(math.log(value if value > _LEAST else _LEAST) / _STEP) for value in new])
+            self._count += len(new)
+            self._total = sum(new, self._total)
+            self._most = max(self._most, *new)
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return self._count + len(self._new)
+
+    @property
+    def total(self) -> float:
+        """Of all."""
+        self._sort()
+        return self._total
+
+    @property
+    def most(self) -> float:
+        """The largest of all, 0 of none."""
+        self._sort()
+        return self._most
 
     @property
     def mean(self) -> float:
@@ -37,6 +63,7 @@ class Distribution:
 
     def at(self, share: float) -> float:
         """The number that such a share of all does not exceed, within 1 %."""
+        self._sort()
         left = share * self.count
         for number in sorted(self._bins):
             left -= self._bins[number]

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 
@@ -15,6 +17,7 @@ from msgspec import Struct
 from rayneuron.errors import ConfigError
 
 _MOONCAKE = 512  # tokens of a block of that trace
+_SPREAD = 0x9E3779B97F5  # odd: numbers in a row are far from each other
 _OWN = 1 << 40  # numbers of what a request shares with nobody begin here
 
 
@@ -37,8 +40,8 @@ class Arrival(Struct, frozen=True):
         """Of all full blocks of prompt and answer. Parts that others have too are whole blocks."""
         made: list[bytes] = []
         for number, tokens in self.parts:
-            first, behind = (number << 20) & (1 << 60) - 1, number.to_bytes(8, "little")
-            made += [at.to_bytes(8, "little") + behind for at in range(first, first + tokens // block)]
+            behind = (number * _SPREAD & (1 << 44) - 1).to_bytes(6, "little") + number.to_bytes(8, "little")
+            made += [at + behind for at in _places(tokens // block)]
         return tuple(made[: (self.prompt + self.output) // block])
 
 
@@ -100,6 +103,11 @@ def made_up(streams: list[Traffic], seconds: float, random: Random, block: int =
             later.append((at_s + random.expovariate(1 / stream.think_s), which, own, done + 1, prompt + output - head))
 
 
+@lru_cache(maxsize=4096)
+def _places(count: int) -> list[bytes]:
+    return [at.to_bytes(2, "little") for at in range(count)]
+
+
 def _about(mean: int, random: Random) -> int:
     return max(1, round(random.expovariate(1 / mean)))
 
@@ -137,7 +145,7 @@ def _lines(path: Path) -> Iterator[_Row]:
                     raise ValueError("a request has a token at least, each way")
                 if found[0] is not None and found[0] < before_s:
                     raise ValueError("it came before the one on the line above; sort the lines by time")
-            except (ValueError, KeyError, TypeError) as wrong:
+            except (ValueError, KeyError, TypeError, IndexError) as wrong:
                 raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
             before_s = found[0] or before_s
             yield found
@@ -145,14 +153,22 @@ def _lines(path: Path) -> Iterator[_Row]:
 
 
 def _table(file: Iterator[str]) -> Iterator[_Row]:
-    first: datetime | None = None
-    for row in csv.DictReader(file):
-        if "num_prefill_tokens" in row:
-            yield None, int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])), ()
+    rows = csv.reader(file)
+    names = next(rows, [])
+    timed = "num_prefill_tokens" not in names
+    wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens") if timed else ("num_prefill_tokens", "num_decode_tokens")
+    if missing := [name for name in wanted if name not in names]:
+        raise ValueError(f"there is no column {missing[0]}")
+    pick, first = itemgetter(*map(names.index, wanted)), None
+    for row in rows:
+        if not timed:
+            prompt, output = pick(row)
+            yield None, int(float(prompt)), int(float(output)), ()
             continue
-        when = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        said, prompt, output = pick(row)
+        when = datetime.fromisoformat(said[:26])
         first = first or when
-        yield (when - first).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
+        yield (when - first).total_seconds(), int(prompt), int(output), ()
 
 
 def _mooncake(file: Iterator[str]) -> Iterator[_Row]:

@@ -14,8 +14,8 @@ from rayneuron.news import KvNews
 from rayneuron.transfer.layout import Reading
 from rayneuron.types import Request
 
-PIECE_BYTES = 512 << 10  # what is received, then hashed while it is still in the processor's cache
-AHEAD_BYTES = 2 << 20  # of a socket's buffer: one side hashes its next piece while the other takes this one
+PIECE_BYTES = 1 << 20  # what is received, then hashed and copied while it is still in the processor's cache
+AHEAD_BYTES = 4 << 20  # of a socket's buffer: one side hashes its next pieces while the other takes these
 SUMMED_BYTES = 16 << 20  # what is copied and hashed in one call where the memory itself can be read
 
 

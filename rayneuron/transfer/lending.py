@@ -1,4 +1,8 @@
-"""A worker of a prefill pool gives its KV to those who have a ticket, as memory to map or as bytes; a thread a connection."""
+"""A worker of a prefill pool gives its KV to those who have a ticket, as memory to map or as bytes; a thread a connection.
+
+On one host a socket is given the memory's own pages and not copies of them. What it has not passed on when the ticket ends may so become
+somebody else's: the sum, of what was meant, tells that from this, and COMMIT that nothing was so late.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.transfer.base import AHEAD_BYTES
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
-from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, header, pieces, places_of, segments, stale, summed
+from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, header, pieces, places_of, segments, stale, stretches, summed
 
 
 @dataclass(slots=True)
@@ -38,7 +42,8 @@ class Lender:
         """`ip`: of this node, where other hosts may come; `shared`: give the memory itself to processes of this host."""
         self._memory = memory
         self._epoch = epoch
-        self._fd = os.dup(memory.fd) if shared and memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
+        self._gives = shared
+        self._fd = os.dup(memory.fd) if memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
         self._lent: dict[bytes, _Lent] = {}
         self._lock = threading.Lock()
         self.door = Door(token, ip, OfData, self._serve)
@@ -73,21 +78,33 @@ class Lender:
             self._give_memory(channel.socket)
             return
         channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AHEAD_BYTES)
-        while True:
-            get = channel.receive()
-            if not isinstance(get, Get):
-                raise wire.WireError("a second knock")
-            self._answer(channel.socket, get)
+        with self._file(not channel.far) as fd:
+            while True:
+                get = channel.receive()
+                if not isinstance(get, Get):
+                    raise wire.WireError("a second knock")
+                self._answer(channel.socket, get, fd)
 
     def _give_memory(self, connection: socket.socket) -> None:
         memory = self._memory
         blocks, heads, unit = memory.units[0].shape
         said = MemoryHere(self._epoch, memory.stride, (len(memory.units), blocks, heads, unit))
         with self._lock:
-            if self._fd >= 0:
+            if self._gives and self._fd >= 0:
                 socket.send_fds(connection, [bytes(wire.frame(said))], [self._fd])
 
-    def _answer(self, connection: socket.socket, get: Get) -> None:
+    @contextmanager
+    def _file(self, near: bool) -> Iterator[int]:
+        """The memory's descriptor for one connection, which may outlive the lender's own; -1 where sending from it does not pay."""
+        with self._lock:
+            fd = os.dup(self._fd) if near and self._fd >= 0 else -1
+        try:
+            yield fd
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _answer(self, connection: socket.socket, get: Get, fd: int) -> None:
         units = self._memory.units
         _, heads, unit = units[0].shape
         with self._reading(connection, get) as blocks:
@@ -107,7 +124,12 @@ class Lender:
                 check = digest(sums[piece.head](*piece.within(get.first, get.end)))
                 said = header(get.epoch, get.ticket, piece, piece.blocks * piece.heads * unit, check)
                 where = blocks[piece.first : piece.first + piece.blocks]
-                _send(connection, [said, *segments(units, piece.layer, piece.head, piece.heads, where)])
+                if fd < 0 or piece.heads < heads:
+                    _send(connection, [said, *segments(units, piece.layer, piece.head, piece.heads, where)])
+                    continue
+                _send(connection, [said], socket.MSG_MORE)
+                for start, count in stretches(where):
+                    _send_file(connection, fd, piece.layer * self._memory.stride + start * heads * unit, count * heads * unit)
 
     @contextmanager
     def _reading(self, connection: socket.socket, get: Get) -> Iterator[Sequence[int] | None]:
@@ -141,12 +163,21 @@ def _send_list(connection: socket.socket, get: Get, of: KvPiece, numbers: NDArra
     _send(connection, [header(get.epoch, get.ticket, of, len(data), digest(data), kind), data])
 
 
-def _send(connection: socket.socket, parts: Sequence[Any]) -> None:
+def _send_file(connection: socket.socket, fd: int, start: int, size: int) -> None:
+    while size:
+        try:
+            sent = os.sendfile(connection.fileno(), fd, start, size)
+        except BlockingIOError:
+            continue
+        start, size = start + sent, size - sent
+
+
+def _send(connection: socket.socket, parts: Sequence[Any], flags: int = 0) -> None:
     """All of some stretches of memory. The other side may be slow; who withdraws the ticket breaks the connection."""
     left = [memoryview(part).cast("B") for part in parts]
     while left:
         try:
-            sent = connection.sendmsg(left[:512], [], socket.MSG_NOSIGNAL)
+            sent = connection.sendmsg(left[:512], [], socket.MSG_NOSIGNAL | flags)
         except BlockingIOError:
             continue
         while left and sent >= len(left[0]):

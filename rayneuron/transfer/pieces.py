@@ -46,12 +46,17 @@ class KvPiece:
         return at, at + self.layers * self.blocks
 
 
+def at_once(blocks: int, size: int) -> int:
+    """How many of so many blocks of `size` bytes make a piece: as good as equal parts."""
+    return -(-blocks // -(-blocks * size // PIECE_BYTES))
+
+
 def pieces(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, end: int, unit: int) -> Iterator[KvPiece]:
     """All pieces of one Get, in the order in which they come."""
     number = 0
     for at in range(layer, layer + count):
         for head, heads in runs:
-            each = max(1, PIECE_BYTES // (heads * unit))
+            each = at_once(end - first, heads * unit)
             for start in range(first, end, each):
                 yield KvPiece(number, at, head, heads, start, min(each, end - start))
                 number += 1

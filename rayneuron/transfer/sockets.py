@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.transfer.base import Damaged, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
-from rayneuron.transfer.pieces import carry, digest, segments
+from rayneuron.transfer.pieces import at_once, carry, digest
 
 STREAM_BYTES = 8 << 20  # from which more than one stream pays
 
@@ -69,17 +71,20 @@ def _guarded(wrong: list[BaseException], halt: threading.Event, talk: Dialogue, 
 
 
 def _receive(talk: Dialogue, want: Pull, part: tuple[int, int], into: KvMemory, stop: threading.Event) -> None:
-    """Layers `part` (first, end) of theirs."""
-    unit, read = into.units[0].shape[-1], want.read
+    """Layers `part` (first, end) of theirs. A piece lands in memory that stays in the processor's cache, whence it is hashed and copied in
+    one pass: each byte of `into` is written once, and read by nobody."""
+    unit, read, n = into.units[0].shape[-1], want.read, want.end - want.first
     layers = (part[0], part[1] - part[0])
-    ours = into.units[read.here : read.here + read.count]
-    heads = {run.there: run.here for run in read.runs}
-    sums = {run.there: (into.carry or carry)(KvRuns(ours, want.blocks, run.here, run.count), None) for run in read.runs}
+    ours, how = into.units[read.here : read.here + read.count], into.carry or carry
+    landings, carried = {}, {}
+    for run in read.runs:
+        each = at_once(n, run.count * unit)
+        landings[run.there] = landing = np.empty((each, run.count, unit), np.uint8)
+        landed = KvRuns([landing] * read.count, [i % each for i in range(n)], 0, run.count)
+        carried[run.there] = how(landed, KvRuns(ours, want.blocks, run.here, run.count))
     with talk.begun(want, layers):
         for piece in talk.pieces(want, unit, layers):
             check = talk.head(want, piece, piece.blocks * piece.heads * unit, stop)
-            at = piece.first - want.first
-            blocks = want.blocks[at : at + piece.blocks]
-            talk.receive_into(segments(ours, piece.layer - read.there, heads[piece.head], piece.heads, blocks), stop)
-            if digest(sums[piece.head](*piece.within(want.first, want.end, read.there))) != check:
+            talk.receive_into([landings[piece.head][: piece.blocks]], stop)
+            if digest(carried[piece.head](*piece.within(want.first, want.end, read.there))) != check:
                 raise Damaged(f"piece {piece.number} is not what was sent")

@@ -222,7 +222,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
             "max_new_tokens": [0, "5", 10**9], "temperature": ["x", 9], "top_p": ["x", 5], "top_k": ["x"], "stop": [[5], ["a"] * 5],
             "repetition_penalty": [0], "seed": ["x"], "truncate": [0, "x"], "top_n_tokens": [21], "details": ["x"], "do_sample": ["x"],
             "best_of": [2], "typical_p": [0, 1.5], "grammar": [{"type": "odd", "value": "a"}], "watermark": [True], "adapter_id": ["a"],
-            "return_full_text": [1], "decoder_input_details": ["x"], "num_beams": [2],
+            "return_full_text": [1], "decoder_input_details": ["x"], "num_beams": [0],
         }.items()
         for value in values
     ),

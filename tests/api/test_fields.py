@@ -81,7 +81,10 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("guided_decoding", [{"json": {}}]),
     ("kv_transfer_params", [{"do_remote_decode": True}]),
     ("logits_processors", [["x"]]),
-    ("use_beam_search", [True]),
+    ("use_beam_search", ["x"]),
+    ("num_beams", [0, 129, "x"]),
+    ("early_stopping", ["x", True]),
+    ("length_penalty", ["x", 2.0]),
 ]
 ONLY_TEXT: list[tuple[str, list[Any]]] = [
     ("prompt", [None, "", [], 5, {}, [[]], [1.5], ["a", 5], [5, "a"], [[5], "a"], [[5, "a"]], [True], [-1], [10**6], [[5], [10**6]]]),
@@ -187,9 +190,9 @@ def test_unknown_fields_are_reported_and_change_nothing(byte_level: Text, kind: 
 
 # Real calls of other servers' clients; every one was answered with free text once.
 FOREIGN: list[tuple[str, Any]] = [
-    *[("best_of", 4), ("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
+    *[("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "x"}), ("verbosity", "low")],
     *[("regex", "a"), ("json_schema", {}), ("json_schema", "{}"), ("ebnf", "root ::= x"), ("grammar", "root ::= x"), ("lora_path", "p")],
-    *[("adapter_id", "a"), ("lora_request", {"lora_name": "a"}), ("length_penalty", 2.0), ("early_stopping", True), ("num_beams", 4)],
+    *[("adapter_id", "a"), ("lora_request", {"lora_name": "a"}), ("length_penalty", 2.0), ("early_stopping", True), ("num_beam_groups", 2)],
     *[("repeat_penalty", 1.3), ("n_predict", 64), ("tfs_z", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)],
     *[("do_sample", False), ("max_new_tokens", 9), ("stop_sequences", ["x"]), ("watermark", True), ("return_full_text", True)],
     ("system", "x"),

@@ -18,17 +18,19 @@ import pytest
 import scheduling
 import serving
 import serving_peers
+import simulated
 import start
 from client import Load, Reply
 from fake_http import STREAM, Fake, chunk
 from server import CpuTime
 
+from rayneuron.sim.workload import Arrival
 from rayneuron.text.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
 SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py", "pools.py", "speculation.py")
-SCRIPTS += ("dialects.py", "host.py", "structured.py")
+SCRIPTS += ("dialects.py", "host.py", "structured.py", "simulated.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,6 +143,46 @@ def test_prefixes_are_measured_by_hand_and_by_counting(tiny: Path) -> None:
     assert re.search(r"beyond a decode step, ms +\| 2.00", text) and re.search(r"decode, nothing known, on / off +\| 0.90 .*MISSED", text)
     for opened in engines.values():
         opened.close()
+
+
+def test_an_engine_and_the_simulator_have_the_same_requests(tiny: Path) -> None:
+    """The profile that the engine has refined over them is the one it is simulated with: as many tokens, and no more time for a step."""
+    opened = scheduling.open_engine(str(tiny), dtype="fp32", threads=1, max_num_seqs=4, max_model_len=256)
+    requests = simulated.arrivals(opened.capacity, 200.0, 30, 40, 6, seed=1)
+    assert opened.timing is not None and opened.timing.profile().host_ms == 0.0
+    steps = opened.steps
+    simulated.run_engine(opened, requests)
+    assert not opened.has_work and opened.steps > steps and opened.timing.profile().host_ms > 0.0
+    said = simulated.simulated(opened.capacity, opened.timing.profile(), opened.scheduler.caching, requests)
+    alone = simulated.simulated(opened.capacity, opened.timing.profile(), opened.scheduler.caching, requests[:1])
+    assert 0 < alone["ttft"] <= alone["whole"] < 2 * said["whole"] and said["rate"] > 0
+    opened.close()
+
+
+async def test_requests_are_sent_at_their_times() -> None:
+    """However long the replies of those before take."""
+    came: list[float] = []
+
+    async def slow(method: str, path: str, sent: bytes, writer: asyncio.StreamWriter) -> bool:
+        came.append(time.perf_counter())
+        await asyncio.sleep(0.3)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, STREAM)) + b"0\r\n\r\n")
+        return False
+
+    requests = [Arrival(i, 0.1 * i, 8, 3) for i in range(3)]
+    async with Fake(slow) as fake:
+        replies = await simulated.run_server(fake.url, requests, ["a", "b", "c"])
+    assert [b - a for a, b in zip(came, came[1:], strict=False)] == pytest.approx([0.1, 0.1], abs=0.09)
+    assert not any(reply.error for reply in replies)
+
+
+def test_what_is_off_is_said_of_medians() -> None:
+    replies = [Reply(10.0, [10.1, 10.12, 10.14], 10.15, 3), Reply(11.0, [11.3, 11.32, 11.34], 12.0, 3)]
+    real = simulated.actual(replies)
+    assert real == pytest.approx({"ttft": 200.0, "itl": 20.0, "whole": 575.0, "rate": 3.0})
+    text = simulated.show([{"server": real, "simulated": {"ttft": 190.0, "itl": 23.0, "whole": 575.0, "rate": 3.0}, "opened": real}])
+    assert re.search(r"first token, ms: off by +\| 0.05 +\| <= 0.1 +\| met", text), text
+    assert re.search(r"from token to token, ms: off by +\| 0.15 +\| <= 0.1 +\| MISSED", text), text
 
 
 def test_prompts_are_exact_and_repeatable(smollm2: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from os.path import commonprefix
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,7 +124,7 @@ class Both:
 
     def __init__(self, blocks: int, rows: int) -> None:
         self.model = Model(blocks, rows)
-        self.store = Blocks(KvSpace(rows, LIMIT, blocks, SIZE), KvLog())
+        self.store = Blocks(KvSpace(rows, LIMIT, blocks, SIZE), KvLog(), part=1)
         self.follower = Follower()
 
     def hashes(self, run: Run, tokens: int) -> list[bytes]:
@@ -143,6 +144,23 @@ class Both:
             model.take(path)
         model.allocate(width - len(nodes))
         model.runs.append(Run(list(ids), hold, nodes, width - len(nodes), hold.known))
+        if reads:
+            self.begin_alike(model.runs[-1])
+
+    def begin_alike(self, run: Run) -> None:
+        """The first block of its own begins as one of those that follow what it shares: that is copied, and held until it has been."""
+        model, hold, at = self.model, run.hold, SIZE * len(run.nodes)
+        ids, walked = run.ids[at : at + SIZE][: len(run.ids) - 1 - at], tuple(run.ids[:at])
+        alike = [path for path in model.trie if path[:-SIZE] == walked and path[-SIZE : -SIZE + len(ids[:1])] == tuple(ids[:1]) and ids]
+        spare = model.available() > 0
+        assert self.store.begin_alike(hold, called(walked) if walked else ROOT, ids, 0) is (spare and bool(alike))
+        if hold.known > at:
+            (source,) = (source for source, target in self.store.copies() if target == hold.blocks[hold.shared])
+            (path,) = (path for path in alike if self.store.registered.get(called(path)) == source)
+            assert hold.known == at + max(len(commonprefix([tuple(ids), other[-SIZE:]])) for other in alike)
+            run.computed = hold.known
+            model.take(path)
+            self.step(path)
 
     def sibling(self, leader: Run) -> None:
         """Another choice: all but the last id of what the leader has computed is shared, the last block in part by a copy."""
@@ -164,10 +182,12 @@ class Both:
             model.runs.append(Run(ids, hold, list(nodes), width - shared, known))
             self.step()
 
-    def step(self) -> None:
-        """A step that begins and ends at once; copies are done."""
+    def step(self, copied: Path | None = None) -> None:
+        """A step has begun, with the copies there were; `copied`: of which block."""
         self.store.begin()
         self.model.begun += 1
+        if copied is not None and not self.model.holders(copied):
+            self.model.drop(copied)
         if self.model.begun - self.model.ended > 2:
             self.end()
 
@@ -189,7 +209,7 @@ class Both:
     def compute(self, run: Run, tokens: int) -> None:
         model = self.model
         run.computed = max(run.computed, min(tokens, len(run.ids)))
-        self.store.settle(run.hold, self.hashes(run, run.computed), ROOT)
+        self.store.settle(run.hold, self.hashes(run, run.computed), ROOT, run.ids)
         if run.stale:
             return
         for at in range(len(run.nodes), run.computed // SIZE):
@@ -319,7 +339,7 @@ def test_what_is_found_is_no_room() -> None:
     store = Blocks(KvSpace(3, LIMIT, 8, SIZE), KvLog())
     first = store.admit(6)
     assert first is not None
-    store.settle(first, hashing.chain([1] * 6, SIZE, ROOT), ROOT)
+    store.settle(first, hashing.chain([1] * 6, SIZE, ROOT), ROOT, [1] * 6)
     other = store.admit(6)
     store.release(first)
     assert other is not None and (store.free, len(store.cached)) == (2, 3)

@@ -61,6 +61,10 @@ def test_wrong_lists_are_refused():
         capacity(rows=2, length=100, chunk=50, context=[128])
     with pytest.raises(ConfigError, match="max_num_seqs 2"):
         capacity(rows=2, length=100, chunk=50, batch=[4])
+    for block in (4, 8, 48):
+        with pytest.raises(ConfigError, match=f"block_size {block} is no power of two from 16; write one, or 100"):
+            capacity(rows=2, length=100, chunk=50, block=block)
+    assert capacity(rows=2, length=8, chunk=4, block=8).block == 8, "one block a row may have any size"
     c = capacity(rows=2, length=100, chunk=50)
     with pytest.raises(CompileError, match="largest is 2"):
         decode_shape(c, 3, 10, LIKELIEST)

@@ -182,7 +182,7 @@ class Guard:
 
         def guarded(shape, batch):
             written = {slot // self._blocks.space.block for slot in batch.slots.flatten().tolist()}
-            assert not written & set(self._blocks._at.values()), "a step would write a block that others may read"
+            assert not written & set(self._blocks.registered._of), "a step would write a block that others may read"
             return start(shape, batch)
 
         self._device.start = guarded
@@ -193,7 +193,7 @@ class Guard:
         self._device.kv_write(where, torch.full_like(self._device.kv_read(where), float("nan")))
 
     def look(self) -> None:
-        for digest, block in self._blocks._at.items():
+        for digest, block in self._blocks.registered._at.items():
             held = self._device.kv_read([block]).numpy().tobytes()
             assert self.known.setdefault(digest, held) == held, "somebody wrote a shared block"
 

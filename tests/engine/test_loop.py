@@ -9,7 +9,7 @@ import pytest
 
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.loop import EngineLoop
-from rayneuron.errors import NotReady, RequestError
+from rayneuron.errors import NotReady, RequestError, UnknownModel
 from rayneuron.seeds import Seeds
 from rayneuron.types import Request, SamplingParams, TokenDelta
 from tests.serve.scripted import PATIENCE_S, ScriptedRunner, opener_of
@@ -108,13 +108,18 @@ def test_a_request_that_cannot_be_added_fails_alone(engine: Engine, monkeypatch:
     def stumble(request: Request, loan: object) -> None:
         if request.id == "bad":
             raise OverflowError("a secret of the machine")
+        if request.id == "late":
+            raise UnknownModel("what it names has gone", param="model")
         add(request)
 
     monkeypatch.setattr(engine, "add", stumble)
     runner_of(engine).hold()
     loop.submit(ask("good"))
     loop.submit(ask("bad", n=2))
+    loop.submit(ask("late"))
     runner_of(engine).free()
+    (late,) = ends.wait("late")
+    assert (late.finish_reason, late.fault, late.error, late.param) == ("error", "call", "what it names has gone", "model")
     bad = ends.wait("bad", 2)
     assert [(d.finish_reason, d.fault, d.index) for d in bad] == [("error", "choice", 0), ("error", "choice", 1)]
     assert "secret" not in str(bad[0].error)

@@ -45,6 +45,28 @@ def test_all_drafts_of_all_rows_are_the_most_it_knows_the_cost_of(count):
     assert pace(cheap, most=9 * count).choose(rows(count, 1.0), 100) == [8] * count
 
 
+@pytest.mark.parametrize(
+    ("lucky", "others", "chosen"),
+    [
+        (1, 0, 8),  # 6 tokens of 8 ms, instead of one of 6.3
+        (16, 0, 8),
+        (1, 15, 0),  # of the graph of 16 rows: 21 tokens in 20 ms, instead of 16 in 11
+        (8, 8, 8),  # and who has no luck goes along, since that costs nothing
+        (5, 0, 8),  # five rows run in the graph of sixteen
+    ],
+)
+def test_where_one_draft_costs_what_all_do(lucky, others, chosen):
+    """As in a compiled graph: all drafts there are, or none."""
+    sizes = {"batch": (1, 16), "lengths": (128,), "context": (32,), "prefix": (), "chunk": 32}
+    known = {"decode": ((1, 128, 6.3), (16, 128, 11.2)), "verify": ((1, 8.0), (16, 20.0)), "tokens": MEASURED, "prefill": ()}
+    candidates = [*rows(lucky, 1.0), *rows(others, 0.0)]
+    assert Pace(Profile(**sizes, **known), 144, whole=True).choose(candidates, 100) == [chosen] * len(candidates)
+    one = Pace(Profile(**sizes, **known), 144, whole=True)
+    assert one.looks(1, 100) < one.hope(Record(4, 0.0))
+    idle = [sum(one.choose(rows(16, 0.0), 100)) for _ in range(8 * PROBE)]
+    assert set(idle) == {0, 128} and sum(map(bool, idle)) <= 10, "what does not pay is tried once in a while, and then all of it"
+
+
 ROWS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8), st.booleans()), min_size=1, max_size=16)
 
 

@@ -71,6 +71,21 @@ def test_what_is_computed_at_the_edges_of_blocks(tiny: Path, length: int, ahead:
     assert third["c"][0].token_ids == Watched(tiny, cached=False).run(ask("c", half))["c"][0].token_ids
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_of_a_block_that_begins_alike_whole_parts_are_copied(tiny: Path, ahead: bool) -> None:
+    """A prompt that leaves another in the middle of a block computes what is new, and at most 15 tokens that are not."""
+    watched, ids = Watched(tiny, block=64, length=256, ahead=ahead), words(96 + 64)
+    watched.run(ask("first", ids))
+    for alike, found in [(64 + 47, 64 + 32), (64 + 48, 64 + 48), (15, 0), (16, 16), (64 + 63, 64 + 48)]:
+        prompt = ids[:alike] + words(150 - alike, seed=alike)
+        told = watched.run(ask(str(alike), prompt, new=4))[str(alike)]
+        assert told[0].cached_tokens == found and sum(n for kind, _, n in watched.steps if kind == "prefill") == 150 - found
+        plain = Watched(tiny, block=64, length=256, cached=False).run(ask("plain", prompt, new=4))["plain"]
+        assert [d.token_ids for d in told] == [d.token_ids for d in plain]
+    salted = watched.run(ask("salted", ids[:100], salt="mine"))["salted"]
+    assert salted[0].cached_tokens == 0
+
+
 def test_what_was_generated_is_known_too(tiny: Path) -> None:
     """The next turn of a conversation computes what the client has added, and the block that was not full."""
     watched = Watched(tiny)

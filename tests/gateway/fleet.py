@@ -32,6 +32,8 @@ class Member:
     async def open(self) -> None:
         await self.replica.open()
         self.hub = Hub(self.replica, self.name)
+        take = self.hub.order
+        self.hub.order = lambda caller, order: (self.orders.append(order), take(caller, order))[1]  # type: ignore[method-assign]
         await self.hub.listen("127.0.0.1")
 
     @property
@@ -62,9 +64,19 @@ class Wired:
     def __init__(self, members: list[Member]) -> None:
         self.members = members
         self.misdirect = 0
+        self.unknown = False  # Serve does not have them yet
         self.died = asyncio.Event()
 
     async def cards(self) -> list[Card]:
+        return self.shown()
+
+    async def early(self) -> Card | None:
+        return next(iter(self.shown()), None)
+
+    def knows(self, replica: str) -> bool:
+        return not self.unknown
+
+    def shown(self) -> list[Card]:
         cards = []
         for member in self.members:
             with contextlib.suppress(RayNeuronError):
@@ -73,6 +85,7 @@ class Wired:
         return cards
 
     async def send(self, order: Order) -> Settled:
+        assert not self.unknown
         member = next((m for m in self.members if m.name == order.replica), None)
         if self.misdirect:
             self.misdirect -= 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from rayneuron import gateway_config
 from rayneuron.config import Deployment
+from rayneuron.frames import Card
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.host.arbiter import Arbiter
 from rayneuron.host.seats import words_of
@@ -27,6 +28,8 @@ class Stage:
         self.loop = asyncio.get_running_loop()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.slow = asyncio.Event()  # to know that a replica is ready: Serve
+        self.slow.set()
         self.broken: dict[str, str] = {}
         self.progress = ""
         self.keeps: set[int] = set()
@@ -112,6 +115,9 @@ class Stage:
         member = Member(config.model_dump(exclude_unset=True), opener_of(self.path, **self.script), f"{key}#0")
         await member.open()
         self.wired[key] = Wired([member])
+        self.wired[key].unknown = not self.slow.is_set()
+        await self.slow.wait()
+        self.wired[key].unknown = False
         if key in self.states:
             self.states[key] = State("RUNNING", True)
 
@@ -123,6 +129,7 @@ class Stage:
 
     async def close(self) -> None:
         self.gate.set()
+        self.slow.set()
         for task in list(self._tasks):
             await task
         for key in list(self.states):
@@ -134,6 +141,11 @@ class Followed:
 
     def __init__(self, stage: Stage, name: str) -> None:
         self.stage, self.name = stage, name
+
+    async def cards(self) -> list[Card]:
+        await self.stage.slow.wait()  # as Serve lets a call wait for the first replica
+        wired = self.stage.wired.get(self.name)
+        return [] if wired is None else await wired.cards()
 
     def __getattr__(self, what: str) -> Any:
         return getattr(self.stage.wired.get(self.name) or Wired([]), what)

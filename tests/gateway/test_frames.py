@@ -64,7 +64,7 @@ def test_whatever_way_the_bytes_are_cut(messages: list[Any], data: st.DataObject
     assert heard == messages and not cutter
 
 
-@pytest.mark.parametrize("message", [Greeting(b"g", b"t", b"e"), Alive(), Cancel(3, None, "abort"), Cancel(3, 1, "stop")])
+@pytest.mark.parametrize("message", [Greeting(b"g", b"t", b"e"), Alive(), Alive(70.5), Cancel(3, None, "abort"), Cancel(3, 1, "stop")])
 def test_what_a_gateway_says(message: Any) -> None:
     cutter: wire.Frames[Any] = wire.Frames(FromGateway, wire.FIRST_BYTES)
     cutter.add(bytes(wire.frame(message)))

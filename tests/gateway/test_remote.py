@@ -13,6 +13,7 @@ import pytest
 
 from rayneuron.errors import NotReady, RayNeuronError, RequestError
 from rayneuron.gateway.routes import application
+from rayneuron.serve.answering import Answering
 from rayneuron.serve.ingress import application as alone
 from rayneuron.serve.replica import Replica
 from tests.gateway.fleet import House, house, scripted
@@ -41,9 +42,13 @@ def client(app: Any) -> httpx.AsyncClient:
 
 
 @pytest.fixture
-async def two(tiny: Path) -> AsyncIterator[House]:
+async def two(tiny: Path, request: pytest.FixtureRequest) -> AsyncIterator[House]:
     async with house({"scripted": scripted(tiny)}) as made:
+        made.wired["scripted"].unknown = getattr(request, "param", False)
         yield made
+
+
+by_link = pytest.mark.parametrize("two", [False, True], indirect=True, ids=["serve", "link"])  # how orders go
 
 
 @pytest.fixture
@@ -78,6 +83,7 @@ def joined(events: list[Any]) -> dict[int, tuple[str, list[Any]]]:
     return out
 
 
+@by_link
 @pytest.mark.parametrize("kind", STREAMS)
 async def test_it_says_what_a_replica_alone_says(two: House, single: Replica, kind: str) -> None:
     path, body = STREAMS[kind]
@@ -115,6 +121,28 @@ async def test_calls_spread_over_the_replicas(two: House) -> None:
     await two.settle()
 
 
+async def test_replicas_know_of_the_work_that_waits_before_them(two: House) -> None:
+    """What the desk holds back is told to them in equal parts, and so to who decides how many there are; and that it is over, too."""
+    member = two.members[0]
+    counted = Answering(member.replica.config.model_dump(exclude_unset=True), opener_of(member.replica.served.opened.path))
+    for each in two.members:
+        each.engine.runner.hold()
+    calls = [asyncio.ensure_future(two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})) for i in range(40)]
+    desk = two.engine.desk
+    await two.until(lambda: desk.open["calls"] == 40 and all(each.hub.waiting_ms for each in two.members))
+    assert desk.open["waiting"] > 0 and sum(each.hub.waiting_ms for each in two.members) == pytest.approx(desk.queue.waiting_ms)
+    counted._served = member.replica._served
+    alone_ms = counted.record_autoscaling_stats()["backlog_ms"]
+    counted._hub = member.hub
+    assert counted.record_autoscaling_stats()["backlog_ms"] == pytest.approx(alone_ms + member.hub.waiting_ms)
+    for each in two.members:
+        each.engine.runner.free()
+    await asyncio.gather(*calls)
+    await two.until(lambda: not any(each.hub.waiting_ms for each in two.members))
+    await two.settle()
+
+
+@by_link
 async def test_a_client_that_leaves_frees_its_row(two: House) -> None:
     stream = two.catalogue.generate("go on", {"max_tokens": 200, "ignore_eos": True})
     await anext(stream)
@@ -145,6 +173,7 @@ async def test_an_order_that_came_to_somebody_else_is_sent_again(two: House, ord
     await two.settle()
 
 
+@by_link
 @pytest.mark.parametrize("after", [0, 1, 5, 30])
 async def test_what_a_dead_replica_left_goes_on_elsewhere(two: House, single: Replica, after: int) -> None:
     """After so many tokens of each of two prompts; every token once."""
@@ -227,6 +256,7 @@ async def test_what_is_nobody_s_doing_is_no_strike(tiny: Path, way: str) -> None
         assert (await call)["choices"][0]["text"] == "done"
 
 
+@by_link
 async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, single: Replica) -> None:
     body = {"prompt": "go on", "max_tokens": 60, "ignore_eos": True}
     wanted = await single.completions(body)
@@ -267,6 +297,7 @@ async def test_nobody_there_is_a_503_and_a_late_replica_ends_the_wait(two: House
     assert (await call)["choices"][0]["text"] == "late"
 
 
+@by_link
 async def test_what_a_replica_refuses_is_the_caller_s(two: House) -> None:
     """What only the replica knows comes as the first event of the flight."""
     with pytest.raises(RequestError, match="no token is left"):

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from rayneuron import loading
+from rayneuron.api.adapters import Change
 from rayneuron.errors import RequestError
+from rayneuron.gateway.routes import application
 from tests.gateway.fleet import House, house
+from tests.gateway.test_remote import client
+from tests.models import adapters as adapted
+from tests.serve.real import serving
 
 WAYS = [
     pytest.param({"dtype": "fp32"}, id="fp32"),
@@ -99,3 +104,45 @@ async def test_a_stop_and_a_character_across_the_cut(two: House) -> None:
         reply, _ = await interrupted(two, {**LONG, "temperature": 0, "stop": [stop]}, after)
         assert told(reply) == wanted
     await two.settle()
+
+
+async def test_adapters_are_called_as_models_and_go_on_elsewhere(tiny: Path, tmp_path: Path) -> None:
+    """Listed, chosen by name, unknown where not every replica has them; of what two models have the path says whose."""
+    for i, name in enumerate("abc"):
+        adapted.write(tmp_path / name, tiny, r=4, seed=i, size=0.2)
+    lora = {"directory": str(tmp_path), "allow_runtime_updating": True}
+
+    def words(name: str, *names: str) -> dict[str, Any]:
+        modules = {each: str(tmp_path / each) for each in names}
+        model = {"path": str(tiny), "name": name}
+        return {"model": model, "dtype": "fp32", "max_model_len": 256, "threads": 1, "lora": {**lora, "lora_modules": modules}}
+
+    body = {**LONG, "temperature": 0}
+    async with serving(tiny, **words("tiny", *"abc")) as alone:
+        wanted = {name: (await alone.server.completions({**body, "model": name}))["choices"] for name in ("tiny", *"abc")}
+    assert len({str(choices) for choices in wanted.values()}) == 4
+    applications = {"one": [(words("tiny", "a", "b"), loading.open_engine)] * 2, "two": [(words("other", "b"), loading.open_engine)]}
+    async with house(applications) as made, client(application(made.catalogue)) as http:
+
+        async def asked(path: str = "", **more: Any) -> tuple[int, Any]:
+            reply = await http.post(f"{path}/v1/completions", json={**body, **more})
+            return reply.status_code, reply.json().get("choices") or reply.json()["error"]["message"]
+
+        listed = {card["id"]: card["parent"] for card in (await http.get("/v1/models")).json()["data"] if card.get("parent")}
+        assert listed == {"a": "tiny", "b": "other"} and (await http.get("/v1/models/a")).json()["parent"] == "tiny"
+        assert await asked(model="tiny") == (200, wanted["tiny"]) and await asked(model="a") == (200, wanted["a"])
+        assert await asked("/m/tiny", model="b") == await asked(model="tiny", adapters="b") == (200, wanted["b"])
+        assert (await asked(model="b"))[0] == 400 and "call it under /m/tiny/ or /m/other/" in (await asked(model="b"))[1]
+        for wrong in ({"model": "c"}, {"model": "tiny", "adapters": "c"}, {"path": "/m/a"}, {"path": "/m/other", "model": "a"}):
+            assert (await asked(**wrong))[0] == 404, wrong
+        reply, moved = await interrupted(made, {**body, "model": "a"}, 5)
+        assert reply["choices"] == wanted["a"] and moved == 1
+        for there, status in zip(made.members, (404, 200), strict=True):
+            await there.replica.change_adapters(Change("c", "c"))
+            await made.catalogue.entries[0].look()
+            assert (await asked(model="c"))[0] == status
+        assert await asked(model="c") == (200, wanted["c"])
+        await made.members[0].replica.change_adapters(Change("c"))
+        await made.catalogue.entries[0].look()
+        assert (await asked(model="c"))[0] == 404
+        await made.settle()

@@ -367,6 +367,8 @@ def test_graphs_are_listed_truly_with_what_they_take() -> None:
     assert "compiling, once: 11 at a time of 24.00 GiB host memory each, 2 to 13 minutes (a guess)" in text
     scores = on_neuron(buckets={"scores": True})
     assert ", 13 graphs, " in scores and "b1_t128_l8192_logits_all" in scores
+    drafts = on_neuron(speculative_config={"method": "ngram"})
+    assert ", 15 graphs, " in drafts and "  verify        4  b1_t9_l2048_sampled_logits_all " in drafts
 
 
 def test_many_graphs_must_be_asked_for() -> None:

@@ -26,6 +26,7 @@ from rayneuron.engine.engine import Engine
 from rayneuron.engine.runner import _want
 from rayneuron.engine.sequence import Plan
 from rayneuron.loading import Opened
+from rayneuron.serve.connection import Own
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import Replica
 from rayneuron.text.text import Text
@@ -131,7 +132,7 @@ def opener_of(
 
 
 class Site:
-    """A Replica behind uvicorn on a loopback port, in a thread of its own."""
+    """A Replica behind uvicorn on a loopback port, in a thread of its own, with the connections it has where it answers HTTP itself."""
 
     def __init__(self, server: Replica) -> None:
         self.server = server
@@ -209,7 +210,9 @@ class Site:
 
     async def _serve(self) -> None:
         await self.server.open()
-        config = uvicorn.Config(application(self.server), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=60)
+        config = uvicorn.Config(
+            application(self.server), http=Own, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=60
+        )
         self._http = uvicorn.Server(config)
         self._up.set()
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rayneuron import demo
 from rayneuron.errors import ConfigError
 from rayneuron.serve.profile import profile_env
 from tests.gateway.test_app import replicas, streamed
@@ -34,7 +35,8 @@ MUCH = GO | {"max_tokens": 240, "ignore_eos": True, "n": 128, "temperature": 1.0
 def arguments(path: Path, **more: Any) -> dict[str, Any]:
     return {
         "model": {"path": str(path), "name": "tiny"}, "dtype": "fp32", "max_model_len": 256, "max_num_seqs": 4, "threads": 1,
-        "limits": {"max_waiting": 248}, "serving": {"drain_timeout_s": 20, "num_cpus": 0.5, "reset_prefix_cache": True}, **more,
+        "limits": {"max_waiting": 248},
+        "serving": {"drain_timeout_s": 20, "num_cpus": 0.5, "reset_prefix_cache": True, "weights_directory": str(path.parent)}, **more,
     }  # fmt: skip
 
 
@@ -95,6 +97,10 @@ def client(url: str) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> str:
     """What transformers says to the same prompt, greedily."""
+    return greedy(tiny)
+
+
+def greedy(tiny: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -270,6 +276,20 @@ def test_metrics_are_those_of_every_replica(client: httpx.Client, url: str, tiny
     kept = known()
     reply = client.post("/reset_prefix_cache")
     assert reply.status_code == 200 and reply.json()["blocks"] == sum(kept) > 0 and len(kept) == 2 and known() == [0, 0], (reply.text, kept)
+
+
+def test_every_replica_takes_other_weights(client: httpx.Client, tiny: Path, expected: str) -> None:
+    from ray import serve
+
+    def texts() -> set[str]:
+        """What both say: twelve calls have not all gone to one of them."""
+        return {client.post("/v1/completions", json=GO).json()["choices"][0]["text"] for _ in range(12)}
+
+    other = demo.random("tiny", seed=1, dtype="fp32")
+    reply = client.post("/admin/weights", json={"path": other.name})
+    assert reply.status_code == 200 and texts() == {greedy(other)} != {expected}, reply.text
+    assert client.post("/admin/weights", json={"path": "/etc"}).status_code == 400 and texts() == {greedy(other)}
+    assert serve.get_app_handle("model").load_weights.remote(str(tiny)).result(timeout_s=PATIENCE_S) and texts() == {expected}
 
 
 async def test_a_gateway_in_front_of_both(client: httpx.Client, url: str, tiny: Path, expected: str) -> None:

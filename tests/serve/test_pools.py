@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from rayneuron import config, loading
+from rayneuron.api.adapters import Change
 from rayneuron.group_config import prefill_of
 from rayneuron.serve import pools
 from rayneuron.serve.pools import Prefiller
 from rayneuron.serve.replica import Replica
+from tests.models import adapters as adapted
 from tests.serve.real import HEALTHY, Server, serving
 from tests.serve.scripted import PATIENCE_S
 
@@ -106,6 +108,54 @@ def test_the_texts_are_those_of_one_replica(tiny: Path, transport: str) -> None:
 
 def choices(reply: Any) -> list[Any]:
     return [(one["text"], one["finish_reason"], one["logprobs"]) for one in reply["choices"]]
+
+
+def test_each_adapter_has_kv_of_its_own_in_both_pools(tiny: Path, tmp_path: Path) -> None:
+    """The same prompts with three adapters and none, at once, choices too: the texts of one replica. What the prefill pool has not loaded
+    it declines, and is computed where it was asked for; what it has loaded meanwhile is not."""
+    for i, name in enumerate("abc"):
+        adapted.write(tmp_path / name, tiny, r=4, seed=i, size=0.2)
+    lora = {"lora_modules": {name: str(tmp_path / name) for name in "ab"}, "max_loras": 2, "directory": str(tmp_path)}
+    words = {"dtype": "fp32", "lora": {**lora, "allow_runtime_updating": True}}
+    kinds = [{}, {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 2, "prompt": LONG[40:]}]
+    bodies = [body(model=model, **kind) for kind in kinds for model in ("tiny", "a", "b", "c")]
+
+    async def ask() -> None:
+        async with serving(tiny, **words) as alone:
+            await alone.server.change_adapters(Change("c", "c"))
+            drawn = body(model="a", n=3, temperature=1.0, seed=5, return_token_ids=True)
+            first = [one["token_ids"][0] for one in (await alone.server.completions(drawn))["choices"]]
+            assert len(set(first)) > 1
+            bodies.extend([body(model="b", max_tokens=1), {**drawn, "stop_token_ids": first[:1]}])  # all ends, or who led, with token 0
+            wanted = [choices(await alone.server.completions(one)) for one in bodies]
+        assert len({str(one) for one in wanted[:4]}) == 4
+        async with pooled(tiny, **words) as (server, there):
+            await server.server.change_adapters(Change("c", "c"))
+            got = await asyncio.gather(*(server.server.completions(one) for one in bodies))
+            assert [choices(one) for one in got] == wanted
+            counts, declined = server.server.pulls.counts, there[0]._ready()[1].counts
+            assert declined["declined"] == counts["fallbacks"] == len(kinds), "those of the adapter that is not there"
+            await there[0].change_adapters(Change("c", "c"))
+            await server.server.forget_prefixes()
+            got = await asyncio.gather(*(server.server.completions(one) for one in bodies))
+            assert [choices(one) for one in got] == wanted and counts["fallbacks"] == len(kinds)
+            assert counts["adopted"] > len(bodies) and declined["declined"] == len(kinds)
+            left = asyncio.ensure_future(server.server.completions(body(model="a", max_tokens=60, prompt=LONG[9:])))
+            gone = asyncio.ensure_future(server.server.completions(body(model="c", max_tokens=60, prompt=LONG[5:])))
+            async with asyncio.timeout(PATIENCE_S):
+                while (load := server.server.load().snapshot).remote + load.running < 2:
+                    await asyncio.sleep(0)
+            left.cancel()
+            for one in (server.server, there[0]):  # whoever has begun ends with what it began with
+                await one.change_adapters(Change("c"))
+            assert (await gone)["usage"]["completion_tokens"] == 60
+            await settled(there)
+            for loop in (server.server.served.engine, there[0]._ready()[0]):
+                await asyncio.wrap_future(loop.ask(lambda engine: engine.check_ledger()))
+                ledger = loop.engine.adapters
+                assert {*ledger.names} == {*"ab"} and ledger.kept == {*ledger.names.values()}
+
+    asyncio.run(ask())
 
 
 def test_a_prefill_replica_that_goes_costs_time_alone(tiny: Path) -> None:

@@ -20,6 +20,7 @@ from rayneuron import LLM, SamplingParams
 from rayneuron.serve import leaks
 from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
+from tests.models import adapters as adapted
 from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -61,10 +62,11 @@ def deployed(tiny: Path, **more: Any) -> Iterator[tuple[httpx.Client, Path]]:
             ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def client(tiny: Path) -> Iterator[httpx.Client]:
-    """One that all tests but the last share."""
-    with deployed(tiny) as (found, _):
+@pytest.fixture
+def client(tiny: Path, tmp_path: Path) -> Iterator[httpx.Client]:
+    """With adapters, which may come while it runs, from a folder that has one, x."""
+    adapted.write(tmp_path / "x", tiny, r=4, size=0.2)
+    with deployed(tiny, lora={"directory": str(tmp_path), "allow_runtime_updating": True}) as (found, _):
         yield found
 
 
@@ -88,8 +90,8 @@ def counted(client: httpx.Client, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def streamed(client: httpx.Client, prompt: str) -> str:
-    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
+def streamed(client: httpx.Client, prompt: str, model: str = "tiny") -> str:
+    asked = {"model": model, "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=asked) as stream:
         lines = list(stream.iter_lines())
     assert stream.status_code == 200, (stream.status_code, lines)
@@ -125,6 +127,10 @@ def test_the_same_texts_and_a_killed_prefill_replica_costs_time_alone(client: ht
         (said,) = leaks._pools()
         assert said.startswith("prefill replica of model: tickets queued 0, running 0, offered 0, ") and "committed" in said
         assert "blocks are kept" in said and said.endswith("; 0 connections were refused")
+        assert client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "x"}).status_code == 200
+        adopted = counted(client, "vllm:external_prefix_cache_hits_total")
+        assert streamed(client, PROMPTS[0], "x") != expected[0]
+        assert counted(client, "vllm:external_prefix_cache_hits_total") > adopted, "the other pool has been told of the adapter"
         (pid,) = prefillers()
         client.post("/reset_prefix_cache")
         begun = threading.Semaphore(0)

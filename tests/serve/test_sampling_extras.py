@@ -155,3 +155,51 @@ async def test_what_is_wrong_is_named(server: Server) -> None:
     status, reply = await server.post("/generate", json.dumps({"inputs": "a", "parameters": {"typical_p": 2}}).encode())
     assert status == 422 and json.loads(reply)["error"].startswith("parameters.typical_p must be between 0 and 1")
     await server.settle()
+
+
+async def test_the_best_of_several_are_those_of_all(server: Server) -> None:
+    body = {"prompt": [PROMPT, PROMPT[:5]], "max_tokens": 9, "seed": 3, "temperature": 1.0}
+    every = await ask(server, "/v1/completions", {**body, "n": 5, "logprobs": 0})
+    best = await ask(server, "/v1/completions", {**body, "n": 2, "best_of": 5})
+
+    def likely(choice: dict[str, Any]) -> float:
+        told = choice["logprobs"]["token_logprobs"]
+        return sum(told) / len(told)
+
+    ranked = [sorted(every["choices"][at : at + 5], key=likely, reverse=True) for at in (0, 5)]
+    assert [c["text"] for c in best["choices"]] == [c["text"] for group in ranked for c in group[:2]]
+    assert [c["index"] for c in best["choices"]] == [0, 1, 2, 3] and {c["logprobs"] for c in best["choices"]} == {None}
+    assert best["usage"] == every["usage"]
+    await server.settle()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/invocations"])
+async def test_details_list_the_others(server: Server, path: str) -> None:
+    given = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 6, "seed": 4, "details": True}
+    body = {"prompt": "go on", "max_tokens": 6, "seed": 4, "temperature": 1.0}
+    texts = [c["text"] for c in (await ask(server, "/v1/completions", {**body, "n": 3, "best_of": 3}))["choices"]]
+    told = await ask(server, path, {"inputs": "go on", "parameters": {**given, "best_of": 3}})
+    others = told["details"]["best_of_sequences"]
+    assert sorted([told["generated_text"], *(each["generated_text"] for each in others)]) == sorted(texts) and len(others) == 2
+    means = [sum(t.get("logprob", t.get("log_prob")) for t in each["tokens"]) / len(each["tokens"]) for each in (told["details"], *others)]
+    assert means == sorted(means, reverse=True)
+    one = await ask(server, path, {"inputs": "go on", "parameters": given})
+    assert "best_of_sequences" not in one["details"]
+    await server.settle()
+
+
+async def test_beams_on_every_route_that_searches(server: Server, tiny: Path) -> None:
+    rows = torch.tensor([PROMPT])
+    said = {"num_beams": 3, "length_penalty": 0.5, "max_new_tokens": 8, "num_return_sequences": 2, "do_sample": False, "pad_token_id": 0}
+    ends = reference(tiny).generation_config.eos_token_id
+    theirs = reference(tiny).generate(rows, attention_mask=torch.ones_like(rows), eos_token_id=ends, **said)[:, len(PROMPT) :].tolist()
+    body = {"prompt": PROMPT, "num_beams": 3, "length_penalty": 0.5, "max_tokens": 8, "n": 2, "return_token_ids": True}
+    ours = [c["token_ids"] for c in (await ask(server, "/v1/completions", body))["choices"]]
+    assert ours == theirs
+    chat = {"messages": [{"role": "user", "content": "go on"}], "num_beams": 3, "max_tokens": 8}
+    whole = {"prompt": "go on", "num_beams": 3, "max_tokens": 8}
+    text = (await ask(server, "/v1/completions", whole))["choices"][0]["text"]
+    assert (await ask(server, "/v1/chat/completions", chat))["choices"][0]["message"]["content"] == text
+    lmi = {"inputs": "go on", "parameters": {"num_beams": 3, "max_new_tokens": 8}}
+    assert (await ask(server, "/invocations", lmi))["generated_text"] == text
+    await server.settle()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from rayneuron.errors import RayNeuronError
 from rayneuron.serve.cadence import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
+from rayneuron.serve.connection import Past
 from rayneuron.serve.flight import ActiveRequest, Flight, Flights
 from rayneuron.text.text import Text
 from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
@@ -223,6 +226,73 @@ async def test_resting_streams_gather_and_wake_together_and_at_their_end() -> No
     all_of_them[7].fail(RayNeuronError("over"))
     await asyncio.wait_for(resting[7], PATIENCE_S)
     assert not flights.cadence.resting
+
+
+async def test_a_rest_is_poured_out_at_each_beat_and_ended_by_its_end_its_writer_or_a_fault() -> None:
+    flights, (ends, full, breaks) = flights_of(3, events_per_s=1.0)
+    flights.cadence._within = lambda most_s: None  # type: ignore[method-assign] # every step is a beat: the last one was long ago
+    poured: list[str] = []
+    fault = ValueError("torn")
+
+    def pour(flight: Flight, most: int, wrong: Exception | None = None) -> bool:
+        if len(poured) >= most:
+            if wrong is not None:
+                raise wrong
+            return False
+        poured.extend(delta.text for delta in flight.ready())
+        return True
+
+    def step(*ids: str, end: Any = None) -> None:
+        flights.cadence._last_s = 0.0
+        flights.dispatch([TokenDelta(i, 0, [1], finish_reason=end) for i in ids])
+
+    resting = asyncio.ensure_future(ends.rest(lambda: pour(ends, 9)))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        step("0")
+    await asyncio.sleep(0)
+    assert poured == ["x"] * 3 and not resting.done(), "nobody was woken"
+    step("0", end="length")
+    await asyncio.wait_for(resting, PATIENCE_S)
+    assert poured == ["x"] * 3 and [delta.finish_reason for delta in ends.ready()] == ["length"], "the last one is the task's own"
+    resting = asyncio.ensure_future(full.rest(lambda: pour(full, 3)))
+    await asyncio.sleep(0)
+    step("1")
+    await asyncio.wait_for(resting, PATIENCE_S)
+    assert len(full.ready()) == 1, "what could not be written is still there"
+    resting = asyncio.ensure_future(breaks.rest(lambda: pour(breaks, 3, fault)))
+    await asyncio.sleep(0)
+    step("2")
+    with pytest.raises(ValueError, match="torn"):
+        await asyncio.wait_for(resting, PATIENCE_S)
+    assert not flights.cadence.resting
+
+
+@pytest.mark.parametrize("blocked", [0, 2, 1])
+def test_what_is_poured_past_the_task_is_the_same_text(tiny: Path, monkeypatch: pytest.MonkeyPatch, blocked: int) -> None:
+    """Six streams on one clock, whose connections take every part, every second one or none."""
+    parts: list[bytes] = []
+    looks = itertools.count()
+    free, write = Past.open.fget, Past.write
+    assert free is not None
+    monkeypatch.setattr(Past, "open", property(lambda self: bool(free(self)) and not (blocked and next(looks) % blocked == 0)))
+    monkeypatch.setattr(Past, "write", lambda self, part: (parts.append(part), write(self, part)))
+    with site(tiny, {"serving": {"stream_events_per_s": 300.0}}, rows=6, pace_s=0.004) as running:
+        words = Text(tiny)
+
+        def ask(i: int) -> tuple[tuple[str, str | None, Any], Any]:
+            body = {"model": "scripted", "prompt": words.encode("say:") + bytewise(words, f"{i} " + "🙂 naïve — " * 4), "max_tokens": 99}
+            with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
+                chunks = stream(http, "/v1/completions", body | {"temperature": 0, "stream_options": {"include_usage": True}})
+            return said(chunks), chunks[-1]["usage"]["completion_tokens"]
+
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(ask, range(6)))
+        for i, ((text, reason, stop), tokens) in enumerate(answers):
+            wanted = f"{i} " + "🙂 naïve — " * 4
+            assert (text, reason, stop, tokens) == (wanted, "stop", None, len(wanted.encode()) + 1)
+        assert bool(parts) == (blocked != 1)
+        running.settle()
 
 
 async def test_what_has_gathered_waits_for_no_step() -> None:

@@ -56,6 +56,14 @@ def test_deaths_lose_nothing(deaths: int) -> None:
     assert report.replays > deaths / 2 and report.failed == 0 and report.refused.total() == 0
 
 
+@pytest.mark.parametrize("gateways", [1, 3])
+def test_deaths_lose_nothing_where_engines_take_turns(gateways: int) -> None:
+    """No desk knows where anything is then. Some die with orders on the way to them, and once there is no engine at all."""
+    kills = ((2.0, 1, 0.5), (6.0, 4, 0.7))
+    report = simulate(MIXED, 12.0, nodes=4, route="turns", gateways=gateways, kills=kills)
+    assert report.replays > 4 and report.finished == report.arrived
+
+
 def test_engines_that_are_alike_give_the_same_stepping_or_leaping() -> None:
     reports = [simulate(MIXED, 20.0, 3, nodes=3, route="turns", exact=exact) for exact in (True, False)]
     for name in ("ttft", "tpot", "whole"):

@@ -54,6 +54,14 @@ def test_an_elastic_fleet_is_cheaper_than_a_large_one_and_faster_than_a_small_on
     assert grown.ttft.mean < 0.5 * small.ttft.mean, (grown.ttft.mean, small.ttft.mean)
 
 
+def test_work_that_gateways_hold_back_makes_a_fleet_grow() -> None:
+    """A gateway sends little more to an engine than it can begin at once: by what engines have waiting alone, none would come."""
+    elastic = Elastic(1, 6, 1000.0, up_s=2.0, down_s=15.0, parts={"spawn": 3.0})
+    grown, small, turns = run(elastic, 1, 5), run(None, 1, 5), run(elastic, 1, 5, route="turns")
+    assert grown.engines > 1.2 and grown.engines == pytest.approx(turns.engines, rel=0.25)
+    assert grown.ttft.mean < 0.5 * small.ttft.mean, (grown.ttft.mean, small.ttft.mean)
+
+
 def test_a_slow_start_is_waited_for() -> None:
     """Nobody comes before the parts of a start have passed."""
     after = [Elastic(1, 6, 300.0, up_s=0.0, down_s=1e9, parts={"weights": s, "graphs": s}) for s in (1.0, 20.0)]

@@ -48,7 +48,7 @@ def test_mooncake(tmp_path: Path, block: int) -> None:
     ("name", "text", "said"),
     [
         ("a.csv", AZURE + "2023-11-16 18:15:52.1,x,3\n", r"a\.csv, line 5: ValueError"),
-        ("a.csv", "TIME,ContextTokens,GeneratedTokens\n1,2,3\n", r"a\.csv, line 2: KeyError"),
+        ("a.csv", "TIME,ContextTokens,GeneratedTokens\n1,2,3\n", r"a\.csv, line 2: ValueError: there is no column TIMESTAMP"),
         ("a.csv", AZURE.replace(",55", ",0"), r"a\.csv, line 4: ValueError: a request has a token at least"),
         ("m.jsonl", MOONCAKE + "{}\n", r"m\.jsonl, line 3: KeyError"),
         ("m.jsonl", MOONCAKE + "[\n", r"m\.jsonl, line 3"),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from rayneuron.engine.speculation.drafting import look_up
+from rayneuron.structured import Grammars
 from rayneuron.types import Request, SamplingParams
+from tests.engine import test_draft_model, test_grammar, test_speculation
 from tests.engine.test_fuzz import draw
 from tests.engine.test_fuzz import solo as solo
 from tests.serve.scripted import eventually
 from tests.transfer.pair import Decoding, Pair, Prefilling, cpu, held, open_engine
 
 SIZE = 16
+grammars = test_grammar.grammars
 
 
 WAYS = [
@@ -44,6 +49,62 @@ def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, 
         local = pair.d.engine.scheduler.preemptions + pair.d.counts["failed"] + pair.d.pulls.prefills["local", "room"]
         assert pair.d.counts["adopted"] > 15 and (local or not pair.d.counts["prefill"]), pair.d.counts
         assert pair.p.offers.counts["committed"] >= pair.d.pulls.counts["adopted"], "what is adopted was committed"
+
+
+DRAFTS = {
+    "ngram": lambda path, **sizes: test_speculation.build(path, propose=partial(look_up, 1, 3), **sizes),
+    "draft model": lambda path, **sizes: test_draft_model.build(path, path, int8=True, **sizes),
+    "forced tokens": lambda path, **sizes: test_speculation.build(path, propose=lambda sequence, most: ((), 1), **sizes),
+}
+
+
+DRAFTED = [("ngram", "shared", True), ("draft model", "sockets", True), ("forced tokens", "shared", False)]
+
+
+@pytest.mark.parametrize(("name", "way", "cached"), DRAFTED)
+def test_drafts_and_constraints_change_nothing_behind_another_pool(tiny, plain, grammars, name, way, cached):  # noqa: F811
+    """Every way to sample, penalties, bans, choices, logprobs, stops and grammars: tokens, logprobs and ends are those of the choice alone,
+    without drafts. Only who decodes drafts, and with a draft model that has read nothing of what came from elsewhere."""
+    rng = random.Random(name)
+    families = [[rng.randrange(12, 512) for _ in range(6)] * 11 for _ in range(3)]
+    requests = [test_speculation.draw(rng, i, plain, families) for i in range(20)]
+    requests += [replace(request, id=f"g{request.id}") for request in test_grammar.requests(2)]
+    with ExitStack() as stack:
+        p = open_engine(tiny, rows=3, kv_tokens=384, chunk=16, cached=cached, shared=True)
+        d = DRAFTS[name](tiny, rows=6, block=16, chunk=16, cached=cached)
+        drafts, step = [], d.step
+
+        def stepped():
+            deltas = step()
+            drafts.extend(d.info.drafts)
+            return deltas
+
+        d.step = stepped
+        pair = Pair(stack, *(test_grammar.constrained(engine, Grammars(grammars._text, 512)) for engine in (p, d)), way)
+        pair.run(*requests)
+        pair.at_baseline()
+        for request in requests:
+            for index in range(request.params.n):
+                deltas = pair.d.heard.out[request.id, index]
+                assert test_speculation.told(deltas) == plain(request, index), request
+        assert pair.d.counts["adopted"] > 25 and sum(n for n, _ in drafts) > 50, (pair.d.counts, len(drafts))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, grammars):  # noqa: F811
+    """What one choice is told alone, without drafts."""
+    engine, known = test_grammar.constrained(test_speculation.build(tiny, rows=1, chunk=96), grammars), {}
+
+    def given(request: Request, index: int = 0) -> tuple:
+        key = tuple(request.prompt_ids), repr(request.params), index
+        if key not in known:
+            seed = request.params.seed
+            params = replace(request.params, n=1, seed=None if seed is None else seed + index)
+            asked = Request(id="solo", prompt_ids=list(request.prompt_ids), params=params)
+            known[key] = test_speculation.run(engine, [asked])["solo", 0]
+        return known[key]
+
+    return given
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -197,14 +197,40 @@ def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypa
     else:
         send = lending._send
 
-        def damaged(connection, parts):
+        def damaged(connection, parts, flags=0):
             if pieces.struct.unpack_from("<I", parts[0], 32)[0] == 1:
-                parts = [parts[0], *(np.array(part) for part in parts[1:])]
-                parts[1][100] ^= 4
-            send(connection, parts)
+                if name == "unix":  # which is given the pages themselves
+                    theirs.units[1][0, 0, 100] ^= 4
+                else:
+                    parts = [parts[0], *(np.array(part) for part in parts[1:])]
+                    parts[1][100] ^= 4
+            send(connection, parts, flags)
 
         monkeypatch.setattr(lending, "_send", damaged)
     with pytest.raises(Damaged, match="piece 0 is not what was meant" if name == "shared" else "piece 1 is not what was sent"):
+        transport.pull(want(ONE, 0, (0, 1, 2)), ours, NEVER)
+    transport.close()
+
+
+def test_what_becomes_somebody_elses_while_a_socket_holds_it_is_found(lend, monkeypatch):
+    """Its reader has answered and left, the ticket is withdrawn, its blocks are used anew; only then is the answer read."""
+    theirs, ours = memory(2, 4, 2, 4096, seed=5), memory(2, 4, 2, 4096)
+    lender, gone = lend(theirs), threading.Event()
+    lender.lend(TICKET, SESSION, (0, 1, 2))
+    head = dialogue.Dialogue.head
+
+    def late(talk, wanted, piece, *rest):
+        check = head(talk, wanted, piece, *rest)
+        if piece.number == 0:
+            eventually(lambda: not lender._lent[TICKET].readers, 10)
+            lender.withdraw(TICKET, gone.set)
+            assert gone.wait(10)
+            theirs.units[1][2] ^= 4
+        return check
+
+    monkeypatch.setattr(dialogue.Dialogue, "head", late)
+    transport = way("unix", lender)
+    with pytest.raises(Damaged, match="piece 1 is not what was sent"):
         transport.pull(want(ONE, 0, (0, 1, 2)), ours, NEVER)
     transport.close()
 
@@ -338,12 +364,12 @@ def test_who_is_told_to_stop_writes_nothing_more(lend, name):
     hold, held = threading.Event(), threading.Event()
     send, count = lending._send, [0]
 
-    def slowly(connection, parts):
+    def slowly(connection, parts, flags=0):
         count[0] += 1
         if count[0] == 4:
             held.set()
             assert hold.wait(30)
-        send(connection, parts)
+        send(connection, parts, flags)
 
     lending._send = slowly
     try:

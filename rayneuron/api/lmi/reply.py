@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rayneuron.api.call import Answer, Call, Json, LmiOptions
-from rayneuron.api.choices import gather
+from rayneuron.api.choices import Choice, gather
 from rayneuron.api.errors import Triple, error_body
 from rayneuron.api.pieces import Pieces, TextPiece, cut, finish, prefill
 from rayneuron.api.stream import Single, event
@@ -68,17 +68,23 @@ def answer(options: LmiOptions, inputs: str, full: bool, details: bool) -> Answe
 def _reply(form: _Form, call: Call, deltas: Iterable[Delta]) -> Any:
     kept = list(deltas)
     gathered = gather(call, kept)
-    choice = gathered.choices[0]
+    choice, *others = gathered.choices
     reply: Json = {"generated_text": form.before + choice.text}
     if form.details:
-        pieces = cut(call, kept)
-        reply["details"] = form.told(call, finish(choice.finish_reason, choice.stop_reason), len(choice.token_ids))
-        reply["details"]["tokens"] = [form.token(piece) for piece in pieces]
+        reply["details"] = _details(form, call, kept, choice)
         if call.prompt_logprobs is not None:
             reply["details"]["prefill"] = prefill(call, gathered.prompt_logprobs.get(0))
-        if call.logprobs:
-            reply["details"]["top_tokens"] = [form.top(call, piece) for piece in pieces]
+        if others:
+            told = [{"generated_text": form.before + other.text, **_details(form, call, kept, other)} for other in others]
+            reply["details"]["best_of_sequences"] = told
     return [reply] if form.options.tgi_compat else reply
+
+
+def _details(form: _Form, call: Call, deltas: list[Delta], choice: Choice) -> Json:
+    pieces = cut(call, deltas, choice)
+    details = form.told(call, finish(choice.finish_reason, choice.stop_reason), len(choice.token_ids))
+    details["tokens"] = [form.token(piece) for piece in pieces]
+    return details | ({"top_tokens": [form.top(call, piece) for piece in pieces]} if call.logprobs else {})
 
 
 class _Lines(Single):

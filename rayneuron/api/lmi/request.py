@@ -41,15 +41,15 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
     call = renamed(call, lambda name: f"parameters.{name}")
     shape = answer(context.lmi, inputs, full, details)
-    return dataclasses.replace(call, answer=shape, unknown=(*call.unknown, *fields.unknown))
+    return dataclasses.replace(call, n=call.best or 1, choices=call.best or 1, answer=shape, unknown=(*call.unknown, *fields.unknown))
 
 
 def _parameters(given: Fields) -> dict[str, Any]:
     """LMI's parameters as a completion's fields; what is left over is said as it came: vLLM's names are LMI's too."""
     samples = given.flag("do_sample", any(name in given for name in SAMPLING))
-    for name in ("n", "best_of"):
-        if given.integer(name, 1, low=1) > 1:
-            raise RequestError(f"parameters.{name} is not supported by this server yet; leave it out", param=f"parameters.{name}")
+    if given.integer("n", 1, low=1) > 1:
+        said = "parameters.n is not supported by this server; send best_of, whose others are in details.best_of_sequences"
+        raise RequestError(said, param="parameters.n")
     stops = [*given.strings("stop"), *given.strings("stop_sequences")]
     ids = given.take("stop_token_ids")
     told = {

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from rayneuron.api.beams import check_best_of, read_best_of
 from rayneuron.api.body import cut, fit, read_common, read_logprob_ids, read_logprobs, reply_id, truncate
 from rayneuron.api.call import Answer, Call, Context, Json
 from rayneuron.api.choices import Choice, Gathered, Offsets, completion_logprobs, gather, prompt_table
@@ -27,7 +28,12 @@ def parse(
 ) -> Call:
     """A completion body as a call; RequestError names the wrong field. `max_tokens`: the endpoint's default where the model has none."""
     fields = Fields(body)
+    best = read_best_of(fields)
     head, words = read_common(fields, context, COMPLETIONS)
+    n = words["n"]
+    if best:
+        check_best_of(words, head.stream)
+        words |= {"n": best, "logprobs": 0}
     fields.refuse("prompt_embeds")
     echo, logprobs, shown = fields.flag("echo"), read_logprobs(fields, "logprobs"), words.get("prompt_logprobs")
     if logprobs is not None:
@@ -54,8 +60,9 @@ def parse(
         id=reply_id("cmpl", head, client_id, request_id),
         created=created,
         head=head,
-        n=words["n"],
-        choices=words["n"] * len(requests),
+        n=n,
+        choices=n * len(requests),
+        best=best,
         requests=requests,
         text=context.text,
         answer=ANSWER,

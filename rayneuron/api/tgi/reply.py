@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rayneuron.api.call import Answer, Call, Json
-from rayneuron.api.choices import gather
+from rayneuron.api.choices import Choice, gather
 from rayneuron.api.errors import Triple, error_body
 from rayneuron.api.pieces import Pieces, TextPiece, cut, finish, prefill
 from rayneuron.api.stream import Single, event
@@ -33,20 +33,28 @@ def answer(details: bool, before: str, listed: bool) -> Answer:
 def _reply(details: bool, before: str, listed: bool, call: Call, deltas: Iterable[Delta]) -> Any:
     kept = list(deltas)
     gathered = gather(call, kept)
-    choice = gathered.choices[0]
+    choice, *others = gathered.choices
     reply: Json = {"generated_text": before + choice.text}
     if details:
-        pieces = cut(call, kept)
-        reply["details"] = {
-            "finish_reason": finish(choice.finish_reason, choice.stop_reason),
-            "generated_tokens": len(choice.token_ids),
-            "seed": call.requests[0].params.seed,
-            "prefill": [] if call.prompt_logprobs is None else prefill(call, gathered.prompt_logprobs.get(0)),
-            "tokens": [_token(piece) for piece in pieces],
-        }
-        if call.logprobs:
-            reply["details"]["top_tokens"] = [_top(call, piece) for piece in pieces]
+        told = [] if call.prompt_logprobs is None else prefill(call, gathered.prompt_logprobs.get(0))
+        reply["details"] = _whole(call, kept, choice, told)
+        if others:
+            sequences = [{"generated_text": before + other.text, **_whole(call, kept, other, told)} for other in others]
+            reply["details"]["best_of_sequences"] = sequences
     return [reply] if listed else reply
+
+
+def _whole(call: Call, deltas: list[Delta], choice: Choice, told: list[Json]) -> Json:
+    pieces = cut(call, deltas, choice)
+    seed = call.requests[0].params.seed
+    details: Json = {
+        "finish_reason": finish(choice.finish_reason, choice.stop_reason),
+        "generated_tokens": len(choice.token_ids),
+        "seed": None if seed is None else seed + choice.tried,
+        "prefill": told,
+        "tokens": [_token(piece) for piece in pieces],
+    }
+    return details | ({"top_tokens": [_top(call, piece) for piece in pieces]} if call.logprobs else {})
 
 
 def _token(piece: TextPiece) -> Json:

@@ -16,6 +16,7 @@ from rayneuron.api.openai.chat import render
 from rayneuron.api.retold import said_as
 from rayneuron.api.structured import grammar_of_tgi, renamed
 from rayneuron.api.tgi.reply import answer
+from rayneuron.constraints import MAX_WIDTH
 from rayneuron.errors import RequestError
 
 MAX_NEW_TOKENS = 100  # TGI's default
@@ -51,7 +52,7 @@ def parse(
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
     call = renamed(call, lambda name: NAMES.get(name, f"parameters.{name}"))
     shape = answer(details, inputs if full else "", listed)
-    return dataclasses.replace(call, answer=shape, unknown=(*call.unknown, *fields.unknown))
+    return dataclasses.replace(call, n=call.best or 1, choices=call.best or 1, answer=shape, unknown=(*call.unknown, *fields.unknown))
 
 
 parse_listed = partial(parse, listed=True)
@@ -68,8 +69,6 @@ def _parameters(given: Fields, streams: bool) -> dict[str, Any]:
     for name, value in parts.items():
         if value is not None and not 0 < value < 1:
             wrong(f"parameters.{name}", "between 0 and 1, or left out", value)
-    if given.integer("best_of", 1, low=1) > 1:
-        raise RequestError("parameters.best_of is not supported by this server yet; leave it out", param="parameters.best_of")
     prompt = given.flag("decoder_input_details")
     if prompt and streams:
         said = "parameters.decoder_input_details cannot be streamed; leave it out, or send the body without stream"
@@ -95,7 +94,7 @@ def info(context: Context, waiting: int) -> Json:
         "model_id": context.models[0],
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": waiting,
-        "max_best_of": 1,
+        "max_best_of": MAX_WIDTH,
         "max_stop_sequences": MAX_STOPS,
         "max_input_tokens": context.max_model_len - 1,
         "max_total_tokens": context.max_model_len,

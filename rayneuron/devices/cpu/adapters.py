@@ -6,7 +6,7 @@ R the adapter's rank, in whole vectors; a pair is A [R, in] and B [out, R].
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class PackedAdapter:
         self.rows = [LoraFields() for _ in range(layers)]
         self._arena, self._held = Arena(), list[Tensor]()
 
-    def put(self, layer: int, name: str, pairs: Pairs, sizes: PartSizes, dtype: torch.dtype) -> None:
+    def put(self, layer: int, name: str, pairs: Pairs, sizes: PartSizes, dtype: torch.dtype, rest: Callable[[], None]) -> None:
         """The pairs of what is multiplied at once."""
         parts = [part for part in TOGETHER[name] if part in sizes]
         every = [pairs.get(part) for part in parts]
@@ -55,8 +55,12 @@ class PackedAdapter:
             a[i * rank : i * rank + len(down), : down.shape[1]] = down
         places = [-1 if pair is None else next(i for i, down in enumerate(downs) if down is pair[0]) for pair in every]
         outputs = [sizes[part][0] for part in parts]
+        down = self._vectors(a)
+        rest()
         b, starts = _up(every, places, outputs, rank, len(downs), dtype, gated=parts[0] == "gate")
-        down, up = self._vectors(a), self._vectors(b)
+        rest()
+        up = self._vectors(b)
+        rest()
         self._held += [down, up, starts]
         fields = PairFields(down.data_ptr(), up.data_ptr(), starts.data_ptr(), len(down), down.shape[1], up.shape[1])
         setattr(self.rows[layer], name, fields)
@@ -81,12 +85,12 @@ class Slots:
         """Of a layer's table."""
         return ctypes.addressof(self._tables[layer])
 
-    def pack(self, adapter: Iterable[Pairs], dtype: torch.dtype) -> PackedAdapter:
-        """An adapter for `put`. For any thread."""
+    def pack(self, adapter: Iterable[Pairs], dtype: torch.dtype, rest: Callable[[], None] = lambda: None) -> PackedAdapter:
+        """An adapter for `put`. For any thread. `rest`: called after every little piece of work."""
         made = PackedAdapter(len(self._sizes))
         for i, (pairs, sizes) in enumerate(zip(adapter, self._sizes, strict=True)):
             for name in TOGETHER:
-                made.put(i, name, pairs, sizes, dtype)
+                made.put(i, name, pairs, sizes, dtype, rest)
         return made
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:

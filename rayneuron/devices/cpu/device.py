@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -61,6 +61,7 @@ class Cpu:
         self._units: list[Tensor] = []
         self._panels = False
         self._weights: Weights = {}
+        self._beside: Weights = {}
         self._program: Program | None = None
         self._shapes: frozenset[Shape] = frozenset()
         self._threads = threads
@@ -77,6 +78,21 @@ class Cpu:
             draft, dtype = weights["draft"], weights["draft"]["top"]["embed.w"].dtype  # which need not compute in the same
             self._weights = {**self._weights, "draft": self._packed(draft, dtype)}
             self.kv.draft = Kv(kv.draft, viewed(self._zeros(kv.draft, dtype), self.kernels is not None and panels.fit(kv.draft, dtype)))
+
+    def stage_weights(self, weights: Weights) -> None:
+        """Packed as its own; a draft model stays."""
+        torch.set_num_threads(self._threads)
+        self._beside = {**self._weights, **self._packed(weights, self.dtype)}
+
+    def turn_weights(self) -> None:
+        """No step is told apart: each is given all weights."""
+        self._weights, self._beside = self._beside, self._weights
+
+    def drop_weights(self) -> None:
+        """And what the kernels know of them."""
+        if self.kernels is not None and self._beside:
+            self.kernels.forget(self._beside)
+        self._beside = {}
 
     def _packed(self, weights: Weights, dtype: torch.dtype) -> Weights:
         if self.kernels is not None:
@@ -111,10 +127,10 @@ class Cpu:
         layers = [adapted.tables(w, each, slots, rank, self.dtype) for w, each in zip(layers, sizes, strict=True)]
         self._weights = {**self._weights, "layers": layers, "lora_rank": rank}
 
-    def pack_adapter(self, adapter: Iterable[Pairs]) -> Any:
+    def pack_adapter(self, adapter: Iterable[Pairs], rest: Callable[[], None]) -> Any:
         """Packed, or as it is."""
         slots = self.kernels.slots if self.kernels is not None else None
-        return list(adapter) if slots is None else slots.pack(adapter, self.dtype)
+        return list(adapter) if slots is None else slots.pack(adapter, self.dtype, rest)
 
     def put_adapter(self, slot: int, adapter: Any) -> None:
         """A row of the kernels' tables, or a part of torch's."""

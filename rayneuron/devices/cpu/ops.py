@@ -177,6 +177,12 @@ class Kernels:
             self._stacks[key] = Stack(self.found, self.team, arch, comm, weights, kv, self.slots) if usable else None
         return self._stacks[key]
 
+    def forget(self, weights: Mapping[str, Any]) -> None:
+        """These weights are not used any more."""
+        made = self._stacks.pop(id(weights["layers"]), None)
+        if made is not None:
+            made.close()
+
     def close(self) -> None:
         """End the threads."""
         for made in self._stacks.values():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
-from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, Batch, Program, Shape, Weights
+from rayneuron.devices.base import HIDDEN, Batch, Program, Shape, Weights
 from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
 from rayneuron.devices.neuron.calls import Calls
 from rayneuron.devices.neuron.ending import Unwanted
@@ -166,36 +166,35 @@ class Neuron:
         inputs, seats = graphs.pack(batch, target, self._border), None
         if seated:
             target, inputs, seats = self._seated(target, batch.blocks, inputs)
-        return self._begin(target, shape, inputs, seats)
+        return self._begin(target, shape, inputs, seats, batch.last if shape.tag == "verify" else None)
 
     def _served(self, shape: Shape) -> tuple[Shape, bool]:
         target = served(shape, self._border)
-        if target not in self._targets and target.want == LIKELIEST:
-            target = replace(target, want=LOGITS)  # temperature 0 of the graph that samples
+        if target not in self._targets and target.want.ids == "likeliest":
+            target = replace(target, want=replace(target.want, ids="sampled", logits=True))  # temperature 0 of the graph that samples
         if target not in self._targets:
             raise CompileError(f"{name(target)} was not listed, or this device is closed")
         return self._serving.setdefault(shape, (target, aligned(target, self._shape.space, self._border)))
 
-    def _begin(self, target: Shape, asked: Shape, inputs: Mapping[str, Tensor], seats: Tensor | None = None) -> Started:
+    def _begin(self, target: Shape, asked: Shape, inputs: Mapping[str, Tensor], *rows: Tensor | None) -> Started:
         outputs = self._forward(target, {n: [t] * self.local_ranks for n, t in inputs.items()})
         if not self._together:
             outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
         where = partial(self._where, target)
-        return Started(outputs, target if target.want == HIDDEN else asked, inputs, seats, self._vocab, where, self._call)
+        return Started(outputs, target if target.want == HIDDEN else asked, inputs, self._vocab, where, self._call, *rows)
 
     def _seated(self, target: Shape, blocks: Tensor, inputs: dict[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor | None]:
         """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle. None: all sit there."""
-        at = [block for (block,) in blocks.tolist()]  # a step finds its code in no cache: one call costs what twenty numbers do
-        true = {block: row for row, block in enumerate(at) if block < self._shape.space.blocks}
-        if all(block == row for block, row in true.items()):
+        at, held = blocks[:, 0].tolist(), self._shape.space.blocks
+        rows = [block for block in at if block < held]  # a step finds its code in no cache: one call costs what twenty numbers do
+        if rows == list(range(len(rows))):
             return target, inputs, None
-        found = next((one for one in self._wider[target] if one.rows > max(true)), None)
+        if rows != at[: len(rows)]:
+            raise ValueError("idle rows of a batch stand behind the others")
+        found = next((one for one in self._wider[target] if one.rows > max(rows)), None)
         if found is None:
-            raise CompileError(f"no decode graph reaches KV row {max(true)}; list max_num_seqs in buckets.batch")
-        laid = {kind: rows.clone() for kind, rows in self._blank[found].items()}
-        for kind, rows in inputs.items():
-            laid[kind].numpy()[list(true)] = rows.numpy()[list(true.values())]
-        return found, laid, torch.tensor([block if block in true else 0 for block in at])
+            raise CompileError(f"no {target.tag} graph reaches KV row {max(rows)}; list max_num_seqs in buckets.batch")
+        return found, *graphs.seat(inputs, self._blank[found], rows, len(at))
 
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks."""

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rayneuron.devices.base import HIDDEN, LIKELIEST, LOGITS, POOLED, SCHEMA, SCORES, Batch, Program, Shape, StepOutput, Weights, sizes
+from rayneuron.devices.base import SCHEMA, Batch, Program, Shape, StepOutput, Weights, sizes
 from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, spare_columns
 from rayneuron.devices.neuron.verbs import verbs
@@ -36,7 +37,7 @@ def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
     """The fields of a Batch that the graph reads."""
     rows = ("rows",) if border.feedback else ()
     last = ("last",) if shape.tokens > 1 and shape.want.at == "last" else ()
-    sampling = _SAMPLING if shape.want == LOGITS else ()
+    sampling = _SAMPLING if shape.want.ids == "sampled" else ()
     return ("tokens" if border.first else "hidden", "positions", *rows, "blocks", "slots", *last, *sampling)
 
 
@@ -54,6 +55,17 @@ def pack(batch: Batch, shape: Shape, border: Border = WHOLE) -> dict[str, Tensor
         parts: list[Tensor] = [getattr(batch, n) for n in names]
         out[kind] = torch.cat([part if part.ndim > 1 else part.unsqueeze(1) for part in parts], 1)
     return out if border.first else {**out, "hidden": cast(Tensor, batch.hidden)}
+
+
+def seat(given: Mapping[str, Tensor], blank: Mapping[str, Tensor], rows: list[int], count: int) -> tuple[dict[str, Tensor], Tensor]:
+    """What was packed with its first rows at `rows`, the others as in `blank`; and for `count` rows where each is to be found."""
+    made, seats = {}, np.array(rows)
+    for kind, packed in given.items():  # numpy takes half of the time of torch
+        made[kind] = torch.from_numpy(laid := blank[kind].numpy().copy())
+        laid[seats] = packed.numpy()[: len(rows)]
+    found = np.zeros(count, np.int64)
+    found[: len(rows)] = seats
+    return made, torch.from_numpy(found)
 
 
 def unpack(given: Mapping[str, Tensor | None], shape: Shape, kv: KvShape, border: Border = WHOLE) -> Batch:
@@ -127,7 +139,7 @@ class Graph(nn.Module):
         target: Tensor | None = None,
         values: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The outputs of `shown`: ids | ids, complete, logits | logits [B,T,V] | hidden | KV [layers,n,H,2,S,D] | the blocks written."""
+        """The outputs of `shown`: ids | ids, complete, logits | logits | hidden | KV [layers,n,H,2,S,D] | the blocks written."""
         held = [getattr(self, path) for path in states(self.kv)]
         kv = Kv(self.kv, list(zip(held[::2], held[1::2], strict=True)))
         seen = getattr(self, IDS) if self._border.feedback else None
@@ -183,13 +195,10 @@ def states(kv: KvShape) -> list[str]:
 
 def outputs(out: StepOutput, shape: Shape) -> tuple[Tensor, ...]:
     """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits | hidden | pooled."""
-    if shape.want == POOLED:
-        return (cast(Tensor, out.pooled),)
-    if shape.want == HIDDEN:
-        return (cast(Tensor, out.hidden),)
-    if shape.want == SCORES:
-        return (cast(Tensor, out.logits),)
-    if shape.want == LIKELIEST:
+    want = shape.want
+    if want.ids is None:
+        return (cast(Tensor, out.pooled if want.pooled else out.hidden if want.hidden else out.logits),)
+    if want.ids == "likeliest":
         return (cast(Tensor, out.ids),)
     return cast(Tensor, out.ids), cast(Tensor, out.complete).to(torch.int32), cast(Tensor, out.logits)
 

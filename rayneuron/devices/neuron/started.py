@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import HIDDEN, LIKELIEST, POOLED, SAMPLED, SCORES, Shape, StepOutput
+from rayneuron.devices.base import Shape, StepOutput
 from rayneuron.errors import DeviceError
 
 
@@ -23,13 +23,14 @@ class Started:
     outputs: Sequence[Sequence[Tensor]]
     shape: Shape
     inputs: Mapping[str, Tensor]  # the device may still read them
-    seats: Tensor | None = None  # where each row of the batch is in the graph, if not in its own place
     vocab: int | None = None
     where: Callable[[], str] = lambda: "the model"  # whose step it is, for messages
     call: Callable[[Callable[[], StepOutput]], StepOutput] = lambda work: work()  # how the runtime is waited for
+    seats: Tensor | None = None  # where each row of the batch is in the graph, if not in its own place
+    last: Tensor | None = None  # of a step that verifies: the index of each row's last true token
 
     def wait(self) -> StepOutput:
-        """The step's outputs on the host. Logits that SAMPLED needs only for a row whose nucleus was cut are fetched only then.
+        """The step's outputs on the host. Logits needed only where a nucleus was cut are fetched only then.
 
         Raises DeviceError.
         """
@@ -38,17 +39,19 @@ class Started:
 
     def _fetched(self) -> StepOutput:
         want = self.shape.want
-        if want == HIDDEN:
+        if want.hidden:
             return StepOutput(hidden=self._rows(self.outputs[0]))
-        if want == POOLED:
+        if want.pooled:
             return StepOutput(pooled=self._rows(self.outputs[0]))
-        if want == SCORES:
+        if want.ids is None:
             return StepOutput(logits=self._logits(self.outputs[0]))
         ids = self._rows(self.outputs[0])
-        if want == LIKELIEST:
+        if want.ids == "likeliest":
             return StepOutput(ids=ids)
         complete = self._rows(self.outputs[1]).bool()
-        unread = want == SAMPLED and bool(complete.all())
+        if self.last is not None:  # what padding has drawn is not looked at
+            complete |= torch.arange(complete.shape[1]) > self.last[:, None]
+        unread = not want.logits and bool(complete.all())
         return StepOutput(ids=ids, complete=complete, logits=None if unread else self._logits(self.outputs[2]))
 
     def _rows(self, ranked: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from rayneuron.devices.base import HIDDEN, LOGITS, SAMPLED, Shape
+from rayneuron.devices.base import HIDDEN, Shape
 from rayneuron.models.kv import KvSpace
 
 MOVED_BLOCKS, MOVED_POSITIONS = 16, 512  # by one graph that moves KV, at most both; and one block whatever it has
@@ -45,13 +45,13 @@ WHOLE = Border()
 
 @lru_cache(256)  # every step asks
 def served(shape: Shape, border: Border = WHOLE) -> Shape:
-    """The shape whose graph serves `shape`: sampling computes the last logits anyway, so SAMPLED is the LOGITS graph, left unread.
+    """The shape whose graph serves `shape`: sampling computes the logits anyway, so it is the graph that gives them, left unread.
 
     A stage that is not the last gives hidden states, whatever is asked of the last one.
     """
     if not border.last:
         return replace(shape, want=HIDDEN)
-    return replace(shape, want=LOGITS) if shape.want == SAMPLED else shape
+    return replace(shape, want=replace(shape.want, logits=True)) if shape.want.ids == "sampled" else shape
 
 
 def moved_at_once(space: KvSpace) -> int:

@@ -67,7 +67,7 @@ class Speculation:
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
             record, behind = sequence.drafter.record, None
-            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1)
+            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             drafts = _forced(grammar, most)
             if drafts:
@@ -132,10 +132,12 @@ def _forced(grammar: Grammar | None, most: int) -> tuple[int, ...]:
     return grammar.forced(most) if grammar is not None and most > 0 else ()
 
 
-def speculation(said: SpeculativeConfig, profile: Profile, capacity: Capacity, limit: int | None = None) -> Speculation:
-    """What a deployment asks for. `limit`: the positions its draft model can place, None where there is none."""
+def speculation(
+    said: SpeculativeConfig, profile: Profile, capacity: Capacity, limit: int | None = None, whole: bool = False
+) -> Speculation:  # fmt: skip
+    """What a deployment asks for. `limit`: the positions its draft model can place, None where there is none; `whole`: as for Pace."""
     tokens, lengths = said.num_speculative_tokens, (said.prompt_lookup_min, said.prompt_lookup_max)
-    pace = Pace(profile, capacity.rows * (1 + tokens)) if said.adaptive else None
+    pace = Pace(profile, capacity.rows * (1 + tokens), whole) if said.adaptive else None
     if limit is None:
         return Speculation(tokens, partial(look_up, *lengths), pace)
     return Speculation(tokens, partial(predicted, *lengths), pace, Chain(Readings(capacity, fit(profile)), limit))

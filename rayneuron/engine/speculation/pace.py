@@ -73,9 +73,11 @@ class Pace:
     cost on an idle machine, and nothing of the host; what steps with drafts have taken beyond it is `_dear`, as against those without.
     """
 
-    def __init__(self, profile: Profile, tokens: int) -> None:
-        """tokens: the most of a step."""
-        self._decode = decode_grid(profile)
+    def __init__(self, profile: Profile, tokens: int, whole: bool = False) -> None:
+        """tokens: the most of a step. whole: one with drafts takes as long however few they are, as a compiled graph does."""
+        self._decode, self._batch = decode_grid(profile), profile.batch
+        short = {rows: ms for rows, length, ms in profile.decode if length == profile.lengths[0]}
+        self._more_ms = {rows: max(0.0, ms - short[rows]) for rows, ms in profile.verify} if whole else {}
         self._passes = profile.passes or tuple((rows, ms) for rows, length, ms in profile.decode if length == profile.lengths[0])
         self._read_ms = min((ms / (rows * n) for rows, n, _, ms in profile.prefill), default=0.0)  # a token; the model itself takes no less
         self._ms = [between(profile.tokens, n) for n in range(tokens + 1)]
@@ -97,9 +99,9 @@ class Pace:
             self._rest -= 1.0
             self._without += 1
             return inf
-        if self._without >= self._patience:
-            return 0.0
-        return self._cheapest_ms(rows) * self._dear * rows / self._decode.at(rows, length)
+        if self._without >= self._patience or self._more_ms:
+            return 0.0  # in a step that others' drafts pay for, one more costs nothing
+        return self._cheapest_ms(rows) * self._dear * rows / self._plain(rows, length)
 
     def hope(self, record: Record) -> float:
         """What the first draft of a row is worth at best."""
@@ -109,13 +111,24 @@ class Pace:
     def _cheapest_ms(self, rows: int) -> float:
         if rows not in self._least:
             most = len(self._ms) - 1 - rows
-            costs = ((self._ms[rows + n] - self._ms[rows] + VERIFY_MS) / n for n in range(1, most + 1))
+            costs = ((self._added(rows, n) + VERIFY_MS) / n for n in range(1, most + 1))
             self._least[rows] = min(costs, default=inf)
         return self._least[rows]
 
+    def _plain(self, rows: int, length: int) -> float:
+        """ms of a step without drafts."""
+        graph = next((b for b in self._batch if b >= rows), rows) if self._more_ms else rows
+        return self._decode.at(graph, length)
+
+    def _added(self, rows: int, drafts: int) -> float:
+        """ms that so many add to a step."""
+        if self._more_ms:
+            return next((ms for most, ms in self._more_ms.items() if most >= rows), max(self._more_ms.values()))
+        return self._ms[rows + drafts] - self._ms[rows]
+
     def choose(self, candidates: Sequence[Candidate], length: int) -> list[int]:
         """Drafts of each row of a decode step, the longest of which attends `length` positions."""
-        rows, plain_ms = len(candidates), self._decode.at(len(candidates), length)
+        rows, plain_ms = len(candidates), self._plain(len(candidates), length)
         self._expected_ms = 0.0
         chosen, queue, made = self._one_by_one(candidates, _Step(float(rows), rows, plain_ms))
         chained = [i for i, c in enumerate(candidates) if c.drafts and c.behind is not None]
@@ -132,17 +145,17 @@ class Pace:
         tried = queue or chained[:1]
         if self._without <= after or not tried:
             return [0] * rows
-        deep = max(1, 2 * self._trying * (self._luck > 0))
+        deep = len(self._ms) if self._more_ms else max(1, 2 * self._trying * (self._luck > 0))
         self._without, self._trying, self._luck, self._patience = 0, deep, 0, min(2 * self._patience, PROBE)
         chosen = [min(deep, c.drafts) if i in tried else 0 for i, c in enumerate(candidates)]
-        self._expected_ms = VERIFY_MS + self._ms[rows + sum(chosen)] - self._ms[rows]
+        self._expected_ms = VERIFY_MS + self._added(rows, sum(chosen))
         return chosen
 
     def _one_by_one(self, candidates: Sequence[Candidate], plain: _Step) -> tuple[list[int], set[int], _Step]:
         """Of drafts that are there already those that pay, by row; the rows that have some; and the step with them."""
-        dear, taken, order = self._dear, 0, []
+        taken, order, read_ms = 0, [], 0.0
         best = _Step(plain.tokens * (1 + MARGIN), plain.size, plain.ms)
-        tokens, size, ms = plain.tokens, plain.size, plain.ms + VERIFY_MS * self._dear
+        tokens, ms = plain.tokens, plain.ms
         queue = [(-self._survival(c.record, 1.0, 0), i, 0) for i, c in enumerate(candidates) if c.drafts and c.behind is None]
         there, left = {i for _, i, _ in queue}, sum(candidates[i].drafts for _, i, _ in queue)
         heapify(queue)
@@ -150,11 +163,12 @@ class Pace:
             worth, i, place = -queue[0][0], queue[0][1], queue[0][2]
             if (tokens + worth * left) * best.ms <= best.tokens * ms:
                 break  # not even if all the others were for nothing
-            ms += dear * (self._ms[size + 1] - self._ms[size] + READ_MS * candidates[i].read)
-            tokens, size, left = tokens + worth, size + 1, left - 1
             order.append(i)
+            read_ms += READ_MS * candidates[i].read
+            ms = plain.ms + self._dear * (VERIFY_MS + self._added(plain.size, len(order)) + read_ms)
+            tokens, left = tokens + worth, left - 1
             if tokens * best.ms > best.tokens * ms:
-                best, taken = _Step(tokens, size, ms), len(order)
+                best, taken = _Step(tokens, plain.size + len(order), ms), len(order)
             if place + 1 < candidates[i].drafts:
                 heapreplace(queue, (-self._survival(candidates[i].record, worth, place + 1), i, place + 1))
             else:
@@ -201,7 +215,7 @@ class Pace:
 
     def took(self, rows: int, length: int, drafted: bool, ms: float) -> None:
         """The step chosen last has taken so long, the host's part with it."""
-        plain_ms = self._decode.at(rows, length)
+        plain_ms = self._plain(rows, length)
         if not drafted:
             self._slow += RATE * (_within(ms / plain_ms) - self._slow)
             self._dear += FORGET * (1.0 - self._dear)

@@ -91,6 +91,27 @@ def test_a_prefix_cache_where_it_is_asked_for(standin: Path, tiny: Path, more: d
             assert known[0] is None or [o.num_cached_tokens for o in told] == known
 
 
+@pytest.mark.parametrize("more", [{}, pytest.param({"tensor_parallel": 2, "block_size": 16}, marks=pytest.mark.slow)], ids=str)
+def test_drafts_change_no_token(standin: Path, tiny: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a text says again is tried at once, by one graph: what the CPU says without any. Some rows end before others, so that the rest
+    sit at KV rows with gaps between; the ways to sample are among them."""
+    cores(monkeypatch, more.get("tensor_parallel", 1))
+    options = OPTIONS | {"max_num_seqs": 3, "buckets": {**OPTIONS["buckets"], "batch": [3]}} | more
+    prompts = [{"prompt_token_ids": [*range(20 + i, 24 + i)] * 3} for i in range(5)]
+    ways: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"temperature": 1.0, "seed": 4, "top_p": 0.5}, {}, {"frequency_penalty": 0.5}]
+    params = [SamplingParams(**({"temperature": 0.0, "max_tokens": 8 + 10 * i, "ignore_eos": True} | way)) for i, way in enumerate(ways)]
+    with LLM(str(tiny), **options) as cpu:
+        want = [o.outputs[0].token_ids for o in cpu.generate(prompts, params)]
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(str(tiny), device="neuron", speculative_config=speculative, **options) as llm:
+        drafts: list[tuple[int, int]] = []
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: (step(), drafts.extend(llm.engine.info.drafts))[0])
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == want
+    tried, true = map(sum, zip(*drafts, strict=True))
+    assert 10 < true < tried - 10
+
+
 def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NxD's sampling rule, asked for in the deployment, draws the same on both devices, and not what the default draws."""
     cores(monkeypatch, 1)

@@ -17,6 +17,7 @@ from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SAMPLED, 
 from rayneuron.devices.idle import idle
 from rayneuron.devices.neuron import graphs, targets
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move
+from rayneuron.engine.buckets import EVERY
 from rayneuron.group import pipeline
 from rayneuron.models import hub, ops, weights
 from rayneuron.models.collectives import Solo
@@ -34,7 +35,7 @@ FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen
             )))  # fmt: skip
 SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
-TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES))
+TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, EVERY[LOGITS]))
 ONCE = (  # what no family changes
     Shape("prefill", 1, 16, 32, LOGITS),
     Shape("prefill", 1, 16, 32, SCORES),
@@ -319,7 +320,7 @@ def test_names_and_service() -> None:
 def test_everything_a_step_reads_travels_in_two_arrays() -> None:
     """Finding 24: what is packed comes out again, field by field; hidden states are apart."""
     for border in (WHOLE, Border(feedback=True), Border(first=False, hidden=4)):
-        for shape in (Shape("decode", 2, 1, 32, LOGITS), Shape("prefill", 2, 16, 32, LOGITS), Shape("verify", 2, 3, 32, SCORES)):
+        for shape in (Shape("decode", 2, 1, 32, LOGITS), Shape("prefill", 2, 16, 32, LOGITS), Shape("verify", 2, 3, 32, EVERY[LOGITS])):
             given = idle(shape, SPACE)
             for i, name in enumerate(SCHEMA):
                 value = getattr(given, name)

@@ -125,7 +125,7 @@ ENDS: dict[str, tuple[dict[str, float], str]] = {
     "KILL to_neuron 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
     "KILL forward 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),  # while it warms up
     "KILL forward 9": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
-    "STOP to_neuron 1": ({"load_s": 3}, "the Neuron runtime has loaded nothing for 3 s: the other ranks are awaited"),
+    "STOP to_neuron 1": ({"load_s": 20}, "the Neuron runtime has loaded nothing for 20 s: the other ranks are awaited"),
     "STOP forward 9": ({"step_s": 20}, "a call into the Neuron runtime has not ended within 20 s"),
 }
 

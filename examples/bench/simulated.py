@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""What the simulator says of one replica, beside that replica: the same requests at the same times, from one profile.
+
+An engine in this process says what its steps take: as measured when it is opened (what `rayneuron simulate` would use), and as refined by
+the requests of each round, its host time included (what it would tell a gateway). Right after it a server has the same requests over HTTP,
+and then the simulator, every step by itself, with either profile. Bars are on the refined one, as ratios within rounds; how far the other
+is off tells what the measuring at the start does not see. The engine has one thread, so that HTTP and this client do not take its core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import client
+import launch
+import machine
+import options
+import report
+from client import Connection, Reply
+from prompts import Words, body
+from server import Server
+
+if TYPE_CHECKING:
+    from rayneuron.engine.buckets import Capacity
+    from rayneuron.engine.engine import Engine
+    from rayneuron.sim.workload import Arrival
+    from rayneuron.types import Profile
+
+NAME = "bench"
+SAID = (("ttft", "first token, ms"), ("itl", "from token to token, ms"), ("whole", "whole answer, ms"), ("rate", "tokens/s"))
+
+
+def arrivals(capacity: Capacity, rate: float, count: int, prompt: int, new: int, seed: int) -> list[Arrival]:
+    """Requests at random times; prompts and outputs of about so many tokens each, which nobody else shares."""
+    from itertools import islice
+
+    from rayneuron.sim.workload import Traffic, made_up
+
+    return list(islice(made_up([Traffic(rate, prompt, new)], float("inf"), Random(seed), capacity.block, capacity.length), count))
+
+
+def run_engine(engine: Engine, requests: Sequence[Arrival]) -> None:
+    """Serve them in this process, each at its time."""
+    from rayneuron.types import Request, SamplingParams
+
+    draw, waiting, began = Random("engine"), list(requests), time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and waiting[0].at_s <= time.perf_counter() - began:
+            one = waiting.pop(0)
+            ids = [draw.randrange(engine.vocab // 2) for _ in range(one.prompt)]
+            params = SamplingParams(max_tokens=one.output, temperature=0.0, ignore_eos=True)
+            engine.add(Request(id=str(one.number), prompt_ids=ids, params=params))
+        if engine.has_work:
+            engine.step()
+        elif waiting:
+            time.sleep(max(0.0, began + waiting[0].at_s - time.perf_counter()))
+
+
+async def run_server(url: str, requests: Sequence[Arrival], texts: Sequence[str]) -> list[Reply]:
+    """Send them over HTTP, each at its time and on a connection of its own."""
+    began = time.perf_counter()
+
+    async def send(one: Arrival, text: str) -> Reply:
+        await asyncio.sleep(max(0.0, began + one.at_s - time.perf_counter()))
+        with closing(Connection(url)) as connection:
+            return await client.complete(connection, "/v1/completions", body(NAME, text, one.output))
+
+    return await asyncio.gather(*(send(one, text) for one, text in zip(requests, texts, strict=True)))
+
+
+def actual(replies: Sequence[Reply]) -> dict[str, float]:
+    """Medians in milliseconds, and output tokens a second from the first request to the last token."""
+    gaps = [b - a for reply in replies for a, b in zip(reply.stamps, reply.stamps[1:], strict=False)]
+    seconds = max(reply.ended_s for reply in replies) - min(reply.sent_s for reply in replies)
+    found = {"ttft": [r.ttft_s for r in replies], "itl": gaps, "whole": [r.ended_s - r.sent_s for r in replies]}
+    return {name: 1e3 * statistics.median(values) for name, values in found.items()} | {"rate": sum(r.tokens for r in replies) / seconds}
+
+
+def simulated(capacity: Capacity, profile: Profile, caching: bool, requests: Sequence[Arrival]) -> dict[str, float]:
+    """The same of a simulated replica."""
+    from rayneuron.sim.fleet import Simulation
+    from rayneuron.sim.setup import Setup
+
+    run = Simulation(Setup(capacity, profile, route="turns", caching=caching, exact=True), requests).run()
+    assert run.finished == len(requests) and not run.wrong
+    found = {"ttft": run.ttft, "itl": run.pause, "whole": run.whole}
+    seconds = run.seconds - requests[0].at_s
+    return {name: 1e3 * values.at(0.5) for name, values in found.items()} | {"rate": run.output_tokens / seconds}
+
+
+def show(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
+    """Markdown: medians of rounds, then the bars of issue 21."""
+    rows, bars = [], []
+    for name, said in SAID:
+        by = {kind: [one[kind][name] for one in rounds] for kind in rounds[0]}
+        rows.append((said, *map(statistics.median, by.values())))
+        bars.append(report.bar(f"{said}: off by", abs(report.median_ratio(by["simulated"], by["server"]) - 1), 0.1, False))
+    text = report.table(["median", "server", "simulated", "by times at the start"], rows)
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars)}"
+
+
+def one_round(
+    number: int, engine: Engine, server: Server, words: Words, requests: Sequence[Arrival]
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """What the server and the simulator make of the same requests; the errors of those that failed."""
+    assert engine.timing is not None
+    run_engine(engine, requests)
+    refined = engine.timing.profile()
+    texts = [words.prompt(one.prompt, f"{number}-{one.number}")[0] for one in requests]
+    replies = asyncio.run(run_server(server.url, requests, texts))
+    found, wrong = {"server": actual(replies)}, [reply.error for reply in replies if reply.error]
+    for name, profile in (("simulated", refined), ("opened", engine.timing.fixed)):
+        found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, requests)
+    return found, wrong
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = options.parser(__doc__ or "", "simulated", 3)
+    parser.set_defaults(threads=1)
+    options.add_dtype(parser)
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens, about (default %(default)s)")
+    parser.add_argument("--new", type=int, default=48, help="output tokens, about (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a round (default %(default)s)")
+    parser.add_argument("--busy", type=float, default=0.5, help="requests for this share of what the replica can do (default %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    args = parse_args(argv)
+    machine.begin(args.urgent)
+    from rayneuron import loading, sources
+    from rayneuron.config import parse
+    from rayneuron.policies.cost import Costs
+    from rayneuron.text.text import Text
+
+    path = Path(sources.resolve(args.model).path)
+    said: dict[str, Any] = {"model": {"path": str(path), "name": NAME}, "max_num_seqs": 16, "max_model_len": 1024, "dtype": args.dtype}
+    said |= {"threads": args.threads, "speculative_config": False}
+    engine, words, rounds = loading.open_engine(parse(said)).engine, Words(Text(path)), []
+    with closing(engine), closing(launch.rayneuron(said, "plain", args.urgent)) as server:
+        assert engine.timing is not None
+        asyncio.run(server.wait_ready())
+        rate = args.busy * 1e3 / Costs(engine.timing.fixed).work_ms(args.prompt, 0, args.new)
+        count, watch = max(4, int(rate * args.seconds)), machine.Watch([])
+        for number in range(args.rounds + 1):
+            some = arrivals(engine.capacity, rate, count if number else 4, args.prompt, args.new, number)
+            found, wrong = one_round(number, engine, server, words, some)
+            if wrong:
+                print(f"{len(wrong)} requests failed: {wrong[0]}", file=sys.stderr)
+                return 1
+            rounds.append(found)
+    about = f"{args.model}, {count} requests a round, {rate:.2f} a second, {args.rounds} rounds"
+    report.tell("simulated", watch.facts(), about, show(rounds[1:]), {"rounds": rounds[1:]}, args.json)  # the first one warms both
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
