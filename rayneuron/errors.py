@@ -12,6 +12,7 @@ RayNeuronError                     500
  │   └─ UnsupportedMedia           415
  ├─ Busy                           429  queue full or no capacity; `retry_after_s`
  ├─ NotReady                       503  still loading, draining or unhealthy
+ │   └─ NoRoom                     503  what is to be kept does not fit beside what is
  ├─ RequestTimeout                 408  the request's own deadline passed
  └─ WorkerLost                     503  a rank or its node died
 """
@@ -108,6 +109,10 @@ class NotReady(RayNeuronError):
 
     status = 503
     retry = True
+
+
+class NoRoom(NotReady):
+    """What a client wants kept does not fit beside what is kept already."""
 
 
 class RequestTimeout(RayNeuronError):

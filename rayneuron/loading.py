@@ -255,7 +255,7 @@ def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile
 
     try:
         for turn in itertools.count():
-            folder = devices.kept(config.device, config.compile.cache).get_or_build(cache.key("profile", turn=turn, **parts), fill)
+            folder = devices.kept(config.device, config.compile.cache).get_or_build(cache.key("step times", turn=turn, **parts), fill)
             found = msgspec.json.decode((folder / _PROFILE).read_bytes(), type=Profile)
             if made or not profiles.outdated(found, runner, model.arch.vocab):
                 break

@@ -54,6 +54,19 @@ def read_unload(body: Mapping[str, Any]) -> Change:
     return Change(_text(Fields(body), "lora_name", MOST_NAME))
 
 
+def read_registration(fields: Fields) -> Change:
+    """LMI's and SageMaker's: {name, src}. `pin` is heard: nothing that is registered is given up."""
+    fields.take("pin")
+    return Change(_text(fields, "name", MOST_NAME), _text(fields, "src", MOST_PATH))
+
+
+def find_adapter(name: str, context: Context) -> dict[str, str]:
+    """How LMI shows one that is registered. UnknownModel (404) for another."""
+    if name not in context.adapters():
+        raise UnknownModel(f"The adapter `{name[:MOST_NAME]}` does not exist.", param="name")
+    return {"name": name}
+
+
 def _text(fields: Fields, name: str, most: int) -> str:
     text: str | None = fields.string(name)
     if not text or not text.strip() or len(text) > most or not text.isprintable():

@@ -33,6 +33,7 @@ SPOKEN: Final[dict[str, Dialect]] = {
     "/predictions/{model}": sagemaker.INVOCATIONS,
     "/models/{model}/invoke": sagemaker.INVOCATIONS,
 }
+ADAPTERS: Final = ("/adapters", "/adapters/{adapter}", "/adapters/{adapter}/update")  # of LMI and SageMaker, in one model or another
 # Errors of what does not generate, where they are not OpenAI's.
 _BESIDE = {
     "/v1/messages/count_tokens": anthropic.error,
@@ -40,6 +41,7 @@ _BESIDE = {
     "/chat_tokenize": tgi.error,
     "/models": sagemaker.error,
     "/models/{model}": sagemaker.error,
+    **{prefix + path: sagemaker.error for prefix in ("", "/models/{model}") for path in ADAPTERS},
 }
 _SHAPES = [
     (re.compile(("" if path.startswith("/v1/") else "(?<!/v1)") + re.sub(r"\{\w+\}", "[^/]+", path) + "$"), shape)

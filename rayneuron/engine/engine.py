@@ -45,7 +45,7 @@ class Engine:
         self.vocab, self.eos_ids = vocab, frozenset(eos_ids)
         self.scheduler = Scheduler(runner.capacity, model, fit(profile) if profile is not None else None, speculation, adapters)
         self.adapters = self.scheduler.adapters
-        self.timing = Timing(profile) if profile is not None else None
+        self.timing = Timing(profile, speculation.took if speculation is not None else None) if profile is not None else None
         self.info = StepInfo()
         self.steps = self.ledger_wrong = 0  # ledger_wrong: times the books did not balance
         self._clock, self._rule = clock, rule

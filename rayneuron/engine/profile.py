@@ -1,7 +1,8 @@
 """What the steps of this engine take: measured once behind the warm-up, then refined by those that run.
 
-Speculation asks what more tokens add to a step. On the CPU that hangs on how many there are, not on whose they are, so `Profile.tokens` is
-decode by rows and verification with all drafts (where nothing is verified, one row's prefill), over the shortest contexts. Read it as
+Speculation asks what more tokens add to a step. On the CPU that hangs on how many there are, not on whose they are, and the first one
+beyond what a product takes at once may cost more than all the next; so `Profile.tokens` is what one draft, one of each row and all of them
+add to a decode step of some rows, over the shortest contexts (where nothing is verified, decode by rows and one row's prefill). Read it as
 differences: a step of n tokens takes tokens(n) - tokens(rows), in proportion between the points, more than the decode step of as many
 rows, which the decode grid knows by context.
 """
@@ -23,7 +24,7 @@ from rayneuron.engine.buckets import at_least
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.models.kv import KvSpace
-from rayneuron.policies.step_times import decode_grid, prefill_grid
+from rayneuron.policies.step_times import between, decode_grid, prefill_grid
 from rayneuron.types import Profile, Request, SamplingParams
 
 BUDGET_S = 0.5
@@ -58,18 +59,20 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1. `drafted`: by a draft model."""
+    """A step to measure: `tokens` new ones of each of `rows`, the last at position length - 1. `drafted`: by a draft model; `one`: only
+    the first row has drafts."""
 
     tag: Literal["prefill", "decode", "verify"]
     rows: int
     tokens: int
     length: int
     drafted: bool = False
+    one: bool = False
 
     @property
     def size(self) -> int:
         """New tokens of all rows."""
-        return self.rows * self.tokens
+        return self.rows + self.tokens - 1 if self.one else self.rows * self.tokens
 
 
 def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> Profile:
@@ -86,13 +89,14 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     held = at_least(c.lengths, max(c.verify, 1), "sequence length")
     verify = [Point("verify", rows, c.verify, held) for rows in _some(c.batch) if c.verify]
     if verify:
-        short = decode[: len(verify)] + verify
+        short = decode[: len(verify)] + [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held)]
     drafted = [dataclasses.replace(p, drafted=True) for p in verify if c.drafts]
     for point in drafted[:1] * 2:  # a draft model's weights are met by its own passes alone: the first ones take many times as long
         _took(runner, point, vocab, clock)
     sure = (decode[0], prefill[0], *verify[:1])
     found = _timed(runner, list(dict.fromkeys((*sure, *short, *drafted, *decode, *prefill))), len(sure), vocab, clock)
-    tokens, passes = _rising((p.size, found[p]) for p in short if p in found), _rising(_passes(found, drafted))
+    tokens = _rising(_added(found, short) if verify else ((p.size, found[p]) for p in short if p in found))
+    passes = _rising(_passes(found, drafted))
     _fill(found, decode, 0)
     _fill(found, prefill, 1)
     _fill(found, verify, 1)
@@ -108,6 +112,26 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
         verify=tuple((p.rows, found[p]) for p in verify),
         passes=passes,
     )
+
+
+def _verified(rows: int, most: int, length: int) -> Iterator[Point]:
+    """Steps of so many rows with drafts: with one, one of each row, and all."""
+    if rows > 1:
+        yield Point("verify", rows, 2, length, one=True)
+    for tokens in dict.fromkeys((2, most)):
+        yield Point("verify", rows, tokens, length)
+
+
+def _added(found: dict[Point, float], short: Listed[Point]) -> Iterator[tuple[int, float]]:
+    """(tokens, ms) of a step: the first row's decode step, and on top of it what more tokens add. At each number the most rows that are no
+    more tell."""
+    known: list[tuple[int, float]] = []
+    for plain in [point for point in short if point.tag == "decode" and point in found]:
+        base = between(known, plain.rows) if known else found[plain]
+        known = [each for each in known if each[0] < plain.rows] + [(plain.rows, base)]
+        tried = [point for point in short if point.tag == "verify" and point.rows == plain.rows and point in found]
+        known += [(point.size, base + max(0.0, found[point] - found[plain])) for point in tried]
+    yield from known
 
 
 def _passes(found: dict[Point, float], drafted: Iterable[Point]) -> Iterator[tuple[int, float]]:
@@ -136,10 +160,12 @@ def limited(profile: Profile, chunk_ms: float | None) -> Profile:
 
 
 class Timing:
-    """A profile and what its times have become since. Told by the engine's thread, read by any."""
+    """A profile and what its times have become since. Told by the engine's thread, read by any. `tells`: who else hears of each step, in
+    ms with the host's part."""
 
-    def __init__(self, fixed: Profile) -> None:
+    def __init__(self, fixed: Profile, tells: Callable[[Plan, float], None] | None = None) -> None:
         self.fixed = fixed
+        self._tells = tells
         self._decode, self._prefill = decode_grid(fixed), prefill_grid(fixed)
         self._host_ms = self._output_tokens = 0.0
 
@@ -147,6 +173,8 @@ class Timing:
         """A step has run; where it `overlaps` the one before, it took as long as the whole turn."""
         self._host_ms = _moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
         run_s = info.run_s + (host_s if overlaps else 0.0)
+        if self._tells is not None:
+            self._tells(plan, 1e3 * (info.run_s + host_s))
         works, profile = plan.works, self.fixed
         if plan.fills:
             return
@@ -223,7 +251,7 @@ def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
         hold.shared = len(hold.blocks)  # nobody writes what is shared
         sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=length, hold=hold)
         works.append(Work(sequence, length - count, 1 if point.tag == "verify" else count))
-        if point.tag == "verify":
+        if point.tag == "verify" and (len(works) == 1 or not point.one):
             works[-1].drafts = (DRAFTED,) * (count - 1) if point.drafted else tuple(ids[length - count + 1 :])
     return works
 

@@ -47,6 +47,15 @@ def prefill_grid(profile: Profile) -> Grid:
     return Grid((rows * tokens, length, ms) for rows, tokens, length, ms in profile.prefill)
 
 
+def between(points: Sequence[tuple[int, float]], n: int) -> float:
+    """Milliseconds of n tokens: in proportion between the points, and as between the last two beyond them."""
+    if len(points) < 2:
+        return points[0][1]
+    at = next((i for i in range(1, len(points)) if n <= points[i][0]), len(points) - 1)
+    (x, left), (y, right) = points[at - 1], points[at]
+    return left + (right - left) * (n - x) / (y - x)
+
+
 def _between(axis: Sequence[int], value: int) -> tuple[int, float]:
     """The last point that is not beyond a value, and how far from there to the next the value lies."""
     at = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 1)

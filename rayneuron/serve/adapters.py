@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment
 from rayneuron.engine.loop import EngineLoop
-from rayneuron.errors import CheckpointError, NotReady, RequestError, UnknownModel
+from rayneuron.errors import CheckpointError, Conflict, NoRoom, RequestError, UnknownModel
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import Engine
@@ -23,7 +23,7 @@ class Adapting(Protocol):
     """A server whose adapters may change."""
 
     async def change_adapters(self, change: Change) -> None:
-        """Load or unload one, on every replica. Raises RequestError, UnknownModel, NotReady."""
+        """Load or unload one, on every replica. Raises RequestError (Conflict, UnknownModel), NoRoom, NotReady."""
 
 
 async def change(config: Deployment, loop: EngineLoop, wanted: Change) -> None:
@@ -75,8 +75,8 @@ def _load(engine: Engine, wanted: Change, path: str, identity: str | None, most:
             raise _there(wanted.name)
         if fresh and len(ledger.kept) >= most:
             said = f"the host keeps {most} adapters, as many as it may (lora.max_cpu_loras); unload one, or wait until its requests end"
-            raise NotReady(said, retry_after_s=RETRY_S)
-    except (RequestError, NotReady):
+            raise NoRoom(said, retry_after_s=RETRY_S)
+    except (RequestError, NoRoom):
         if fresh:
             shelf.drop(identity)
         raise
@@ -89,5 +89,5 @@ def _unload(engine: Engine, name: str) -> None:
     engine.adapters.forget(name)
 
 
-def _there(name: str) -> RequestError:
-    return RequestError(f"The adapter `{name}` is loaded already; send load_inplace: true to replace it.", param="lora_name")
+def _there(name: str) -> Conflict:
+    return Conflict(f"The adapter `{name}` is loaded already; send load_inplace: true to replace it.", param="lora_name")

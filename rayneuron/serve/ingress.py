@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,11 +18,12 @@ from starlette.routing import BaseRoute, Route
 from rayneuron import __version__
 from rayneuron.api import anthropic, errors, openai, responses, sagemaker, tgi
 from rayneuron.api import call as api
-from rayneuron.api.adapters import Change, read_load, read_unload
+from rayneuron.api.adapters import Change, find_adapter, read_load, read_registration, read_unload
 from rayneuron.api.fields import Fields
-from rayneuron.api.routes import SPOKEN, shaped
+from rayneuron.api.retold import said_as
+from rayneuron.api.routes import ADAPTERS, SPOKEN, shaped
 from rayneuron.config import Serving
-from rayneuron.errors import NotReady, RayNeuronError, RequestError
+from rayneuron.errors import Conflict, NoRoom, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.adapters import Adapting, confined
 from rayneuron.serve.handles import stats_of
 from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
@@ -29,6 +31,7 @@ from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.verbs import Reweighed, Server
 
 CORS: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"], "max_age": 600}
+MANAGED = ("", "/models/{model}")  # LMI leaves the model out where there is one
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
@@ -125,8 +128,49 @@ async def _change_adapters(read: Callable[[Any], Change], done: str, server: Ser
         raise RequestError("adapters are loaded and unloaded at the model's own application", param="lora_name")
     body = await exchange.json_body(server.now.limits.max_body_bytes, server.now.limits.body_timeout_s)
     change = read(openai.decode(body))
-    await server.change_adapters(change)
+    try:
+        await server.change_adapters(change)
+    except Conflict as wrong:  # vLLM's 400
+        raise RequestError(wrong.message, param=wrong.param) from None
     await exchange.reply(200, f"Success: LoRA adapter '{change.name}' {done} successfully.".encode(), "text/plain; charset=utf-8")
+
+
+async def _register(server: Server, exchange: Exchange) -> None:
+    """LMI's and SageMaker's: an adapter comes (POST, said in the query or the body), is given anew (update), or goes."""
+    named, update = exchange.params.get("adapter"), exchange.path.endswith("/update")
+    _of_this_model(server, exchange)
+    if not isinstance(server, Adapting):
+        raise RequestError("adapters are registered at the model's own application", param="name")
+    if exchange.method == "DELETE":
+        change, done = Change(str(named)), "unregistered"
+    else:
+        body = await exchange.json_body(server.now.limits.max_body_bytes, server.now.limits.body_timeout_s)
+        said = (openai.decode(body) if body else {}) | dict(parse_qsl(exchange.query.decode("latin-1")))
+        change, done = read_registration(Fields(said | ({} if named is None else {"name": named}))), "updated" if update else "registered"
+    try:
+        with said_as({"lora_name": "name", "lora_path": "src"}):
+            await server.change_adapters(change._replace(replaces=update))
+    except NoRoom as wrong:
+        return await exchange.refuse(exchange.shape(errors.error_reply(507, wrong.message, retry_after_s=wrong.retry_after_s)))
+    await exchange.reply(200, errors.encode({"status": f"Adapter {change.name} {done}"}))
+
+
+async def _registered(server: Server, exchange: Exchange) -> None:
+    """LMI's: which adapters there are, or one of them."""
+    _of_this_model(server, exchange)
+    name = exchange.params.get("adapter")
+
+    def told(_: Any, context: api.Context) -> Any:
+        listed = [find_adapter(each, context) for each in (context.adapters() if name is None else [name])]
+        return {"adapters": listed} if name is None else listed[0]
+
+    await exchange.reply(200, errors.encode(await server.now.read(told, {})))
+
+
+def _of_this_model(server: Server, exchange: Exchange) -> None:
+    cards = server.now.cards()
+    if "model" in exchange.params:
+        sagemaker.model(exchange.params["model"], [card["id"] for card in cards], cards[0]["root"])
 
 
 async def _load_weights(server: Server, exchange: Exchange) -> None:
@@ -186,5 +230,7 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/admin/weights", _load_weights, ("POST",)),
     ("/v1/load_lora_adapter", partial(_change_adapters, read_load, "added"), ("POST",)),
     ("/v1/unload_lora_adapter", partial(_change_adapters, read_unload, "removed"), ("POST",)),
+    *((prefix + path, _registered, ("GET",)) for prefix in MANAGED for path in ADAPTERS[:2]),
+    *((prefix + path, _register, (verb,)) for prefix in MANAGED for path, verb in zip(ADAPTERS, ("POST", "DELETE", "POST"), strict=True)),
     ("/version", _version, ("GET",)),
 )

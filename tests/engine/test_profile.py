@@ -87,6 +87,21 @@ def test_what_is_measured_is_what_it_took() -> None:
     assert len(runner.plans) == 24 and runner.now - 100 < BUDGET_S
 
 
+def test_what_drafts_add_is_told_where_it_jumps() -> None:
+    """Products take sixteen tokens at once, and a row costs more than a token: what is added to a step is told, not what it takes."""
+
+    def cost(plan: Plan) -> float:
+        tokens = sum(w.tokens for w in plan.works)
+        return 1e-3 * (3 + 2 * -(-tokens // 16) + 0.2 * len(plan.works) + 0.01 * tokens)
+
+    profile, runner = measured(capacity(rows=16, length=4096, chunk=512, block=64, verify=9), cost)
+    tried = {(len(plan.works), sum(w.tokens for w in plan.works)) for plan in runner.plans if plan.tag == "verify"}
+    assert tried >= {(1, 2), (1, 9), (16, 17), (16, 32), (16, 144)}
+    known = dict(profile.tokens)
+    assert [known[n] - known[16] for n in (17, 32, 144)] == pytest.approx([2.01, 2.16, 17.28])
+    assert known[2] - known[1] == pytest.approx(0.01) and known[1] == pytest.approx(5.21)
+
+
 @pytest.mark.parametrize("disturbed", [1, 2])
 def test_of_two_runs_the_lesser_counts(disturbed: int) -> None:
     """What disturbs a step only ever adds to it."""

@@ -24,7 +24,9 @@ class Server:
         self.app = application(server)
         self.said: dict[str, str] = {}  # headers of the last reply
 
-    async def post(self, path: str, body: bytes, each: Callable[[bytes], None] = lambda part: None) -> tuple[int, bytes]:
+    async def post(
+        self, path: str, body: bytes, each: Callable[[bytes], None] = lambda part: None, method: str = "POST"
+    ) -> tuple[int, bytes]:  # fmt: skip
         """Status and body of one call; `each` sees every part as it comes."""
         status, parts, sent = 0, [], False
 
@@ -44,9 +46,10 @@ class Server:
                 parts.append(message.get("body", b""))
                 each(parts[-1])
 
+        path, _, query = path.partition("?")
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
-            "root_path": "", "scheme": "http", "query_string": b"", "headers": [(b"content-type", b"application/json")],
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
+            "root_path": "", "scheme": "http", "query_string": query.encode(), "headers": [(b"content-type", b"application/json")],
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
         }  # fmt: skip
         await asyncio.wait_for(self.app(scope, receive, send), PATIENCE_S * 5)

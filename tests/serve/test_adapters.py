@@ -160,3 +160,31 @@ async def test_where_there_is_no_room(tiny: Path, root: Path) -> None:
         assert len(server.server.served.engine.engine.runner.shelf.kept) == 2
         assert (await change(server, "a"))[0] == 200 and (await change(server, "c", "c"))[0] == 200
         assert len(await tokens(server, "c")) == 6
+
+
+async def test_lmi_registers_adapters(tiny: Path, root: Path) -> None:
+    """By LMI's routes, with and without the model, and SageMaker's; no room is a 507 there, one that is there a 409."""
+    async with serving(tiny, **words(root, "a", max_cpu_loras=3)) as server:
+        name = server.server.now.cards()[0]["id"]
+        wanted = await tokens(server, "a")
+        paths = ("/adapters", f"/models/{name}/adapters", "/adapters/a", "/adapters/b", "/models/x/adapters")
+        told = [await server.post(path, b"", method="GET") for path in paths]
+        assert [status for status, _ in told] == [200, 200, 200, 404, 404]
+        assert [json.loads(reply) for _, reply in told[:3]] == [{"adapters": [{"name": "a"}]}] * 2 + [{"name": "a"}]
+        assert json.loads(told[3][1])["code"] == 404
+        assert await post(server, f"/models/{name}/adapters?name=b&src=b&pin=true") == (200, {"status": "Adapter b registered"})
+        assert (await post(server, "/adapters", name="c", src="c"))[0] == 200
+        assert len({tuple(await tokens(server, each)) for each in "abc"}) == 3
+        status, reply = await post(server, "/adapters", name="c", src="c")
+        assert (status, reply["type"]) == (409, "ConflictStatusException")
+        made.write(root / "d", tiny, r=4, seed=9, size=0.2)
+        status, reply = await post(server, "/adapters", name="d", src="d")
+        assert (status, reply["code"]) == (507, 507) and "max_cpu_loras" in reply["message"]
+        status, reply = await post(server, "/v1/load_lora_adapter", lora_name="d", lora_path="d")
+        assert status == 503 and "max_cpu_loras" in reply["error"]["message"]
+        status, reply = await post(server, "/adapters", name="d", src="../outside")
+        assert status == 400 and reply["message"].startswith("src ")
+        assert (await server.post(f"/models/{name}/adapters/b", b"", method="DELETE"))[0] == 200
+        assert (await server.post("/adapters/b", b"", method="DELETE"))[0] == 404
+        assert (await post(server, "/adapters/c/update?src=a"))[0] == 200
+        assert await tokens(server, "c") == wanted

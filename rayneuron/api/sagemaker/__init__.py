@@ -10,7 +10,7 @@ from rayneuron.api.errors import Triple
 from rayneuron.errors import RequestError, UnknownModel
 
 HEADERS = "x-amzn-sagemaker-"
-KINDS = {400: "BadRequestException", 404: "ModelNotFoundException", 409: "ConflictStatusException"}
+KINDS = {400: "BadRequestException", 404: "ModelNotFoundException", 409: "ConflictStatusException", 507: "InsufficientStorageException"}
 MANAGED = "models cannot be {verb} here: the deployment file says which there are (args.model, or models of a gateway)"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from rayneuron.config_features import SpeculativeConfig
 from rayneuron.devices.base import DRAFTED
@@ -55,10 +56,12 @@ class Speculation:
         self._chain = chain
 
     def _proposed(self, works: list[Work]) -> list[tuple[int, ...]]:
-        """Drafts for every row of a decode step, () for none."""
+        """Drafts for every row of a decode step, () for none; nothing where nobody has any."""
         pace, rows, length = self._pace, len(works), 1 + max([work.start for work in works])
         found: list[tuple[int, ...]] = []
-        candidates = []
+        candidates, worth = [], 0.0 if pace is None or self._chain is not None else pace.looks(rows, length)
+        if worth == inf and all(work.sequence.grammar is None for work in works):
+            return []
         for work in works:
             sequence = work.sequence
             if sequence.drafter is None:
@@ -69,7 +72,7 @@ class Speculation:
             drafts = _forced(grammar, most)
             if drafts:
                 record.kind = FORCED
-            elif most > 0 and (self._chain is not None or pace is None or not pace.hopeless(record, rows, length)):
+            elif most > 0 and (not worth or (worth < inf and pace is not None and pace.hope(record) > worth)):
                 drafts, record.kind = self._propose(sequence, most)
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
             if not drafts and self._chain is not None and work.start and (most := min(most, self._chain.limit - work.start - 1)) > 0:
@@ -84,6 +87,8 @@ class Speculation:
     def draft(self, plan: Plan, blocks: Blocks) -> Plan:
         """The plan of a decode step, its works given drafts where that pays and there is room: nobody makes room for a draft."""
         proposed = self._proposed(plan.works)
+        if not any(proposed):
+            return plan
         chained = [w for w, draft in zip(plan.works, proposed, strict=True) if draft and draft[0] <= DRAFTED] if self._chain else []
         if self._chain is not None:
             plan.fills = self._chain.reading.fill(
@@ -115,6 +120,11 @@ class Speculation:
                 self._chain.reading.reached(work.sequence, drafter.read, sure)
             if self._pace is not None:
                 self._pace.learn(record, len(work.drafts), work.accepted)
+
+    def took(self, plan: Plan, ms: float) -> None:
+        """A step has ended, and has taken so long from its planning on."""
+        if self._pace is not None and plan.tag != "prefill" and not plan.fills:
+            self._pace.took(len(plan.works), 1 + max([work.start for work in plan.works]), plan.tag == "verify", ms)
 
 
 def _forced(grammar: Grammar | None, most: int) -> tuple[int, ...]:
