@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rayneuron.models.arch import Arch
     from rayneuron.models.kv import KvSpace
 
-VERSION = 3  # raised with every change of a message or of what a unit holds
+VERSION = 4  # raised with every change of a message or of what a unit holds
 _EQUAL = ("version", "model", "dtype", "kv_dtype", "quantization", "block", "unit", "head_dim", "kv_heads", "layers", "rope", "shards")
 
 

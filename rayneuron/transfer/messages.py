@@ -6,7 +6,7 @@ of P whose KV it reads. The first frame of either is Knock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -106,9 +106,9 @@ class Abandon(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pulse(msgspec.Struct, tag=True, frozen=True):
-    """D: these tickets are wanted; P: these, of all there are of this channel, are alive."""
+    """D: these tickets are wanted; P: these, of all there are of this channel, are alive, each with the positions that may be read."""
 
-    tickets: Sequence[bytes]
+    tickets: Mapping[bytes, int]
 
 
 class Prefixes(msgspec.Struct, tag=True, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -230,13 +230,14 @@ class Offers:
         committed = "committed" in self._step(held, "commit")
         self._say(link, Committed(ticket) if committed else Expired(ticket, held.offer.phase))
 
-    def _pulse(self, link: ControlLink, tickets: Sequence[bytes]) -> None:
+    def _pulse(self, link: ControlLink, tickets: Iterable[bytes]) -> None:
         for ticket in tickets:
             held = self._tickets.get(ticket)
             if held is not None and held.link is link:
                 self._step(held, "beat", self._limits.lease_s * 2 / 3)
         # All of this channel's: one that was accepted since they asked, which they have heard by now, is not to be taken for dead.
-        self._say(link, Pulse([ticket for (session, _), ticket in self._keys.items() if session == link.session]))
+        alive = (ticket for (session, _), ticket in self._keys.items() if session == link.session)
+        self._say(link, Pulse({ticket: self._tickets[ticket].offer.settled for ticket in alive}))
 
     def _lost(self, link: ControlLink) -> None:
         if link.gone:

@@ -155,8 +155,12 @@ class Pulls:
                 self._tell(self._of(peer, message.ticket), "expired", message.why)
             case Pulse():
                 for fetching in self._with(peer):
-                    if fetching.ticket:
-                        self._tell(fetching, "beat" if fetching.ticket in message.tickets else "expired", "its ticket is not alive")
+                    if not fetching.ticket:
+                        continue
+                    if (settled := message.tickets.get(fetching.ticket)) is None:
+                        self._tell(fetching, "expired", "its ticket is not alive")
+                    elif self._sound(fetching, settled):
+                        self._event(fetching, "beat", settled)
             case Prefixes(news):
                 self._roster.learn(peer, news)
             case Welcome():
@@ -192,7 +196,7 @@ class Pulls:
                 peer.pulsed = now
                 tickets = [fetching.ticket for fetching in self._with(peer) if fetching.ticket]
                 if tickets:
-                    peer.say(Pulse(tickets))
+                    peer.say(Pulse(dict.fromkeys(tickets, 0)))
 
     def _with(self, peer: PrefillPeer) -> list[Fetching]:
         return [fetching for fetching in self._fetching.values() if fetching.peer is peer]

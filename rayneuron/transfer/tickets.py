@@ -97,7 +97,7 @@ def asking(total: int, known: int, now: float) -> Claim:
 
 
 def claim_step(fetch: Claim, event: ClaimEvent, now: float, stall_s: float, value: int = 0, *, other: bool = False) -> Claimed:
-    """What follows. `value`: positions, of "watermark" and "pulled"; `other`: somebody else can be asked, and that pays.
+    """What follows. `value`: positions, of "watermark", "beat" and "pulled"; `other`: somebody else can be asked, and that pays.
 
     Actions: give the first tokens; pull from `pulled` to `settled`, which the thread answers with pulled, broken or stale; stop the thread;
     ask for COMMIT; abandon the ticket; adopt the KV; ask the next; fail, and nobody writes.
@@ -138,8 +138,9 @@ def _pulling(fetch: Claim, event: ClaimEvent, now: float, stall_s: float, value:
             fetch = replace(fetch, busy=False, again=True)
         case "broken" | "stale" if fetch.busy:
             return _leave(replace(fetch, busy=False), _otherwise(fetch, other), now, "abandon")
-        case "beat" if fetch.busy or not (fetch.streamed or fetch.settled == fetch.total):
-            pass  # what is still to come after the first tokens, or the last positions, is on its way, or lost
+        case "beat" if fetch.busy or value > fetch.settled or not (fetch.streamed or fetch.settled == fetch.total):
+            # what is still to come after the first tokens, or the last positions, is on its way, or lost
+            fetch = replace(fetch, settled=max(fetch.settled, value))
         case _:
             return fetch, ()
     fetch = replace(fetch, until=now + stall_s)

@@ -218,6 +218,14 @@ def test_who_has_computed_all_cannot_be_alive_and_say_nothing_more(waiting) -> N
     assert claim_step(replace(start, busy=True), "beat", NOW, STALL)[0].until == NOW + STALL
 
 
+def test_where_both_last_words_are_lost_the_beat_ends_the_wait() -> None:
+    """The other side lives for ever, and has said neither its last watermark nor its tokens; the beat says where it is."""
+    made, actions = claim_step(BASE["pulling"], "beat", NOW, STALL, 100)
+    assert actions == ("pull",) and made.settled == 100
+    made, actions = claim_step(made, "pulled", NOW + 1, STALL, 100)
+    assert claim_step(made, "beat", NOW + 2, STALL, 100) == (made, ()) and made.until == NOW + 1 + STALL
+
+
 def test_tokens_are_given_once() -> None:
     made, actions = claim_step(BASE["streamed"], "first", NOW, STALL)
     assert actions == () and made.streamed
@@ -299,7 +307,10 @@ class World:
 
     def p_beat(self) -> None:
         self.p("beat", self.lease * 2 / 3)
-        self.send(self.d, "beat")
+        if self.offer is not None and self.offer.phase in ("queued", "running", "offered"):
+            self.send(self.d, "beat", self.offer.settled)
+        else:
+            self.send(self.d, "expired")
 
     def p_tick(self) -> None:
         self.p("tick")
