@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from rayneuron.transfer.base import AHEAD_BYTES
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
 from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, header, pieces, places_of, segments, stale, stretches, summed
+
+LATE_S, ENDED = 0.5, 1024  # within which a worker hears what those who read know already; tickets it remembers as withdrawn
 
 
 @dataclass(slots=True)
@@ -45,7 +48,9 @@ class Lender:
         self._gives = shared
         self._fd = os.dup(memory.fd) if memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
         self._lent: dict[bytes, _Lent] = {}
+        self._ended: deque[bytes] = deque(maxlen=ENDED)
         self._lock = threading.Lock()
+        self._heard = threading.Condition(self._lock)
         self.door = Door(token, ip, OfData, self._serve)
         self.addresses = self.door.addresses  # where it is read, the nearest first
 
@@ -53,11 +58,14 @@ class Lender:
         """These blocks, in the ticket's order, may be read from now on."""
         with self._lock:
             self._lent.setdefault(ticket, _Lent(session, blocks)).blocks = blocks
+            self._heard.notify_all()
 
     def withdraw(self, ticket: bytes, gone: Callable[[], None]) -> None:
         """Nobody may read a ticket any more; `gone` is called once nobody does, maybe on another thread."""
         with self._lock:
             lent = self._lent.pop(ticket, None)
+            self._ended.append(ticket)
+            self._heard.notify_all()
             if lent is not None and lent.readers:
                 lent.gone = gone
                 for reader in lent.readers:
@@ -133,8 +141,12 @@ class Lender:
 
     @contextmanager
     def _reading(self, connection: socket.socket, get: Get) -> Iterator[Sequence[int] | None]:
-        """The ticket's blocks, which stay what they are until this reader has left; None where it may not read them."""
-        with self._lock:
+        """The ticket's blocks, which stay what they are until this reader has left; None where it may not read them.
+
+        Who reads hears of them from the replica's first worker, and may be here before its word to this one.
+        """
+        with self._heard:
+            self._heard.wait_for(lambda: self._knows(get), LATE_S)
             lent = self._lent.get(get.ticket)
             allowed = lent is not None and wire.same_token(get.session, lent.session)
             if lent is not None and allowed:
@@ -149,6 +161,11 @@ class Lender:
                     gone = lent.gone if not lent.readers else None
             if gone is not None:
                 gone()
+
+    def _knows(self, get: Get) -> bool:
+        lent = self._lent.get(get.ticket)
+        there = lent is not None and get.end <= len(lent.blocks)
+        return there or get.epoch != self._epoch or get.ticket in self._ended
 
 
 def _check(get: Get, blocks: int, layers: int, heads: int) -> None:

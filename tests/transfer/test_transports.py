@@ -135,6 +135,27 @@ ONE = Reading(0, 0, 0, 2, (Run(0, 0, 2),))
 
 
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("before", [(), (2,)], ids=["of the ticket", "of its last blocks"])
+def test_who_reads_may_be_here_before_word_of_it(lend, name, before, monkeypatch):
+    """A worker hears of tickets from its replica's first one, on another way than who reads."""
+    theirs, ours = memory(2, 4, 2, 256, seed=4), memory(2, 4, 2, 256)
+    lender = lend(theirs)
+    if before:
+        lender.lend(TICKET, SESSION, before)
+    wait = lender._heard.wait_for
+
+    def late(there, seconds):
+        threading.Thread(target=lender.lend, args=(TICKET, SESSION, (2, 3))).start()  # it comes to that once this one waits
+        return wait(there, seconds)
+
+    monkeypatch.setattr(lender._heard, "wait_for", late)
+    transport = way(name, lender)
+    transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)
+    assert all((ours[:2] == theirs[2:]).all() for ours, theirs in zip(ours.units, theirs.units, strict=True))
+    transport.close()
+
+
+@pytest.mark.parametrize("name", WAYS)
 def test_a_ticket_that_is_not_alive_gives_nothing(lend, name):
     theirs, ours = memory(2, 4, 2, 256, seed=4), memory(2, 4, 2, 256)
     lender = lend(theirs)
