@@ -95,9 +95,7 @@ class ServedEngine(Answering, Deployed, Replica):
         """The body of `/metrics`: every replica's series, told apart by `engine`, whichever of them is asked."""
         texts = dict([await self.replica_metrics()])
         try:
-            answers = [*await self._everybody("replica_metrics")]
-            if self._prefill is not None:
-                answers += await everybody(self._prefill, "replica_metrics")
+            answers = await self._everybody("replica_metrics")
             texts |= dict(answer for answer in answers if not isinstance(answer, BaseException))
         except Exception as wrong:
             log.warning("/metrics holds this replica only, the others did not answer: %r", wrong)
@@ -110,7 +108,6 @@ class ServedEngine(Answering, Deployed, Replica):
     async def forget_prefixes(self) -> int:
         """Empty the prefix cache of every replica. Raises where one does not answer: what it knows is still known."""
         answers = [await self.replica_forget_prefixes(), *await self._everybody("replica_forget_prefixes")]
-        answers += [] if self._prefill is None else await everybody(self._prefill, "replica_forget_prefixes")
         silent = [answer for answer in answers if isinstance(answer, BaseException)]
         if silent:
             raise RayNeuronError(f"{len(silent)} replicas did not answer and may still know prefixes: {silent[0]!r}")
@@ -118,38 +115,40 @@ class ServedEngine(Answering, Deployed, Replica):
 
     async def replica_change_adapters(self, origin: str, *change: Any) -> None:
         """Load or unload an adapter here, too, unless it is this replica, `origin`, that has told all others."""
-        if origin != serve.get_replica_context().replica_id.unique_id:
+        if origin != self._own_id:
             await super().change_adapters(Change(*change))
 
     async def change_adapters(self, change: Change) -> None:
         """The same on every replica of both pools, first on this one, which says what is wrong. One that comes later has those of the file
         alone."""
         await super().change_adapters(change)
-        said = serve.get_replica_context().replica_id.unique_id, *change._replace(replaces=True)
-        answers = [*await self._everybody("replica_change_adapters", *said)]
-        answers += [] if self._prefill is None else await everybody(self._prefill, "replica_change_adapters", *said)
-        wrong = [answer for answer in answers if isinstance(answer, BaseException) and not isinstance(answer, UnknownModel)]
-        if wrong:
-            raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
+        answers = await self._everybody("replica_change_adapters", self._own_id, *change._replace(replaces=True))
+        _followed([answer for answer in answers if not isinstance(answer, UnknownModel)])
 
-    async def replica_load_weights(self, path: str, identity: str, first: str) -> None:
-        """The same weights here, unless it is the replica that was first."""
-        if first != serve.get_replica_context().replica_id.unique_id:
+    async def replica_load_weights(self, path: str, identity: str, origin: str) -> None:
+        """The same weights here, unless it is this replica, `origin`, that was first."""
+        if origin != self._own_id:
             await super().load_weights(path, identity)
 
     async def load_weights(self, path: str, identity: str | None = None) -> str:
         """The same on every replica, first on this one, which says what is wrong. One that comes later has those of the file."""
-        found, own, said = await super().load_weights(path, identity), serve.get_replica_context().replica_id.unique_id, self.config
-        within_s = said.serving.drain_timeout_s + said.group.load_s
-        answers = await self._everybody("replica_load_weights", path, found, own, within_s=within_s)
-        if wrong := [answer for answer in answers if isinstance(answer, BaseException)]:
-            raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
+        found = await super().load_weights(path, identity)
+        within_s = self.config.serving.drain_timeout_s + self.config.group.load_s
+        _followed(await self._everybody("replica_load_weights", path, found, self._own_id, within_s=within_s))
         return found
 
+    @property
+    def _own_id(self) -> str:
+        """What tells this replica from the others who hear the same."""
+        own: str = serve.get_replica_context().replica_id.unique_id
+        return own
+
     async def _everybody(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Sequence[Any]:
-        """What every replica, this one too, answers to a call of a method, or what it raised."""
+        """What every replica of both pools, this one too, answers to a call of a method, or what it raised."""
         context = serve.get_replica_context()
-        return await everybody(serve.get_deployment_handle(context.deployment, context.app_name), method, *arguments, within_s=within_s)
+        handles = [serve.get_deployment_handle(context.deployment, context.app_name)]
+        handles += [] if self._prefill is None else [self._prefill]
+        return [answer for handle in handles for answer in await everybody(handle, method, *arguments, within_s=within_s)]
 
     def _publish(self, progress: str) -> None:
         readiness.publish(serve.get_replica_context().app_name, progress)
@@ -161,6 +160,12 @@ class ServedEngine(Answering, Deployed, Replica):
         self._end()
         await self.hang_up()
         await self.close()
+
+
+def _followed(answers: Sequence[Any]) -> None:
+    """Raise RayNeuronError where a replica has not made a change that the one which was asked has."""
+    if wrong := [answer for answer in answers if isinstance(answer, BaseException)]:
+        raise RayNeuronError(f"{len(wrong)} replicas did not follow, and answer as before: {wrong[0]!r}")
 
 
 def build(args: dict) -> Application:
