@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
+from rayneuron.constraints import Beams
 from rayneuron.types import FinishReason, SamplingParams, TokenDelta, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -63,10 +64,15 @@ class Search:
         return self.leader.params
 
     @property
+    def said(self) -> Beams:
+        """What its request says of beams."""
+        assert self.params.beams is not None
+        return self.params.beams
+
+    @property
     def width(self) -> int:
         """Beams at once."""
-        assert self.params.beams is not None
-        return self.params.beams.width
+        return self.said.width
 
     @property
     def count(self) -> int:
@@ -90,7 +96,6 @@ class Search:
 
     def decide(self, host: ReadsLogits) -> list[Branch]:
         """How it goes on after a complete step, the best first; nothing where it has ended, and `done` holds what is answered."""
-        assert self.params.beams is not None
         pool = [
             (beam.score + logprob, at, token)
             for at, beam in enumerate(self.beams)
@@ -100,12 +105,11 @@ class Search:
         pool.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
         made = self.beams[0].sequence.generated + 1
         last = made >= self.leader.max_tokens
-        return (self._as_vllm if self.params.beams.rule == "vllm" else self._as_transformers)(pool, made, last, host)
+        return (self._as_vllm if self.said.rule == "vllm" else self._as_transformers)(pool, made, last, host)
 
     def _as_transformers(self, pool: list[Branch], made: int, last: bool, host: ReadsLogits) -> list[Branch]:
         """Those that end among the best `width` compete for the answer; it is over once no beam can come before the worst of them."""
-        said = self.params.beams
-        assert said is not None
+        said = self.said
         pool = pool[: self.count]
         if not (said.early_stopping is True and len(self.done) == self.width):
             for candidate in pool[: self.width]:
@@ -121,8 +125,7 @@ class Search:
 
     def _as_vllm(self, pool: list[Branch], made: int, last: bool, host: ReadsLogits) -> list[Branch]:
         """Every end is kept, however likely; it is over when there is no room for another token. Lengths count the prompt, and no end."""
-        said = self.params.beams
-        assert said is not None
+        said = self.said
         length = self.leader.prompt_len + made
         going = []
         for candidate in pool:

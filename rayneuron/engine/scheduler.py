@@ -192,7 +192,7 @@ class Scheduler:
             self.adapters.seat(head)
             head.skip_to(hold.known)
             if not self._asks(head, hold, hashes):
-                if reads and begins_alike(head, self.blocks, self._root(head)):
+                if reads and begins_alike(head, self.blocks, self._root):
                     head.skip_to(hold.known)
                 insort(self.running, head, key=_RANK)
 

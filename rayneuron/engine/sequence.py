@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -170,10 +171,10 @@ def shareable(sequence: Sequence) -> tuple[Hold | None, int]:
     return leader.hold, wanted
 
 
-def begins_alike(sequence: Sequence, blocks: Blocks, root: bytes) -> bool:
-    """Whether the first block that one just admitted does not share is begun as a copy. `root`: of its hashes."""
+def begins_alike(sequence: Sequence, blocks: Blocks, root: Callable[[Sequence], bytes]) -> bool:
+    """Whether the first block that one just admitted does not share is begun as a copy. `root`: of its hashes, where it shares none."""
     assert sequence.hold is not None
     shared = sequence.hold.shared
     first = shared * blocks.space.block
     ids = sequence.ids[first : min(first + blocks.space.block, len(sequence.ids) - 1)]
-    return blocks.begin_alike(sequence.hold, sequence.hashes[shared - 1] if shared else root, ids, spare=blocks.space.rows)
+    return blocks.begin_alike(sequence.hold, sequence.hashes[shared - 1] if shared else root(sequence), ids, spare=blocks.space.rows)

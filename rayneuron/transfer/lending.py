@@ -49,20 +49,19 @@ class Lender:
         self._fd = os.dup(memory.fd) if memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
         self._lent: dict[bytes, _Lent] = {}
         self._ended: deque[bytes] = deque(maxlen=ENDED)
-        self._lock = threading.Lock()
-        self._heard = threading.Condition(self._lock)
+        self._heard = threading.Condition(threading.Lock())  # guards the two above; told of every change
         self.door = Door(token, ip, OfData, self._serve)
         self.addresses = self.door.addresses  # where it is read, the nearest first
 
     def lend(self, ticket: bytes, session: bytes, blocks: Sequence[int]) -> None:
         """These blocks, in the ticket's order, may be read from now on."""
-        with self._lock:
+        with self._heard:
             self._lent.setdefault(ticket, _Lent(session, blocks)).blocks = blocks
             self._heard.notify_all()
 
     def withdraw(self, ticket: bytes, gone: Callable[[], None]) -> None:
         """Nobody may read a ticket any more; `gone` is called once nobody does, maybe on another thread."""
-        with self._lock:
+        with self._heard:
             lent = self._lent.pop(ticket, None)
             self._ended.append(ticket)
             self._heard.notify_all()
@@ -76,7 +75,7 @@ class Lender:
     def close(self) -> None:
         """End every connection."""
         self.door.close()
-        with self._lock:
+        with self._heard:
             fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -97,14 +96,14 @@ class Lender:
         memory = self._memory
         blocks, heads, unit = memory.units[0].shape
         said = MemoryHere(self._epoch, memory.stride, (len(memory.units), blocks, heads, unit))
-        with self._lock:
+        with self._heard:
             if self._gives and self._fd >= 0:
                 socket.send_fds(connection, [bytes(wire.frame(said))], [self._fd])
 
     @contextmanager
     def _file(self, near: bool) -> Iterator[int]:
         """The memory's descriptor for one connection, which may outlive the lender's own; -1 where sending from it does not pay."""
-        with self._lock:
+        with self._heard:
             fd = os.dup(self._fd) if near and self._fd >= 0 else -1
         try:
             yield fd
@@ -156,7 +155,7 @@ class Lender:
         finally:
             gone = None
             if lent is not None and allowed:
-                with self._lock:
+                with self._heard:
                     lent.readers.remove(connection)
                     gone = lent.gone if not lent.readers else None
             if gone is not None:
