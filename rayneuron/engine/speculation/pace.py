@@ -141,8 +141,9 @@ class Pace:
         if self._looked:
             self._without += 1
             self._rest = rows * LOOK_MS / (LOOK_SHARE * plain_ms)
-        after = self._patience if queue else PROBE_CHAINED
-        tried = queue or chained[:1]
+        ready = queue or {i for i in chained if not candidates[i].behind}
+        after = self._patience if ready else PROBE_CHAINED
+        tried = ready or chained[:1]
         if self._without <= after or not tried:
             return [0] * rows
         deep = len(self._ms) if self._more_ms else max(1, 2 * self._trying * (self._luck > 0))
