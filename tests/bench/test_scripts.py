@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import engine
+import gateway
 import prefix
 import prompts
 import pytest
@@ -30,7 +31,7 @@ from rayneuron.text.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
 SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py", "pools.py", "speculation.py")
-SCRIPTS += ("dialects.py", "host.py", "structured.py", "simulated.py")
+SCRIPTS += ("dialects.py", "host.py", "structured.py", "simulated.py", "gateway.py", "lora.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -340,3 +341,9 @@ async def test_the_first_200_is_answered_with_a_token() -> None:
     assert asked.count("/v1/completions") == 1 + start.WARM_REQUESTS
     assert measured.engine_s == {"weights": 0.4, "graphs": 2.7}
     assert measured.first_ttft_s > 0 and len(measured.warm_ttft_s) == start.WARM_REQUESTS
+
+
+def test_the_link_of_the_gateway_s_bench_carries_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "STEPS", 4)  # it asserts itself that none is missing
+    step, token = asyncio.run(gateway.link())
+    assert step[1] > 0 and token[1] == step[1] / gateway.STREAMS
