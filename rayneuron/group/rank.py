@@ -166,7 +166,7 @@ class Rank:
         memory, begin = devices.kv_memory(self.runner.device), self._begin
         puller = lender = None
         if said.lends:
-            lender = Lender(memory, said.token, said.epoch, self._place.node_ip if said.ip else None, shared=said.way != "sockets")
+            lender = Lender(memory, said.token, said.epoch, self._place.node_ip if said.ip else None, way=said.way)
             self._held.callback(lender.close)
         else:
             how: dict[str, Any] = {"way": said.way, "streams": said.streams, "stall_s": said.stall_s}

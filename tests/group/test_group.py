@@ -156,8 +156,10 @@ def test_drafts_on_two_ranks(tiny: Path, drafting: dict[str, Any]) -> None:
     assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
 
 
-def test_scores_and_copies_of_prompts(tiny: Path) -> None:
-    """Prompt logprobs (every logit of a chunk comes back from the last stage) and n > 1 (KV rows copied on every rank)."""
+def test_scores_and_copies_of_prompts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt logprobs (every logit of a chunk comes back from the last stage) and n > 1 (KV rows copied on every rank); and all of it by
+    sockets, as between hosts, where nobody can write a board."""
+    monkeypatch.setattr("rayneuron.group.board.shared_memory", lambda: None)
     params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=5, logprobs=2, prompt_logprobs=1)
 
     def ask(**shape: Any) -> list[Any]:
