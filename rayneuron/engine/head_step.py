@@ -101,7 +101,7 @@ def _at_once(ops: Any, own: Weights, batch: Batch, before: Tensor, choose: Choos
     """The tokens [B,T], each row's drafts by as many Medusa heads."""
     tokens, wanted = batch.tokens.clone(), (batch.tokens <= DRAFTED).sum(1)
     for j in range(int(wanted.max())):
-        rows, w = (wanted > j).nonzero()[:, 0], own["layers"][j]
+        rows, w = (wanted > j).nonzero()[:, 0], own["layers"][min(j, len(own["layers"]) - 1)]  # more are wanted when times are measured
         head = {"top": w} if "head.w" in w else own
         tokens[rows, j + 1] = choose(head, head_layers.blocks(ops, w, before[rows]), rows, j)
     return tokens

@@ -76,6 +76,16 @@ class Heads:
         return total
 
 
+def kind(raw: Mapping[str, Any]) -> str | None:
+    """The method whose heads a config.json is of, by what only such files say; None where it says nothing."""
+    said = [str(raw.get("model_type", "")), *map(str, raw.get("architectures") or ())]
+    if "medusa_num_heads" in raw or any(word.lower().startswith("medusa") for word in said):
+        return "medusa"
+    if "draft_vocab_size" in raw or any("eagle3" in word.lower() for word in said):
+        return "eagle3"
+    return "eagle" if any(word.lower().startswith("eagle") for word in said) else None
+
+
 def shapes(folder: Path, allow_pickle: bool = False) -> Shapes:
     """The tensors of a directory, by the headers of its safetensors files. Raises CheckpointError."""
     whole = folder / "model.safetensors"

@@ -61,6 +61,8 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
     if said.by_heads:
         return _heads(config, path, there, arch, length)
     raw = read_config(there)
+    if (kind := heads.kind(raw)) is not None:
+        raise ConfigError(f"{KEY} {there} holds {kind} heads and no model; write method: {kind}", param="speculative_config.method")
     dtype = words.compute(said.dtype, raw)
     limit = min(models.position_limit(models.architecture(raw)) or length, length)
     try:

@@ -11,7 +11,8 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from rayneuron import devices, models
+from rayneuron import LLM, SamplingParams, StructuredOutputs, demo, devices, models
+from rayneuron.devices.cpu import panels
 from rayneuron.engine import head_step
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.engine import Engine
@@ -19,7 +20,7 @@ from rayneuron.engine.runner import Runner
 from rayneuron.engine.speculation.drafting import Chain, Speculation, predicted
 from rayneuron.engine.speculation.pace import Pace
 from rayneuron.models import head_layers, heads, hub, weights
-from rayneuron.types import Request, SamplingParams
+from rayneuron.types import Request
 from tests.engine import test_speculation
 from tests.engine.test_fuzz import LENGTH
 from tests.engine.test_speculation import GREEDY, TRIES, VOCAB, fuzz, run
@@ -190,3 +191,56 @@ def test_learnt_heads_save_steps(tiny, made, solo, tmp_path, name):
         assert run(engine, [request])[request.id, 0] == solo(request)
     steps = engine.steps - len(requests)  # each prompt's gives a token too
     assert (len(requests) * (GREEDY.max_tokens - 1) - steps) / steps > 1, "accepted drafts of a step"
+
+
+@pytest.fixture(scope="module")
+def larger() -> Path:
+    """Four layers, and heads of a size whose KV lies in panels."""
+    return demo.random("tp8", dtype="fp32")
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_where_kv_lies_in_panels(larger, tmp_path, name):
+    """In blocks of 64, which two prompts share: drafts are those of the papers there too."""
+    raw = hub.read_config(larger)
+    config, held = published.eagle(raw, heads=8) if name == "eagle" else published.eagle3(raw, heads=8, known=300)
+    reader = published.Reader(AutoModelForCausalLM.from_pretrained(larger, dtype=torch.float32), config, held)
+    engine = build(larger, published.write(tmp_path, config, held), name, 2, block=64, cached=True, chunk=32)
+    assert panels.lie(engine.runner.device.kv.draft.layers[0])
+    seen = watch(engine)
+    prompt = [20 + i % 9 for i in range(80)]
+    for tail in ([], [30]):
+        run(engine, [Request(id=f"p{len(tail)}", prompt_ids=prompt + tail, params=replace(GREEDY, max_tokens=8))])
+    assert check(seen, reader) > 20
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3"])
+def test_as_a_deployment_says_it(larger, tmp_path, name):
+    """In bf16, with an int8 model, adaptive and with a grammar: the text is what it was, and what was drafted is counted."""
+    raw = hub.read_config(larger)
+    made = {"medusa": published.medusa, "eagle": partial(published.eagle, own=False, heads=8), "eagle3": partial(published.eagle3, heads=8)}
+    folder = published.write(tmp_path, *made[name](raw), "medusa_lm_head.safetensors" if name == "medusa" else "model.safetensors")
+    prompts = [[20 + i % 7 for i in range(30 * n)] for n in (1, 2, 3)]
+    shapes = {"dtype": "bf16", "max_model_len": 128, "max_num_seqs": 4, "threads": 1, "quantization": "int8"}
+    regex = StructuredOutputs(regex="[a-c]{12}")
+    kinds = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(seed=4, max_tokens=12, logprobs=2)]
+    kinds += [SamplingParams(temperature=0, max_tokens=20, structured_outputs=regex)]
+
+    def told(**more) -> tuple[list, int]:
+        tried = 0
+        with LLM(larger, **shapes, **more) as llm:
+            step = llm.engine.step
+
+            def counted():
+                nonlocal tried
+                deltas = step()
+                tried += sum(n for n, _ in llm.engine.info.drafts)
+                return deltas
+
+            llm.engine.step = counted
+            return [(o.token_ids, o.logprobs) for p in kinds for r in llm.generate(prompts, p) for o in r.outputs], tried
+
+    wanted, none = told()
+    for more in ({"adaptive": False}, {}):
+        found, tried = told(speculative_config={"method": name, "model": str(folder), **more})
+        assert found == wanted and (tried > 50 or not more) and not none

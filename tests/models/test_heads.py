@@ -147,6 +147,19 @@ def test_pickled_heads_need_a_word(raw, tmp_path):
     assert heads.shapes(folder, True) == {name: tuple(t.shape) for name, t in held.items()}
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_are_no_draft_model(tiny, raw, tmp_path, name):
+    """Whoever names them without a method, as vLLM allows, is told which; the plain files of EAGLE do not say what they are."""
+    method = name.partition(",")[0]
+    folder = published.write(tmp_path, *LAYOUTS[name](raw))
+    config = parse({"model": {"path": str(tiny)}, "speculative_config": {"model": str(folder)}})
+    if method != "eagle" or "wrapped" in name:
+        with pytest.raises(ConfigError, match=f"holds {method} heads and no model; write method: {method}"):
+            draft_model(config, tiny, models.architecture(raw), 128, Path)
+    else:
+        assert heads.kind(hub.read_config(folder)) is None
+
+
 def ask(tiny: Path, folder: Path, method: str, **more) -> DraftModel | None:
     said = {"method": method, "model": str(folder), **more}
     config = parse({"model": {"path": str(tiny)}, "dtype": "fp32", "speculative_config": said})

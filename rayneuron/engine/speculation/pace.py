@@ -150,6 +150,8 @@ class Pace:
         self._without, self._trying, self._luck, self._patience = 0, deep, 0, min(2 * self._patience, PROBE)
         chosen = [min(deep, c.drafts) if i in tried else 0 for i, c in enumerate(candidates)]
         self._expected_ms = VERIFY_MS + self._added(rows, sum(chosen))
+        if chained:
+            self._expected_ms += max(chosen[i] for i in chained) * between(self._passes, len(chained))
         return chosen
 
     def _one_by_one(self, candidates: Sequence[Candidate], plain: _Step) -> tuple[list[int], set[int], _Step]:
