@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     if presharded.is_presharded(path):
         ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
         presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
-    draft = drafts.draft_model(config, path, fitted.arch, fitted.capacity.length, lambda named: sources.resolve(named, progress).path)
+    find = partial(sources.resolve, progress=progress, allow_pickle=config.model.allow_pickle)
+    draft = drafts.draft_model(config, path, fitted.arch, fitted.capacity.length, lambda named: find(named).path)
     return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source, draft), fitted
 
 

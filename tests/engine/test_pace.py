@@ -114,7 +114,9 @@ def test_a_text_that_begins_to_repeat_itself_is_found_out():
 
 def test_heads_that_are_never_right_are_tried_once_in_a_while():
     """They have nothing to read first, so as often as what is looked up; and once they are right, they are heard again."""
-    one, record = pace(), Record(CHAINED)
+    sizes = {"batch": (1, 16), "lengths": (128,), "context": (32,), "prefix": (), "chunk": 32}
+    one = Pace(Profile(**sizes, decode=((1, 128, 6.3), (16, 128, 11.2)), prefill=(), tokens=MEASURED, passes=((1, 0.5), (16, 0.9))), 144)
+    record = Record(CHAINED)
 
     def step(came: bool) -> int:
         (chosen,) = one.choose([Candidate(record, 8, behind=0)], 100)

@@ -14,6 +14,7 @@ from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.llm import LLM
 from rayneuron.models import head_layers, heads, hub
 from rayneuron.sources.drafts import DraftModel, draft_model
+from rayneuron.sources.fetching import wanted
 from tests.models import published
 
 
@@ -145,6 +146,8 @@ def test_pickled_heads_need_a_word(raw, tmp_path):
     with pytest.raises(CheckpointError, match=r"pickled weights \(medusa_lm_head\.pt\).* allow_pickle: true"):
         heads.shapes(folder)
     assert heads.shapes(folder, True) == {name: tuple(t.shape) for name, t in held.items()}
+    names = [file.name for file in folder.iterdir()]
+    assert sorted(wanted(names, True, True)) == sorted(names) and wanted(names, True, False) == ["config.json"], "what is fetched of a hub"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -147,7 +147,8 @@ class Pace:
         if self._without <= after or not tried:
             return [0] * rows
         deep = len(self._ms) if self._more_ms else max(1, 2 * self._trying * (self._luck > 0))
-        self._without, self._trying, self._luck, self._patience = 0, deep, 0, min(2 * self._patience, PROBE)
+        self._without, self._luck, self._patience = 0, 0, min(2 * self._patience, PROBE)
+        self._trying = deep if queue else 0  # heads that are right may be too dear all the same, and are not tried once more for it
         chosen = [min(deep, c.drafts) if i in tried else 0 for i, c in enumerate(candidates)]
         self._expected_ms = VERIFY_MS + self._added(rows, sum(chosen))
         if chained:
