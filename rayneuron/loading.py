@@ -271,16 +271,16 @@ def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
     """What drafts."""
     from rayneuron.engine.speculation.drafting import speculation
 
-    config, limit = model.config, None if model.draft is None else model.draft.limit
-    said = config.speculative_config
-    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs)
+    config, draft, said = model.config, model.draft, model.config.speculative_config
+    limit, most = (None, None) if draft is None else (draft.limit, draft.most)
+    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs, most)
 
 
 def _estimate(model: Runnable) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
     from rayneuron.placement.fitting import Wanted, stage_memory
 
-    config, draft = model.config, None if model.draft is None else model.draft.raw
+    config, draft = model.config, None if model.draft is None else model.draft.counted
     wanted = Wanted(config, model.raw, draft=draft)
     ranks = stage_memory(wanted, model.capacity, config.tensor_parallel, config.pipeline_parallel)
     worst = max(ranks, key=lambda held: held.total)
