@@ -152,7 +152,7 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: D
 def _spared() -> Iterator[None]:
     """A Ray that starts meanwhile has no dashboard and no autoscaler: two interpreters that nothing here speaks to, of which it starts both
     also where it is told to have no dashboard, and waits for the first."""
-    kept = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor")}
+    kept = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor") if hasattr(Node, name)}  # private: may go
     try:
         for name in kept:
             setattr(Node, name, lambda self, **said: None)
