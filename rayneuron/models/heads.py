@@ -107,6 +107,8 @@ def shapes(folder: Path, allow_pickle: bool = False) -> Shapes:
 def read(method: str, raw: Mapping[str, Any], held: Shapes, target: Arch) -> Heads:
     """Heads for a model by their config.json and the tensors there are. Raises CheckpointError naming what is missing, misshapen, read by
     nothing, or not for this model."""
+    if (other := kind(raw) or method) != method:
+        raise CheckpointError(f"these are {other} heads, and not {method}; write method: {other}")
     made = {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}[method](raw, held, target)
     for name, wanted in _wanted(made):
         if name not in held:

@@ -169,10 +169,13 @@ def read_draft(config: Deployment, raw: Mapping[str, Any], resolve: Callable[[st
     if said is None or said.model is None:
         return None
     folder = resolve(said.model)
-    draft: dict[str, Any] = read_json(folder / "config.json")
-    if not said.by_heads:
-        return draft
-    return heads.read(said.method, draft, heads.shapes(folder, config.model.allow_pickle), models.architecture(dict(raw)))
+    try:
+        draft: dict[str, Any] = read_json(folder / "config.json")
+        if not said.by_heads:
+            return draft
+        return heads.read(said.method, draft, heads.shapes(folder, config.model.allow_pickle), models.architecture(dict(raw)))
+    except CheckpointError as wrong:
+        raise CheckpointError(f"speculative_config.model {folder}: {wrong.message}", param="speculative_config.model") from None
 
 
 def _lay(name: str, want: Wanted, instance: Instance) -> _Laid:

@@ -173,7 +173,7 @@ def test_what_a_deployment_says_of_them_is_held_against_them(tiny, raw, tmp_path
     assert [(each.most, each.limit, each.dtype) for each in found if each] == [(3, 128, "fp32"), (None, 100, "fp32")]
     with pytest.raises(ConfigError, match=r"num_speculative_tokens 4 is more than the 3 heads of .* draft; write 3, or leave it out"):
         ask(tiny, medusa, "medusa", num_speculative_tokens=4)
-    with pytest.raises(CheckpointError, match=r"speculative_config.model .*medusa: config.json of|speculative_config.model .*: model_type"):
+    with pytest.raises(CheckpointError, match=r"speculative_config.model .*: these are medusa heads, and not eagle; write method: medusa"):
         ask(tiny, medusa, "eagle")
     with pytest.raises(CheckpointError, match=r"speculative_config.model .*eagle: they read the model behind 2, 1, -1 of its 2 layers"):
         ask(tiny, eagle, "eagle3")
