@@ -93,11 +93,13 @@ def open_engine(
     *,
     processes: Processes | None = None,
     on_lost: Callable[[str], None] | None = None,
+    imported: Callable[[], object] = bool,
 ) -> Opened:
     """Load, warm and open. Raises ConfigError or CheckpointError before any weight is read where that can be known.
 
     A model on several ranks, or on counted cores, becomes a group: `processes` says how its other workers start (default: as child
-    processes), `on_lost` is called once, from any thread, when one of them is gone. Nothing is left of an engine that fails on the way.
+    processes), `on_lost` is called once, from any thread, when one of them is gone; `imported` when no module is left to import. Nothing is
+    left of an engine that fails on the way.
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "import"):
@@ -106,7 +108,7 @@ def open_engine(
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.probe import probe
         from rayneuron.structured import Grammars
-
+    imported()
     with _timed(seconds, "check"):
         model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
         log.info("a rank will hold %s", _estimate(model))
