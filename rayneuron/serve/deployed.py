@@ -64,12 +64,12 @@ class Deployed:
         """Open what is opened on a thread of its own, and make meanwhile what the first call would else wait for."""
         task = self._event_loop.create_task(opening)
         await asyncio.sleep(0)  # it has begun
-        self._prepare()
+        await self._prepare()
         await task
         settle_interpreter()
         self._tasks.append(self._event_loop.create_task(_export(self._exported)))
 
-    def _prepare(self) -> None:
+    async def _prepare(self) -> None:
         self._exported = RayExport(self.telemetry)
 
     def _end(self) -> None:
