@@ -158,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = [write(Path(folder) / f"adapter{i}", plain.path, args.rank, i) for i in range(12)]
         lora = {"lora_modules": {f"adapter{i}": path for i, path in enumerate(paths[:8])}, "max_lora_rank": args.rank}
         with LLM(args.model, **words, lora=lora) as room:
+            machine.settle()
             found = measure(plain, room, paths[8:], args)
     about = f"{args.model}, {args.dtype}, rank {args.rank}, {args.rounds} rounds"
     report.tell("lora", watch.facts(), about, show(found), {"figures": found}, args.json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+SWITCH_S = 0.0002  # between threads of an interpreter, as every replica has it (serve/deployed.py, which imports Ray)
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 
@@ -152,6 +154,13 @@ def begin(urgent: bool) -> None:
     leave_cleanly_when_told()
     if urgent:
         raise SystemExit(rerun_preferred())
+
+
+def settle() -> None:
+    """Have this process as a replica's is before it serves: threads wait little for each other, and what start-up made is not collected."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()
 
 
 def leave_cleanly_when_told() -> None:

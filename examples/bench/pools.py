@@ -39,7 +39,6 @@ HERE = Path(__file__).resolve().parent
 SHAPE = (30, 32, 3, 2 * 64 * 64 * 2)  # 2,048 tokens of SmolLM2 in bf16: 47 MB
 PIECE = 256 << 10
 STREAMS, OUT, STALL_S, SLOW_BYTES_S = 8, 20, 1.0, 5e6
-SWITCH_S = 0.0002  # between threads of an interpreter, as every replica has it (serve/deployed.py, which imports Ray)
 UNBOUNDED: dict[str, Any] = {"prefill_chunk_ms": 0}  # without the default's time budget of a chunk
 
 
@@ -354,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
     machine.begin(args.urgent)
-    sys.setswitchinterval(SWITCH_S)
+    machine.settle()
     watch, cores = machine.Watch([]), sorted(os.sched_getaffinity(0))
     found = measure(args, cores)
     report.tell("pools", watch.facts(), f"{args.model}, {args.prompt} tokens, {args.rounds} rounds", show(found), found, args.json)

@@ -194,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = max(args.rows, 9)
     said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": rows, "max_model_len": 1024}
     with LLM(args.model, **said, enable_prefix_caching=False, speculative_config=False) as llm:
+        machine.settle()
         found = measure(llm, args)
     about = f"{args.model}, {args.dtype}, {args.rounds} rounds"
     report.tell("structured", watch.facts(), about, show(found), {"figures": found}, args.json)

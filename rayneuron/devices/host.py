@@ -19,11 +19,10 @@ def prepare() -> None:
     library.present()
 
 
-def draw(logits: Tensor, how: tuple[float, int, float, float, float], mask: NDArray[np.uint32] | None = None) -> int | None:
-    """The id of a row [V]; `how`: temperature, top_k, top_p, min_p, uniform. `mask`: a bit for each id that may come; -1 where none can."""
-    found = library.present() if draws.fits(logits) else None
-    temperature, top_k, top_p, min_p, uniform = how
-    return None if found is None else draws.draw_row(found, logits, draws.DrawFields(temperature, top_p, min_p, uniform, top_k), mask)
+def draw(rows: Sequence[Tensor], hows: Sequence[draws.How], masks: Sequence[NDArray[np.uint32] | None]) -> list[int] | None:
+    """The ids of rows [V]. Masks: a bit for each id that may come; -1 where none can."""
+    found = library.present() if all(map(draws.fits, rows)) else None
+    return None if found is None else draws.draw_rows(found, rows, hows, masks)
 
 
 def describe(rows: Sequence[Tensor], tokens: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -29,6 +29,9 @@ class ReadsLogits(Protocol):
     def next_id(self, row: Tensor, sequence: Sequence) -> int:
         """The next token of a sequence from its logits [V]."""
 
+    def next_ids(self, rows: Ids[Tensor], sequences: Ids[Sequence]) -> list[int | None]:
+        """The same of several, as far as one call can choose them: that costs little more than one."""
+
     def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
         """What a beam may go on with, from its logits [V], each with its log-probability."""
 
@@ -87,8 +90,12 @@ def _advanced(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
     """The deltas of a step without drafts."""
     ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
+    rows = output.logits.unbind() if output.logits is not None else ()
+    told = enumerate(works) if rows and ids is not None else ()
+    held = [i for i, w in told if w.last and w.sequence.grammar is not None and w.valid]
+    chosen = dict(zip(held, step.host.next_ids([rows[i] for i in held], [works[i].sequence for i in held]), strict=True)) if held else {}
     deltas: list[TokenDelta | None] = []
-    pooled, logits = output.pooled, output.logits
+    pooled, plain = output.pooled, not rows and complete is None
     for i, work in enumerate(works):
         sequence = work.sequence
         if work.epoch != sequence.epoch or sequence.finish_reason is not None:
@@ -99,12 +106,12 @@ def _advanced(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
         try:
             if pooled is not None:
                 deltas.append(_pool(work, pooled[i]))
-            elif logits is None and ids is not None and work.last and sequence.max_tokens:  # nearly always
+            elif plain and ids is not None and work.last and sequence.max_tokens:  # nearly always
                 deltas.append(_append(TokenDelta(sequence.request.id, sequence.index, []), sequence, ids[i], None, step))
             else:
                 token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
-                row = None if logits is None else logits[i]
-                deltas.append(_advance(work, token, None if ids is None else ids[i], row, step))
+                row = rows[i] if rows else None
+                deltas.append(_advance(work, token, None if ids is None else ids[i], row, step, chosen.get(i)))
         except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
             deltas.append(failed(sequence, wrong))
     return deltas
@@ -168,8 +175,11 @@ def _accept(work: Work, told: list[int | None], rows: Tensor | None, step: _Step
     return delta
 
 
-def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | None, step: _Step) -> TokenDelta | None:
-    """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores."""
+def _advance(
+    work: Work, token: int | None, taken: int | None, row: Tensor | None, step: _Step, chosen: int | None = None
+) -> TokenDelta | None:
+    """One sequence's delta. `token`: what the device sampled and meant, `taken`: what it goes on with; row: [V], [T,V] for scores;
+    `chosen`: what the host has chosen already."""
     sequence = work.sequence
     if taken is None:
         assert row is not None
@@ -183,7 +193,7 @@ def _advance(work: Work, token: int | None, taken: int | None, row: Tensor | Non
         if sequence.search is not None:
             sequence.search.told[sequence] = step.host.candidates(row, sequence), row
             return None
-        token = step.host.next_id(row, sequence)
+        token = step.host.next_id(row, sequence) if chosen is None else chosen
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
             sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
     return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, step)

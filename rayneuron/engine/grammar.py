@@ -93,7 +93,7 @@ class Grammar:
         self._counted = None if said.begins else sequence.prompt_len  # from where tokens are, None: from nowhere yet
         self._mask = np.zeros((vocab + 31) // 32, np.uint32)
         self._full = self._bits(range(vocab)) if self._free else self._mask
-        self._ends = self._bits(sequence.eos_ids)
+        self._unended = ~self._bits(sequence.eos_ids)  # all but what ends it
         self._at = -1  # how many ids there were when the mask was made
         self._pending: Future[None] | None = None
 
@@ -112,10 +112,10 @@ class Grammar:
         elif said.free_tokens is not None and self._counted is not None and len(ids) - self._counted >= said.free_tokens + self._begun():
             self._mask[:] = self._bits([said.after[self._begun()]])
         else:
-            self._mask[:] = self._full & ~self._ends if said.kind else self._full
+            self._mask[:] = self._full & self._unended if said.kind else self._full
         params = self._sequence.params
         unended = said.kind and (self._sequence.generated < params.min_tokens or params.ignore_eos)
-        if unended and (kept := self._mask & ~self._ends).any():
+        if unended and (kept := self._mask & self._unended).any():
             self._mask[:] = kept  # it may end here, and need not
         self._at = len(ids)
 

@@ -5,9 +5,13 @@ Shapes: T new tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
+from rayneuron.devices import host
 from rayneuron.engine import logits, neuron_sampling, sampling
 from rayneuron.engine.grammar import Mask
 from rayneuron.engine.neuron_sampling import NeuronSampling
@@ -35,6 +39,17 @@ class HostSampling:
             return int(row.argmax())
         return self._draw(row, sequence, None)
 
+    def next_ids(self, rows: Ids[Tensor], sequences: Ids[Sequence]) -> list[int | None]:
+        """As `commit.ReadsLogits`: what constraints allow and only the kernels have to look at."""
+        masks: dict[int, Mask] = {}
+        for i, sequence in enumerate(sequences):
+            if sequence.grammar is not None and not sequence.params.edits_logits and self._by_kernels(sequence):
+                with suppress(Exception):  # `next_id` meets it again
+                    masks[i] = sequence.grammar.mask()
+        drawn = host.draw([rows[i] for i in masks], [_how(sequences[i]) for i in masks], [*masks.values()]) if masks else None
+        told = dict(zip(masks, drawn or (), strict=drawn is not None))
+        return [told[i] if told.get(i, -1) >= 0 else None for i in range(len(rows))]
+
     def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
         """The likeliest, edited as transformers edits them: after the softmax."""
         told = row.double().log_softmax(-1)
@@ -53,17 +68,25 @@ class HostSampling:
 
     def _draw(self, row: Tensor, sequence: Sequence, mask: Mask | None) -> int:
         """-1 where a mask leaves nothing."""
-        params, uniform = sequence.params, 0.0
-        if not params.greedy:
-            uniform = float(sampling.uniforms([sequence.seed], [len(sequence.ids)])[0])  # the same as `runner.pack` gives the device
-        top_k = max(params.top_k, 0)
-        how = (params.temperature, top_k, params.top_p, params.min_p, uniform)
-        if params.greedy or (self._rule is None and params.typical_p == 1.0):
+        params, how = sequence.params, _how(sequence)
+        if self._by_kernels(sequence):
             return sampling.on_host(row, how, mask)
         if mask is not None and (row := sampling.masked(row, mask)).max() == logits.BANNED:
             return -1
+        _, top_k, _, _, uniform = how
         if self._rule is None:
             return sampling.on_host(sampling.typical(row, how, params.typical_p), (1.0, 0, 1.0, 0.0, uniform))
         told = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
         ids, _ = neuron_sampling.sample(row[None], *told, self._rule)
         return int(ids[0])
+
+    def _by_kernels(self, sequence: Sequence) -> bool:
+        """Whether `sampling.on_host` makes the choice alone."""
+        return sequence.params.greedy or (self._rule is None and sequence.params.typical_p == 1.0)
+
+
+def _how(sequence: Sequence) -> tuple[float, int, float, float, float]:
+    """Temperature, top_k, top_p, min_p and the next position's random number: the same as `runner.pack` gives the device."""
+    params = sequence.params
+    uniform = 0.0 if params.greedy else float(sampling.uniforms([sequence.seed], [len(sequence.ids)])[0])
+    return params.temperature, max(params.top_k, 0), params.top_p, params.min_p, uniform

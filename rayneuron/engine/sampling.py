@@ -63,13 +63,13 @@ def sample(
 def on_host(row: Tensor, how: tuple[float, int, float, float, float], mask: NDArray[np.uint32] | None = None) -> int:
     """`sample` of one row [V] with the whole vocabulary as candidates; by the CPU's kernels where they are built, whatever the device is.
     `how`: temperature, top_k, top_p, min_p, uniform. `mask`: a bit for each id that may come; -1 where none can."""
-    token = host.draw(row, how, mask)
-    if token is None:
-        if mask is not None and (row := masked(row, mask)).max() == float("-inf"):
-            return -1
-        temperature, top_k, top_p, min_p, uniform = (torch.tensor([value]) for value in how)
-        token = int(sample(row[None], temperature, top_k, top_p, min_p, uniform, candidates=len(row))[0])
-    return token
+    drawn = host.draw([row], [how], [mask])
+    if drawn is not None:
+        return drawn[0]
+    if mask is not None and (row := masked(row, mask)).max() == float("-inf"):
+        return -1
+    temperature, top_k, top_p, min_p, uniform = (torch.tensor([value]) for value in how)
+    return int(sample(row[None], temperature, top_k, top_p, min_p, uniform, candidates=len(row))[0])
 
 
 def typical(row: Tensor, how: tuple[float, int, float, float, float], mass: float) -> Tensor:

@@ -48,9 +48,9 @@ class Entry:
 
 class SafeFile:
     """One safetensors file, mapped, so that a rank reads its share only and gives pages back. Its header is checked whole before any
-    tensor is given out, by the format's own rules. `said`: its metadata; `digest`: of the header."""
+    tensor is given out, by the format's own rules, and `rest` called on the way. `said`: its metadata; `digest`: of the header."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rest: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
         try:
@@ -60,7 +60,7 @@ class SafeFile:
                 if size < 8 or head > min(size - 8, MAX_HEADER_BYTES):
                     raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes, a header of {head}")
                 text = f.read(head)
-            header = json.loads(text, object_pairs_hook=_once)
+            header = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, rest))
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist, but the index names it; download it again") from None
         except (ValueError, OSError, RecursionError) as e:
@@ -69,12 +69,12 @@ class SafeFile:
         said = {} if said is None else said
         if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
             raise CheckpointError(f"{path} has a damaged safetensors header: it is no JSON object of tensors, or its metadata are no words")
-        self.said: dict[str, str] = said
-        self.digest, self.start = checksum(text), 8 + head
-        self.entries = {name: self._entry(name, e, size - self.start) for name, e in header.items()}
+        self.said, self.digest, self.start = dict[str, str](said), checksum(text), 8 + head
+        self.entries = {name: self._entry(name, e, size - self.start, rest) for name, e in header.items()}
         self._covered(size - self.start)
 
-    def _entry(self, name: str, e: Any, room: int) -> Entry:
+    def _entry(self, name: str, e: Any, room: int, rest: Callable[[], None]) -> Entry:
+        rest()
         try:
             dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
             known = isinstance(e["shape"], list) and all(type(n) is int and 0 <= n < 2**48 for n in (*shape, start, stop))
@@ -108,8 +108,7 @@ class SafeFile:
             with self.path.open("rb") as f:
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=e.stop - e.start, offset=self.start + e.start)
-        if (self.start + e.start) % e.dtype.itemsize:
-            flat = flat.clone()  # torch wants elements aligned; old files are not
+        flat = flat.clone() if (self.start + e.start) % e.dtype.itemsize else flat  # torch wants elements aligned; old files are not
         return flat.view(e.dtype).view(e.shape)
 
     def verify(self, name: str) -> None:
@@ -164,7 +163,7 @@ class Checkpoint(Mapping[str, Tensor]):
             self._where[name] = file
 
     def _pickled(self, allow: bool) -> None:
-        found = sorted(self.path.glob("*.bin"))
+        found = sorted(self.path.glob("*.bin")) or sorted(self.path.glob("medusa_lm_head.pt"))
         if not found:
             raise CheckpointError(f"{self.path} holds no *.safetensors file")
         if not allow:
@@ -172,7 +171,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 f"{self.path} holds only pickled weights ({found[0].name}), which can run code when read; "
                 "convert them to safetensors, or set allow_pickle: true"
             )
-        files = [self.path / PICKLE]
+        files = [self.path / PICKLE] if found[0].suffix == ".bin" else found
         if (self.path / PICKLE_INDEX).exists():
             files = [self.path / f for f in sorted(set(weight_map(self.path / PICKLE_INDEX).values()))]
         for file in files:
@@ -228,7 +227,8 @@ def _bytes(t: Tensor) -> memoryview:
     return t.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, Any]], rest: Callable[[], None]) -> dict[str, Any]:
+    rest()
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name appears twice")

@@ -235,7 +235,7 @@ def _read_pairs(path: Path, digest: Any, rest: Callable[[], None]) -> dict[str, 
     if not (path / TENSORS).exists():
         said = "; save it with safe_serialization=True" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {TENSORS}{said}")
-    file = SafeFile(path / TENSORS)
+    file = SafeFile(path / TENSORS, rest)
     rest()
     sides: dict[str, dict[str, Tensor]] = {}
     for name in sorted(file.entries):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from rayneuron.constraints import StructuredOutputs
 from rayneuron.engine.engine import Engine
 from rayneuron.engine.grammar import Constraining
+from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.speculation.drafting import look_up
 from rayneuron.errors import RequestError
 from rayneuron.structured import Grammars
@@ -132,6 +134,21 @@ def test_no_way_of_running_changes_a_token(tiny, grammars, alone, way):
     engine.check_ledger()
     if "preempted" in way:
         assert engine.scheduler.preemptions > 0
+
+
+def test_rows_chosen_in_one_call_are_chosen_as_alone(tiny, grammars, alone, monkeypatch):
+    counts, together = Counter(), HostSampling.next_ids
+
+    def one_by_one(self, rows, sequences):
+        found = together(self, rows, sequences)
+        for token, sequence, row in zip(found, sequences, rows, strict=True):
+            counts["edited" if sequence.params.edits_logits else "told" if token is not None else "left"] += 1
+            assert token is None or (not sequence.params.edits_logits and token == self.next_id(row, sequence))
+        return [None] * len(found)
+
+    monkeypatch.setattr(HostSampling, "next_ids", one_by_one)
+    assert test_speculation.run(constrained(WAYS["together"](tiny), grammars), requests(1)) == alone
+    assert counts["told"] > 100
 
 
 def test_forced_tokens_take_fewer_steps(tiny, grammars):

@@ -190,6 +190,7 @@ def test_the_kernels_take_the_first_largest_that_a_mask_allows(march: str, vocab
     rng = np.random.default_rng(vocab)
     found = library.library(march)
     assert found is not None
+    rows, masks, wanted = [], [], []
     for turn in range(20):
         row = torch.tensor(rng.normal(size=vocab).round(1), dtype=torch.float32)  # equals are many
         row[rng.random(vocab) < 0.2 * (turn % 3)] = float("-inf")
@@ -198,9 +199,13 @@ def test_the_kernels_take_the_first_largest_that_a_mask_allows(march: str, vocab
         mask = np.zeros((vocab + 31) // 32 * 4, np.uint8)
         bits = np.packbits(allowed, bitorder="little")
         mask[: len(bits)] = bits
-        got = draws.draw_row(found, row, draws.DrawFields(0.0, 1.0, 0.0, 0.0, 0), mask.view(np.uint32))
         want = torch.where(torch.from_numpy(allowed), row, float("-inf"))
-        assert got == (-1 if want.max() == float("-inf") else int(want.argmax()))
+        rows, masks = [*rows, row], [*masks, mask.view(np.uint32)]
+        wanted.append(-1 if want.max() == float("-inf") else int(want.argmax()))
+    greedy = (0.0, 0, 1.0, 0.0, 0.0)
+    assert [draws.draw_rows(found, [row], [greedy], [mask])[0] for row, mask in zip(rows, masks, strict=True)] == wanted
+    assert draws.draw_rows(found, rows, [greedy] * 20, masks) == wanted
+    assert draws.draw_rows(found, rows, [greedy] * 20, [None] * 20) == [int(row.argmax()) for row in rows]
 
 
 def test_the_kernels_reach_both_ends_of_what_is_kept():

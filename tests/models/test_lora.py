@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,37 @@ def test_an_adapter_is_known_by_its_content(saved: Saved, tmp_path: Path) -> Non
     assert one.identity == same.identity != other.identity
     assert one.rank == 4
     assert read(saved, adapters.write(tmp_path / "d", saved.path, lora_alpha=7)).identity != one.identity
+
+
+@pytest.mark.parametrize("saved", ["llama"], indirect=True)
+def test_reading_rests_after_every_little_piece(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a file's header, which is one piece of Python's own work: steps would wait for the interpreter that long."""
+    save_file({f"t{i}": torch.zeros(1) for i in range(500)}, tmp_path / "many.safetensors")
+    calls, worst = 0, 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def rest() -> None:
+        nonlocal calls, worst
+        worst, calls = max(worst, calls), 0
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        hub.SafeFile(tmp_path / "many.safetensors", rest)
+    finally:
+        sys.setprofile(before)
+    assert 0 < worst < 100
+
+    told = []
+    monkeypatch.setattr(lora, "SafeFile", lambda path, rest: told.append(rest) or hub.SafeFile(path, rest))
+    folder = adapters.write(tmp_path / "a", saved.path)
+    raw = hub.read_config(saved.path)
+    arch = models.architecture(raw)
+    lora.read(folder, arch, lora.modules_of(arch, models.family(raw)), max_rank=8, rest=rest)
+    assert told == [rest]
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [

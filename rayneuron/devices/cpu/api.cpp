@@ -114,9 +114,9 @@ Stack* rn_stack_open(Pool* pool, const Model* model) { return open_stack(*pool, 
 void rn_stack_close(Stack* stack) { close_stack(stack); }
 int rn_stack_run(Stack* stack, const Call* call, int first, int last, int parts) { return run_stack(stack, *call, first, last, parts); }
 
-// One id a row of logits [rows][stride], of the first n whose bit is set in a mask, if there is one (-1: none above -infinity is); without a pool by the calling thread.
-void rn_draw(Pool* pool, const float* logits, int rows, int n, int64_t stride, const Draw* how, const uint32_t* mask, int32_t* ids) {
-    auto one = [&](int i) { ids[i] = mask ? draw_allowed(logits + i * stride, n, how[i], mask) : draw(logits + i * stride, n, how[i]); };
+// One id a row [n] of `logits`, of those whose bit is set in the row's mask, if it has one (-1: none above -infinity is); without a pool by the calling thread.
+void rn_draw(Pool* pool, const float* const* logits, int rows, int n, const Draw* how, const uint32_t* const* masks, int32_t* ids) {
+    auto one = [&](int i) { ids[i] = masks && masks[i] ? draw_allowed(logits[i], n, how[i], masks[i]) : draw(logits[i], n, how[i]); };
     if (pool) return pool->run(rows, one);
     for (int i = 0; i < rows; i++) one(i);
 }

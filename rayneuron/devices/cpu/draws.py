@@ -22,6 +22,8 @@ class DrawFields(ctypes.Structure):
 
 
 _WORDS = len(DrawFields._fields_)  # each 4 bytes
+_DRAW = np.dtype(DrawFields)
+How = tuple[float, int, float, float, float]  # temperature, top_k, top_p, min_p, uniform
 
 
 def fits(logits: Tensor) -> bool:
@@ -39,16 +41,19 @@ def draw(
         how[:, i] = values
     how.view(torch.int32)[:, 4] = top_k
     ids = torch.empty(rows, dtype=torch.int32)
-    found.rn_draw(team, logits.data_ptr(), rows, count, logits.stride(0), how.data_ptr(), None, ids.data_ptr())
+    where = logits.data_ptr() + 4 * logits.stride(0) * np.arange(rows, dtype=np.uint64)
+    found.rn_draw(team, where.ctypes.data, rows, count, how.data_ptr(), None, ids.data_ptr())
     return ids
 
 
-def draw_row(found: ctypes.CDLL, logits: Tensor, how: DrawFields, mask: NDArray[np.uint32] | None) -> int:
-    """The id of a single row [V] by the calling thread. `mask`: a bit for each id that may come; -1 where none can."""
-    token, count = ctypes.c_int32(), len(logits)
-    bits = None if mask is None else mask.ctypes.data
-    found.rn_draw(None, logits.data_ptr(), 1, count, count, ctypes.addressof(how), bits, ctypes.addressof(token))
-    return token.value
+def draw_rows(found: ctypes.CDLL, rows: Sequence[Tensor], hows: Sequence[How], masks: Sequence[NDArray[np.uint32] | None]) -> list[int]:
+    """The ids of some rows [V] by the calling thread. Masks: a bit for each id that may come; -1 where none can."""
+    where = np.array([row.data_ptr() for row in rows], np.uint64)
+    bits = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
+    how = np.array([(temperature, top_p, min_p, uniform, top_k) for temperature, top_k, top_p, min_p, uniform in hows], _DRAW)
+    ids = np.empty(len(rows), np.int32)
+    found.rn_draw(None, where.ctypes.data, len(rows), len(rows[0]), how.ctypes.data, bits.ctypes.data, ids.ctypes.data)
+    return ids.tolist()
 
 
 def describe(found: ctypes.CDLL, rows: Sequence[Tensor], tokens: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

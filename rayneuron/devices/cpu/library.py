@@ -35,7 +35,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_linear": (None, [_P, _P, _P, _I, _I, _P, _I]),
     "rn_best": (None, [_P, _P, _P, _I, _I, _I, _P]),
     "rn_norm": (None, [_P, _P, _I, _I, _I, _P, _P, _I, _F, _P]),
-    "rn_draw": (None, [_P, _P, _I, _I, _L, _P, _P, _P]),
+    "rn_draw": (None, [_P, _P, _I, _I, _P, _P, _P]),
     "rn_describe": (None, [_P, _I, _I, _P, _I, _P, _P, _P, _P]),
     "rn_attend": (None, [_P, _P, _P, _I]),
     "rn_stack_open": (_P, [_P, _P]),

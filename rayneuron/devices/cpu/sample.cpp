@@ -31,8 +31,13 @@ float largest(const float* x, int n) {
 }
 
 int first_largest(const float* x, int n) {
-    const float most = largest(x, n);
-    return (int)(std::find(x, x + n, most) - x) % n;  // nothing equals NaN: then 0
+    float most = -INFINITY;
+    int at = 0;
+    for (int i = 0; i < n; i += BLOCK) {
+        const float here = largest(x + i, std::min(BLOCK, n - i));
+        if (here > most) most = here, at = i;
+    }
+    return (int)(std::find(x + at, x + n, most) - x) % n;  // nothing equals NaN: then 0
 }
 
 V some(const float* x, int n) {  // up to 16 values, then such as can never come
@@ -47,15 +52,17 @@ V some(const float* x, int n) {  // up to 16 values, then such as can never come
 int first_largest_allowed(const float* x, int n, const uint32_t* mask) {
     float most = -INFINITY;
     int first = -1;
-    for (int i = 0; i < n; i += 2 * LANES) {
-        const int count = std::min(2 * LANES, n - i);
-        uint32_t bits = mask[i / 32] & (0xffffffffu >> (32 - count));
-        if (!bits || !any_above(maximum(some(x + i, count), some(x + i + LANES, count - LANES)), set1(most))) continue;
+    auto choose = [&](int i, uint32_t bits) {
         for (; bits; bits &= bits - 1) {
             const int id = i + __builtin_ctz(bits);
             if (x[id] > most) most = x[id], first = id;
         }
-    }
+    };
+    V bound = set1(most);
+    int i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        if (mask[i / 32] && any_above(maximum(load(x + i), load(x + i + LANES)), bound)) choose(i, mask[i / 32]), bound = set1(most);
+    if (i < n) choose(i, mask[i / 32] & (0xffffffffu >> (32 - (n - i))));
     return first;
 }
 
