@@ -182,7 +182,7 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     """What one engine step adds to one choice of one request. `index` is the choice (0 <= index < n).
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
-    `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` comes with the last delta of a choice.
+    `prompt_logprobs` comes once, with the first delta of choice 0, and starts with None. `stamps` and `preemptions` come with the last.
     `remote`: this first token comes from another pool, and so will the KV before it. `predicted`: its prediction's drafts, true and not.
     `pooled`: float32 [E], where asked for. `error` says why in words a client may read (`fault` "engine": for the log), `param` what of.
     """

@@ -8,6 +8,8 @@ from rayneuron.api.fields import Fields, whole, wrong
 from rayneuron.constraints import MAX_WIDTH, Beams
 from rayneuron.errors import RequestError
 
+SEARCH = ("use_beam_search", "num_beams", "length_penalty", "early_stopping")
+
 
 def read_beams(fields: Fields, stream: bool) -> Beams | None:
     """vLLM's search is as wide as its `best_of`, or `n`; each has its own rule of when it ends. RequestError for a stream of one."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rayneuron.api.adapters import read_adapter
-from rayneuron.api.beams import read_beams
+from rayneuron.api.adapters import FIELDS, read_adapter
+from rayneuron.api.beams import SEARCH, read_beams
 from rayneuron.api.call import Context, Head
 from rayneuron.api.fields import Fields, clean_id, token_ids, whole, wrong
 from rayneuron.api.structured import CONSTRAINTS, read_structured
@@ -30,7 +30,7 @@ def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[H
     """The reply's side of a body, and words of SamplingParams; lengths and logprobs are the endpoint's own. `unserved`: what it refuses."""
     head = read_head(fields, context)
     constraint = read_structured(fields) if any(name in fields for name in CONSTRAINTS) else None
-    beams = read_beams(fields, head.stream)
+    beams = read_beams(fields, head.stream) if any(name in fields for name in SEARCH) else None
     _refuse_unserved(fields, unserved)
     fields.string("user")
     words = read_sampling(fields, context) | _optional(structured_outputs=constraint, beams=beams)
@@ -42,7 +42,8 @@ def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[H
 def read_head(fields: Fields, context: Context) -> Head:
     """The reply's side of a body. UnknownModel (404) for a model that is not served here."""
     model = fields.string("model", context.models[0])
-    adapter = read_adapter(fields, context, model)
+    named = model not in context.models or any(name in fields for name in FIELDS)
+    adapter = read_adapter(fields, context, model) if named else None
     if adapter is None and model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
         raise UnknownModel(f"The model `{model}` does not exist.", param="model")
     stream, options = fields.flag("stream"), fields.table("stream_options")

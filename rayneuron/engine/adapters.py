@@ -88,14 +88,14 @@ class Adapters:
                 self._vacate(next(other for other in self._places if not self._pins[other]))
             slot = self._free.pop()
             self._installs[slot] = identity
-        self._places[identity] = choice.slot = slot
+        assert choice.hold is not None
+        self._places[identity] = choice.hold.slot = slot
         self._pins[identity] += 1
 
     def leave(self, choice: Choice) -> None:
         """It runs no more."""
         if choice.request.adapter is not None:
             self._pins[choice.request.adapter] -= 1
-            choice.slot = -1
 
     def installs(self) -> list[tuple[int, str]]:
         """(slot, adapter): what the next step needs to be put before it."""
@@ -115,7 +115,8 @@ class Adapters:
         assert sorted(held) == list(range(self.slots)), f"slots {held} of {self.slots}"
         assert +self._pins == Counter(c.request.adapter for c in running if c.request.adapter is not None), "pins are wrong"
         assert +self._users == Counter(r.adapter for r in requests if r.adapter is not None), "users are wrong"
-        assert all(c.slot == self._places[c.request.adapter] for c in running if c.request.adapter is not None), "a choice runs elsewhere"
+        slots = [self._places.get(choice.request.adapter or "", -1) for choice in running]
+        assert slots == [-1 if c.hold is None else c.hold.slot for c in running], "a choice runs elsewhere"
         assert self.kept == {*self.names.values(), *(+self._users)}, "the host keeps what nobody needs, or lacks what somebody does"
         assert self._places.keys() <= self.kept, "a slot holds what the host has dropped"
         assert all(self._places.get(identity) == slot for slot, identity in self._installs.items()), "what left is still to be put"

@@ -177,6 +177,6 @@ class Search:
 def forked(parent: Sequence) -> Sequence:
     """Another beam that begins as `parent` does, and holds nothing yet."""
     own = {"ids": list(parent.ids), "hashes": list(parent.hashes)}
-    child = structs.replace(parent, **own, hold=None, slot=-1, prompt_logprobs=None, drafter=None)
+    child = structs.replace(parent, **own, hold=None, prompt_logprobs=None, drafter=None)
     child.edits = None if parent.edits is None else parent.edits.of(child)
     return child

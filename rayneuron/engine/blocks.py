@@ -21,11 +21,11 @@ from rayneuron.news import Cleared, KvNews, Removed, Stored
 
 
 class Hold(Struct, eq=False):
-    """What one sequence holds: a row, and blocks in the order of its positions.
+    """What one sequence holds: a row, blocks in the order of its positions, and the `slot` of its adapter in the device.
 
     `shared`: how many of the first nobody may write, since others read them or may: with hashes, those that are registered. `known`:
     positions whose KV was there at admission. `table`: the store's, int32 [rows, width]; line `row` has the blocks, null behind the last.
-    `age`: resets of the store before it was admitted; what has been forgotten since must not be built upon.
+    `age`: resets of the store before it was admitted; what has been forgotten since must not be built upon. `changes` of its blocks since.
     """
 
     row: int
@@ -34,6 +34,8 @@ class Hold(Struct, eq=False):
     age: int
     shared: int = 0
     known: int = 0
+    slot: int = -1
+    changes: int = 0
 
 
 class Blocks:
@@ -120,6 +122,7 @@ class Blocks:
             return True
         taken = self._fresh(more)
         hold.blocks += taken
+        hold.changes += 1
         hold.table[hold.row, have : len(hold.blocks)] = taken
         return len(taken) >= more
 
@@ -178,10 +181,7 @@ class Blocks:
         """Give back what a ticket holds; harmless where it holds nothing."""
         hold = self._tickets.pop(ticket, None)
         if hold is not None:
-            for block in hold.blocks:
-                self._pins[block] -= 1
-                if not self._pins[block]:
-                    del self._pins[block]
+            self._pins -= Counter(hold.blocks)  # what comes to nothing goes
             self._shorten(hold, 0)
 
     def reset(self) -> int:
@@ -241,6 +241,7 @@ class Blocks:
     def _swap(self, hold: Hold, at: int, block: int) -> None:
         if (own := hold.blocks[at]) != block:
             self._take(block)
+            hold.changes += 1
             hold.blocks[at] = hold.table[hold.row, at] = block
             self._drop([own])
 
@@ -282,10 +283,9 @@ class Blocks:
 
     def check(self, holds: Iterable[Hold]) -> None:
         """Raise AssertionError if the invariant is broken. `holds`: all there are but the tickets'."""
-        holds = list(holds)
+        holds, known = list(holds), self.registered.hashes
         tickets = Counter(block for hold in self._tickets.values() for block in hold.blocks)
         counted = tickets + Counter(block for hold in holds for block in hold.blocks) + Counter(self._copies.values())
-        known = self.registered.hashes
         assert tickets == self._pins, (tickets, self._pins)
         assert sorted([*self._rows, *(hold.row for hold in holds)]) == list(range(self.space.rows)), self._rows
         assert [counted[block] for block in range(self.space.blocks)] == self._holders, (counted, self._holders)

@@ -91,23 +91,27 @@ def _advanced(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
     ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     rows = output.logits.unbind() if output.logits is not None else ()
-    held = [i for i, w in enumerate(works) if w.valid and w.last and w.sequence.grammar is not None and ids is not None]
+    told = enumerate(works) if rows and ids is not None else ()
+    held = [i for i, w in told if w.last and w.sequence.grammar is not None and w.valid]
     chosen = dict(zip(held, step.host.next_ids([rows[i] for i in held], [works[i].sequence for i in held]), strict=True)) if held else {}
     deltas: list[TokenDelta | None] = []
+    pooled, plain = output.pooled, not rows and complete is None
     for i, work in enumerate(works):
         sequence = work.sequence
-        if not work.valid:
+        if work.epoch != sequence.epoch or sequence.finish_reason is not None:
             deltas.append(None)
             continue
         if work.followed:
             sequence.unseen -= 1
-        token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
-        row = rows[i] if rows else None
         try:
-            if output.pooled is not None:
-                deltas.append(_pool(work, output.pooled[i]))
-                continue
-            deltas.append(_advance(work, token, None if ids is None else ids[i], row, step, chosen.get(i)))
+            if pooled is not None:
+                deltas.append(_pool(work, pooled[i]))
+            elif plain and ids is not None and work.last and sequence.max_tokens:  # nearly always
+                deltas.append(_append(TokenDelta(sequence.request.id, sequence.index, []), sequence, ids[i], None, step))
+            else:
+                token = None if ids is None or (complete is not None and not complete[i]) else ids[i]
+                row = rows[i] if rows else None
+                deltas.append(_advance(work, token, None if ids is None else ids[i], row, step, chosen.get(i)))
         except Exception as wrong:  # the KV is sound, and the others have their tokens: only this choice ends
             deltas.append(failed(sequence, wrong))
     return deltas
@@ -251,7 +255,7 @@ def _append(delta: TokenDelta, sequence: Sequence, token: int, row: Tensor | Non
         sequence.stamps.prefill_done = sequence.stamps.first_token = step.now
         delta.cached_tokens = sequence.cached
         delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return ended(sequence, delta)
+    return ended(sequence, delta) if token in sequence.stop_ids or len(sequence.ids) >= sequence.prompt_len + sequence.max_tokens else delta
 
 
 def adopt(choices: Mapping[int, Sequence], heard: Iterable[TokenDelta], now: float) -> list[TokenDelta]:

@@ -112,7 +112,7 @@ class Engine:
         self._constrain()
         deltas, self._ended = self._ended + self._hear(started), []
         next_plan = self.scheduler.plan()
-        begun = [work.sequence for work in next_plan.works] if next_plan is not None else []
+        begun = next_plan.begins if next_plan is not None else ()
         for sequence in (*begun, *(asked for _, asked in self.scheduler.remote.values() if asked is not None)):
             sequence.stamps.scheduled = sequence.stamps.scheduled or started
         planned = self._clock()
@@ -239,7 +239,7 @@ class Engine:
             if delta is None or (delta.finish_reason == "error" and sequence.search is not None):
                 deltas += self._searched(sequence.search, delta, now) if sequence.search is not None else ()
                 continue
-            if sequence.request.params.n > 1 and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
+            if sequence.several and sequence.leader is None and sequence.generated - len(delta.token_ids) <= 1:
                 # The prompt's KV exists now: the other choices may share it. (One before: the first may have come from elsewhere.)
                 for choice in self._requests.followers(sequence.request.id):
                     self.scheduler.add(choice)

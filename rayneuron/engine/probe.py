@@ -15,7 +15,7 @@ def probe(runner: Runs, vocab: int) -> None:
     request = Request(id="warm-up", prompt_ids=ids, params=SamplingParams(temperature=0.0, logprobs=0, max_tokens=1))
     hold = Blocks(runner.capacity.space).admit(len(ids))
     sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=len(ids), hold=hold)
-    logits = runner.start(Plan("prefill", [Work(sequence, 0, len(ids))])).wait().logits
+    logits = runner.start(Plan("prefill", [Work.of(sequence, 0, len(ids))])).wait().logits
     assert logits is not None
     found = logits[0].float()
     if not found.isfinite().all():

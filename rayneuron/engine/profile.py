@@ -55,7 +55,8 @@ class StepInfo:
         """Of a step that has been committed."""
         works = plan.works
         drafts = [(len(w.drafts), w.accepted) for w in works if w.drafts] if plan.tag == "verify" else []
-        return cls(plan.tag, len(works), sum([w.tokens for w in works]), plan_s, run_s, commit_s, drafts)
+        tokens = sum([w.count for w in works]) + sum([tried for tried, _ in drafts])
+        return cls(plan.tag, len(works), tokens, plan_s, run_s, commit_s, drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
         assert hold is not None
         hold.shared = len(hold.blocks)  # nobody writes what is shared
         sequence = Sequence(request, 0, ids, seed=0, max_tokens=1, order=0, prompt_len=length, hold=hold)
-        works.append(Work(sequence, length - count, 1 if point.tag == "verify" else count))
+        works.append(Work.of(sequence, length - count, 1 if point.tag == "verify" else count))
         if point.tag == "verify" and (len(works) == 1 or not point.one):
             works[-1].drafts = (DRAFTED,) * (count - 1) if point.drafted else tuple(ids[length - count + 1 :])
     return works

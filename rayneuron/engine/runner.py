@@ -30,11 +30,12 @@ from rayneuron.devices.base import (
     Weights,
     blank,
 )
+from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, decode_shape, fill_shape, inventory, prefill_shape, verify_shape
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.sequence import Plan, Work, wants_scores
 from rayneuron.engine.shelf import Keeps, Shelf
-from rayneuron.engine.step import step
+from rayneuron.engine.step import HOW, step
 from rayneuron.engine.swap import Swap, Swaps
 from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
@@ -42,8 +43,7 @@ from rayneuron.models.heads import Heads
 from rayneuron.models.kv import KvSpace
 from rayneuron.models.memory import kv_shape
 
-_PLACES = ("tokens", "positions", "rows", "blocks", "slots", "last")
-_DRAWS = ("temperature", "top_k", "top_p", "min_p", "uniform")
+_PLACES = ("tokens", "positions", "slots")
 
 
 class RowError(Exception):
@@ -140,7 +140,7 @@ class Runner:
 def choose(capacity: Capacity, plan: Plan) -> Shape:
     """The graph of a plan: the smallest listed shape that holds it."""
     works = plan.works
-    length = max([w.start + w.tokens for w in works])
+    length = max([w.start + w.count + len(w.drafts) for w in works])
     want = _want(plan)
     if plan.tag != "prefill":
         return (decode_shape if plan.tag == "decode" else verify_shape)(capacity, len(works), length, want)
@@ -184,53 +184,61 @@ def pack(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
 
 
 def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
-    """Row i is work i. What belongs to the true tokens lies one after another (`at`: their positions); `where` it goes in arrays [B,T]."""
-    sequences, size, n = [w.sequence for w in works], space.block, len(works)
-    holds = [s.hold for s in sequences if s.hold is not None]
-    start = np.array([w.start for w in works], np.int32)
-    rows = np.array([h.row for h in holds], np.int32)
-    lines, shared = holds[0].table[rows], np.array([h.shared * size for h in holds], np.int32)
-    row, at = np.arange(n), start
-    where: Any = np.s_[:n, 0]
-    if shape.tokens > 1:
-        count = np.array([w.tokens for w in works], np.int32)
-        row = row.repeat(count)
-        column = np.arange(len(row), dtype=np.int32) - (count.cumsum(dtype=np.int32) - count).repeat(count)
-        at, shared, where = start[row] + column, shared[row], (row, column)
-    slots = lines[row, at // size] * size + at % size
+    """Row i is work i. What is as in the step before is not made again; each call of numpy or torch costs as much as a few rows."""
+    holds = tuple([w.sequence.hold for w in works if w.sequence.hold is not None])
+    kept = _kept(shape, space, holds)
+    tables = _tables(shape, space, holds, sum([hold.changes for hold in holds]))
+    if shape.tokens == 1:
+        made = dict(zip(_PLACES, map(torch.from_numpy, _one_each(works, holds, shape, space)), strict=True))
+    else:
+        made = {name: torch.from_numpy(array) for name, array in _some_each(works, holds, shape, space).items()}
+    if shape.want.ids == "sampled":
+        made |= _how(shape, space, tuple([w.sequence.how for w in works]))
+        made["uniform"] = torch.from_numpy(_drawn(works, _idle(shape, space)[0]["uniform"].copy()))
+    return Batch(**{**kept, **tables, **made})
+
+
+def _one_each(works: Sequence[Work], holds: Sequence[Hold], shape: Shape, space: KvSpace) -> NDArray[np.int32]:
+    """[3,B,1]: `_PLACES` of works of one token."""
+    size, nowhere, idle = space.block, space.nowhere, shape.rows - len(works)
+    starts = [w.start for w in works]
+    tokens = [w.sequence.ids[w.start] if w.start < len(w.sequence.ids) else FOLLOWS for w in works]
+    slots = [
+        hold.blocks[start // size] * size + start % size if start >= hold.shared * size or shape.tag == "fill" else nowhere
+        for start, hold in zip(starts, holds, strict=True)
+    ]
+    values = (*tokens, *[0] * idle, *starts, *[space.limit] * idle, *slots, *[nowhere] * idle)
+    return np.fromiter(values, np.int32, len(values)).reshape(3, shape.rows, 1)
+
+
+def _some_each(works: Sequence[Work], holds: Sequence[Hold], shape: Shape, space: KvSpace) -> dict[str, NDArray[Any]]:
+    """`_PLACES` and `last` of works of some tokens: what belongs to the true ones lies one after another (`at`: their positions), `where`
+    it goes in arrays [B,T]."""
+    n, size, table, tokens = len(works), space.block, holds[0].table, list[int]()
+    count = np.array([w.tokens for w in works], np.int32)
+    row = np.arange(n).repeat(count)
+    column = np.arange(len(row), dtype=np.int32) - (count.cumsum(dtype=np.int32) - count).repeat(count)
+    at, where = np.array([w.start for w in works], np.int32)[row] + column, (row, column)
+    slots = table[np.array([h.row for h in holds])[row], at // size] * size + at % size
     if shape.tag != "fill":  # a draft model's KV is not read by others unless they have it from whoever filled it
-        slots[at < shared] = space.nowhere  # computed again for what stands behind it: others read what is there
-    tokens: list[int] = []
-    for work, sequence in zip(works, sequences, strict=True):
-        tokens += sequence.ids[work.start : work.start + work.count] or (FOLLOWS,)
+        shared = np.array([h.shared * size for h in holds], np.int32)
+        slots[at < shared[row]] = space.nowhere  # computed again for what stands behind it: others read what is there
+    for work in works:
+        tokens += work.sequence.ids[work.start : work.start + work.count] or (FOLLOWS,)
         tokens += work.drafts
-    needs = {s.needs for s in sequences}
-    idle, tensors = _idle(shape, space)
-    own = [s.slot for s in sequences]
-    changed = (*_PLACES, *(_DRAWS if needs != {"likeliest"} else ()), *(("adapters",) if max(own) >= 0 else ()))
-    arrays = {name: idle[name].copy() for name in changed}
-    if "adapters" in arrays:
-        arrays["adapters"][:n] = own
-    arrays["rows"][:n], arrays["blocks"][:n] = rows, lines[:, : idle["blocks"].shape[1]]
+    arrays = {name: _idle(shape, space)[0][name].copy() for name in (*_PLACES, "last")}
     arrays["positions"][where], arrays["slots"][where], arrays["tokens"][where] = at, slots, tokens
-    if shape.tokens > 1:
-        arrays["last"][:n] = count - 1
-    if needs != {"likeliest"}:
-        _draw(arrays, works)
-    return Batch(**{**tensors, **{name: torch.from_numpy(array) for name, array in arrays.items()}})
+    arrays["last"][:n] = count - 1
+    return arrays
 
 
-def _draw(arrays: dict[str, NDArray[Any]], works: Sequence[Work]) -> None:
-    """How the rows that do not take the likeliest draw; the others keep the filters off."""
-    warm = [i for i, work in enumerate(works) if work.sequence.params.temperature]
-    for i in warm:
-        params = works[i].sequence.params
-        arrays["temperature"][i], arrays["top_k"][i] = params.temperature, max(params.top_k, 0)
-        arrays["top_p"][i], arrays["min_p"][i] = params.top_p, params.min_p
-    drawn = [(i, j) for i in warm for j in range(1 + len(works[i].drafts))]  # each with the number of its own position
+def _drawn(works: Sequence[Work], uniform: NDArray[Any]) -> NDArray[Any]:
+    """The random numbers of the rows that do not take the likeliest, each by its own position."""
+    drawn = [(i, j) for i, w in enumerate(works) if w.sequence.how[0] for j in range(1 + len(w.drafts))]
     if drawn:
         numbers = uniforms([works[i].sequence.seed for i, _ in drawn], [works[i].start + works[i].count + j for i, j in drawn])
-        arrays["uniform"][tuple(np.array(drawn).T)] = numbers
+        uniform[tuple(np.array(drawn).T)] = numbers
+    return uniform
 
 
 @lru_cache(256)
@@ -238,3 +246,31 @@ def _idle(shape: Shape, space: KvSpace) -> tuple[dict[str, NDArray[Any]], dict[s
     """The arrays of idle rows, and the same as tensors: what a step leaves as it is need not be made for it. Nobody writes them."""
     arrays = blank(shape, space)
     return arrays, {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@lru_cache(16)  # the steps of who decodes now, with and without drafts, and of some prompts
+def _kept(shape: Shape, space: KvSpace, holds: tuple[Hold, ...]) -> dict[str, torch.Tensor]:
+    """The tensors of an idle step, and of one of these their rows and adapters. Nobody writes any."""
+    idle, tensors = _idle(shape, space)
+    rows, slots = idle["rows"].copy(), idle["adapters"].copy()
+    rows[: len(holds)], slots[: len(holds)] = [hold.row for hold in holds], [hold.slot for hold in holds]
+    return {**tensors, "rows": torch.from_numpy(rows), "adapters": torch.from_numpy(slots)}
+
+
+@lru_cache(16)
+def _tables(shape: Shape, space: KvSpace, holds: tuple[Hold, ...], changes: int) -> dict[str, torch.Tensor]:
+    """The blocks of their rows, after so many `changes` of theirs. Nobody writes them."""
+    blocks = _idle(shape, space)[0]["blocks"].copy()
+    blocks[: len(holds)] = holds[0].table[[hold.row for hold in holds], : blocks.shape[1]]
+    return {"blocks": torch.from_numpy(blocks)}
+
+
+@lru_cache(16)
+def _how(shape: Shape, space: KvSpace, said: tuple[tuple[float, int, float, float], ...]) -> dict[str, torch.Tensor]:
+    """How the rows draw. Nobody writes these."""
+    made = {}
+    for name, values in zip(HOW, zip(*said, strict=True), strict=True):
+        array = _idle(shape, space)[0][name].copy()
+        array[: len(said)] = np.fromiter(values, array.dtype, len(said))
+        made[name] = torch.from_numpy(array)
+    return made

@@ -42,8 +42,8 @@ class Scheduler:
         self.forks = Forks(self.blocks, self.adapters, self.running)
         self.prefills: Prefills | None = None
         self.remote: dict[str, tuple[Hold, Sequence | None]] = {}  # by key: what others may write, and whose it is; None: who has ended
-        self.waiting_tokens = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
-        self.preemptions = 0
+        self.waiting_tokens = self.preemptions = 0  # prompt tokens of `waiting`, preempted sequences with all their tokens
+        self._fresh: set[Sequence] = set()  # who runs and has had no step yet
         self._prefilled_last = False
         self._under_way: Plan | None = None  # the step begun last, until it has ended
         self._short: Sequence | None = None  # the first who waits for room that others give back with the step under way
@@ -56,6 +56,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting, running or remote, and free what it holds, unless others may still write there."""
+        self._fresh.discard(sequence)
         if sequence.phase == "remote":
             assert self.prefills is not None and sequence.hold is not None
             self.remote[sequence.asked], sequence.hold = (sequence.hold, None), None
@@ -74,17 +75,21 @@ class Scheduler:
         self._admit()
         prefills = [s for s in self.running if s.phase == "prefill"]
         if prefills and not (self._prefilled_last and any(s.phase == "decode" for s in self.running)):
-            works = self._chunks(prefills)
-            if works:  # none where all that was left has been found in the cache
+            if works := self._chunks(prefills):  # none where all that was left has been found in the cache
                 self._prefilled_last = True
-                return Plan("prefill", works, self.blocks.copies(), self.adapters.installs())
+                return self._begins(Plan("prefill", works, self.blocks.copies(), self.adapters.installs()))
         self._prefilled_last, before = False, self.preemptions
-        works = self._grow()
-        if works:
-            plan = Plan("decode", works, self.blocks.copies(), self.adapters.installs())
+        if works := self._grow():
+            plan = self._begins(Plan("decode", works, self.blocks.copies(), self.adapters.installs()))
             return plan if self.speculation is None else self.speculation.draft(plan, self.blocks)
         # where growing has preempted all who decode, others can be served now; else nobody is there, or waits for the step under way
         return self.plan() if self.preemptions > before else None
+
+    def _begins(self, plan: Plan) -> Plan:
+        if self._fresh:
+            plan.begins = [work.sequence for work in plan.works if work.sequence in self._fresh]
+            self._fresh.difference_update(plan.begins)
+        return plan
 
     def launch(self, plan: Plan, overlaps: bool) -> None:
         """A step has begun: its KV counts as computed. `overlaps`: what the device knows itself of the next token may be planned already.
@@ -97,7 +102,7 @@ class Scheduler:
         hidden = not overlaps or (plan.tag == "prefill" and wants_scores(plan.works[0].sequence))
         for work in plan.works:
             sequence = work.sequence
-            if work.last and not hidden and not sequence.edited:
+            if not hidden and work.last and not sequence.edited:
                 work.followed = sequence.generated + sequence.unseen + 1 < sequence.max_tokens
                 sequence.unseen += work.followed
             sequence.run(work.start + work.count)
@@ -112,19 +117,18 @@ class Scheduler:
             if work.valid:
                 sequence, settled = work.sequence, work.start + work.count
                 sequence.settled, hold = settled, sequence.hold
-                if hold is not None:
+                if hold is not None and self.caching and settled // size > hold.shared:
                     self._settle(sequence, hold)
-                    if sequence.loan is not None and sequence.leader is None:
-                        sure = settled if settled == sequence.prompt_len else settled // size * size
-                        blocks = tuple(hold.blocks[: self.capacity.space.width(sure)])
-                        sequence.loan.told(Lent(sequence.loan.ticket, sure, blocks))
+                if hold is not None and sequence.loan is not None and sequence.leader is None:
+                    sure = settled if settled == sequence.prompt_len else settled // size * size
+                    blocks = tuple(hold.blocks[: self.capacity.space.width(sure)])
+                    sequence.loan.told(Lent(sequence.loan.ticket, sure, blocks))
         if self.blocks.log is not None and self.blocks.log.open:
             self.blocks.log.flush()
 
     def _settle(self, sequence: Sequence, hold: Hold) -> None:
-        if self.caching and sequence.settled // self.capacity.block > hold.shared:
-            known = sequence.settled // self.capacity.block
-            self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence), sequence.ids)
+        known = sequence.settled // self.capacity.block
+        self.blocks.settle(hold, self._hashes(sequence)[:known], self._root(sequence), sequence.ids)
 
     def lend(self, sequence: Sequence) -> None:
         """A sequence that was computed for somebody else has ended: what it holds belongs to its ticket."""
@@ -137,7 +141,7 @@ class Scheduler:
         """Another choice of a request takes the place of the one whose prompt another pool computes."""
         assert sequence.hold is not None
         heir.phase, heir.hold, heir.asked, heir.leader = "remote", sequence.hold, sequence.asked, None
-        heir.computed, heir.cached, heir.slot, sequence.hold = sequence.computed, sequence.cached, sequence.slot, None
+        heir.computed, heir.cached, sequence.hold = sequence.computed, sequence.cached, None
         self.remote[heir.asked] = heir.hold, heir
 
     def arrived(self, key: str, whole: bool) -> Sequence | None:
@@ -151,6 +155,7 @@ class Scheduler:
             self._settle(sequence, hold)
         sequence.run(min(sequence.prompt_len, len(sequence.ids) - 1) if whole else sequence.computed)
         insort(self.running, sequence, key=_RANK)
+        self._fresh.add(sequence)
         return sequence
 
     def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
@@ -195,6 +200,7 @@ class Scheduler:
                 if reads and begins_alike(head, self.blocks, self._root):
                     head.skip_to(hold.known)
                 insort(self.running, head, key=_RANK)
+                self._fresh.add(head)
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """Of all full blocks of its ids, whether or not they have KV."""
@@ -217,7 +223,7 @@ class Scheduler:
             if wants_scores(sequence):
                 if not alike:
                     most = min(self.capacity.scores, self._most([sequence]))
-                    return [Work(sequence, sequence.computed, min(sequence.remaining, most))]
+                    return [Work.of(sequence, sequence.computed, min(sequence.remaining, most))]
                 continue
             hold = sequence.hold
             if hold is not None and not sequence.whole and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
@@ -228,7 +234,7 @@ class Scheduler:
                 if len(alike) == self.capacity.prefill_rows[-1]:
                     break
         counts = pack_prefill(self.capacity, (s.remaining for s in alike), self._most(alike)) if alike else []
-        return [Work(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
+        return [Work.of(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
 
     def _most(self, prefills: list[Sequence]) -> int:
         """New tokens of a prefill step: those who decode wait for it no longer than they are asked to."""
@@ -248,7 +254,7 @@ class Scheduler:
         for sequence in [s for s in self.running if s.phase == "decode"]:
             hold, start = sequence.hold, sequence.computed
             if hold is not None and (start < len(hold.blocks) * size or self._room(sequence, hold)):
-                works.append(Work(sequence, start, 1))
+                works.append(Work(sequence, start, 1, True, sequence.epoch))
             elif sequence.search is not None:
                 stuck.append(sequence.search)
         return [work for work in works if work.sequence.search not in stuck] if stuck else works

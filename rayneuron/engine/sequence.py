@@ -39,7 +39,6 @@ class Sequence(Struct, eq=False):
     unseen: int = 0
     epoch: int = 0
     hold: Hold | None = None
-    slot: int = -1  # of its adapter in the device, while it runs
     hashes: list[bytes] = []  # of its full blocks, as far as they were needed
     cached: int = 0  # prompt tokens whose KV was there before its first step
     eos_ids: frozenset[int] = frozenset()
@@ -57,16 +56,24 @@ class Sequence(Struct, eq=False):
     finish_reason: FinishReason | None = None
     rank: tuple[int, int] = (0, 0)  # order of service: priority first (lower earlier), then arrival
     whole: bool = False  # every hidden state of its prompt is wanted: KV that is there already does not help
+    ends: Phase = "decode"  # in which its last id is computed
+    several: bool = False  # its request has other choices
     edited: bool = False  # the host edits its logits, or chooses among them
     needs: Literal["likeliest", "sampled", "logits"] = "likeliest"  # the least a step must return where it samples
+    how: tuple[float, int, float, float] = (0.0, 0, 1.0, 0.0)  # it draws: temperature, top_k, top_p, min_p; as it is, the likeliest
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.rank = (self.request.priority, self.order)
         self.whole = self.request.pooling == "mean"
+        if self.request.pooling is not None:
+            self.ends = "prefill"
+        self.several = params.n > 1
         typical = params.typical_p < 1.0 and not params.greedy
         constrained = params.structured_outputs is not None
         self.edited = params.edits_logits or typical or constrained or params.beams is not None
+        if params.temperature:
+            self.how = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
         self.needs = "logits" if self.edited or params.logprobs is not None else "sampled" if params.temperature else "likeliest"
 
     @property
@@ -93,7 +100,7 @@ class Sequence(Struct, eq=False):
         """It holds blocks, and its first `computed` ids have KV or will when the steps under way have ended."""
         self.computed = computed
         left = len(self.ids) + self.unseen - computed
-        self.phase = "decode" if left == 1 and self.request.pooling is None else "prefill" if left else "due"
+        self.phase = self.ends if left == 1 else "prefill" if left else "due"
 
     def skip_to(self, known: int) -> None:
         """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
@@ -105,7 +112,8 @@ class Sequence(Struct, eq=False):
     def append(self, token: int) -> None:
         """The next id is known."""
         self.ids.append(token)
-        self.run(self.computed)
+        left = len(self.ids) + self.unseen - self.computed
+        self.phase = self.ends if left == 1 else "prefill" if left else "due"
 
     def rewind(self, computed: int) -> None:
         """Steps under way no longer count; only the first `computed` ids have KV."""
@@ -115,24 +123,26 @@ class Sequence(Struct, eq=False):
         self.run(computed)
 
 
-class Work:
+class Work(Struct, eq=False):
     """One sequence's part of a step: compute KV for ids[start : start + count], and for `drafts` behind them: ids that may come next.
 
     `last`: a token is sampled at the end: every id has KV afterwards. `followed`: the device hands that token to the next step itself.
     `accepted`: how many drafts came true. A draft never counts as computed before.
     """
 
-    __slots__ = ("accepted", "count", "drafts", "epoch", "followed", "last", "sequence", "start")
+    sequence: Sequence
+    start: int
+    count: int
+    last: bool
+    epoch: int
+    drafts: tuple[int, ...] = ()
+    followed: bool = False
+    accepted: int = 0
 
-    def __init__(self, sequence: Sequence, start: int, count: int) -> None:
-        self.sequence = sequence
-        self.start = start
-        self.count = count
-        self.last = start + count == len(sequence.ids) + sequence.unseen
-        self.followed = False
-        self.epoch = sequence.epoch
-        self.drafts: tuple[int, ...] = ()
-        self.accepted = 0
+    @classmethod
+    def of(cls, sequence: Sequence, start: int, count: int) -> Work:
+        """As the sequence is now."""
+        return cls(sequence, start, count, start + count == len(sequence.ids) + sequence.unseen, sequence.epoch)
 
     @property
     def tokens(self) -> int:
@@ -147,12 +157,13 @@ class Work:
 
 class Plan(Struct):
     """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
-    `installs`: (slot, adapter) to be put before it; `fills`: what a draft model reads then."""
+    `installs`: (slot, adapter) to be put before it; `begins`: whose first it is; `fills`: what a draft model reads before it."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
     copies: list[tuple[int, int]] = []
     installs: list[tuple[int, str]] = []
+    begins: list[Sequence] = []
     fills: list[Work] = []
 
 

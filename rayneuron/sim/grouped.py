@@ -63,7 +63,7 @@ class Grouped(TracedScheduler):
         if not self._pass(2 * self.steps + 1):
             self.disband()  # somebody is preempted
             return super()._grow()
-        self.together = [Work(one, one.computed, 1) for one in decoding[:1]]
+        self.together = [Work.of(one, one.computed, 1) for one in decoding[:1]]
         return self.together
 
     def remove(self, sequence: Running) -> None:

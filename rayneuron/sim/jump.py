@@ -71,7 +71,7 @@ class JumpHost(ExactHost):
             count = min(end - start, most)
             step_s = self.costs.step_ms(count, start) * self.slow / 1e3
             end_s += step_s
-            self._ahead.append((Work(sequence, start, count), step_s, end_s))
+            self._ahead.append((Work.of(sequence, start, count), step_s, end_s))
             start += count
         self.busy_s += self._ahead[0][1]
         self._leaps += 1

@@ -32,7 +32,7 @@ class Choice:
 
     def __init__(self, adapter: str | None) -> None:
         self.request = SimpleNamespace(adapter=adapter)
-        self.slot = -1
+        self.hold: SimpleNamespace | None = None
 
 
 class Ledger(RuleBasedStateMachine):
@@ -77,6 +77,7 @@ class Ledger(RuleBasedStateMachine):
         for passed in self.waiting[: self.waiting.index(first)]:  # who is passed waits for a slot that others have, or that is kept back
             assert passed.request.adapter is not None
         self.waiting.remove(first)
+        first.hold = SimpleNamespace(slot=-1)
         self.ledger.seat(first)
         self.running.append(first)
 
@@ -97,7 +98,7 @@ class Ledger(RuleBasedStateMachine):
             self.installed[slot] = adapter
         self.ledger.installed()
         for choice in self.running:
-            assert choice.request.adapter is None or self.installed[choice.slot] == choice.request.adapter
+            assert choice.request.adapter is None or self.installed[choice.hold.slot] == choice.request.adapter
 
     @rule()
     def the_first_in_line_comes_to_its_turn(self) -> None:

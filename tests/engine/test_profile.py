@@ -155,7 +155,7 @@ def plan_of(tag: Any, *rows: tuple[int, int], scores: bool = False) -> Plan:
     for start, count in rows:
         sequence = Sequence(request, 0, [1] * (start + count), 0, 9, 0, prompt_len=start + count)
         sequence.prompt_logprobs = [] if scores else None
-        works.append(Work(sequence, start, count))
+        works.append(Work.of(sequence, start, count))
     return Plan(tag, works)
 
 

@@ -27,7 +27,7 @@ def plan(tag: str, counts: list[int], **params: object) -> Plan:
     for i, count in enumerate(counts):
         request = Request(id=str(i), prompt_ids=[1] * 40, params=SamplingParams(temperature=0.0, **params))  # type: ignore[arg-type]
         sequence = Sequence(request, 0, [1] * 40, 0, 9, i, prompt_len=40)
-        works.append(Work(sequence, 40 - count, count))
+        works.append(Work.of(sequence, 40 - count, count))
     return Plan(tag, works)  # type: ignore[arg-type]
 
 

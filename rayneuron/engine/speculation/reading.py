@@ -46,7 +46,7 @@ class Readings:
         counts = pack_prefill(self._capacity, (until - read.count for _, read, until in queue), most)
         works = []
         for (sequence, read, _), count in zip(queue, counts, strict=False):
-            works.append(Work(sequence, read.count, count))
+            works.append(Work.of(sequence, read.count, count))
             self.reached(sequence, read, read.count + count)
         return works
 
