@@ -10,15 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rayneuron.validation import Section
 
-_HEADS = "heads that read the model's hidden states"
-# How drafts are made; of those that are not served, what they would need.
-METHODS = {
-    "ngram": None,
-    "draft_model": None,
-    "eagle": _HEADS,
-    "eagle3": _HEADS,
-    "medusa": _HEADS,
-}
+HEADS = ("eagle", "eagle3", "medusa")  # methods that read the model's hidden states
+METHODS = ("ngram", "draft_model", *HEADS)  # how drafts are made
+_MAKERS = {"model": "a draft model", "heads": "what reads hidden states"}
 
 
 class OnDeviceSampling(Section):
@@ -34,10 +28,14 @@ class SpeculativeConfig(Section):
     """Tokens that may come next are tried several at once; which tokens come does not depend on it. vLLM's names."""
 
     method: str = Field(
-        default="ngram", description="ngram: what followed the last tokens where they occurred before; draft_model: what that says."
+        default="ngram",
+        description="ngram: what followed the last tokens where they occurred before; draft_model: what that says; medusa, eagle, eagle3: "
+        "what such heads make of the model's hidden states.",
     )
     model: str | None = Field(
-        None, min_length=1, description="Of draft_model: where it is, as model.path; same vocabulary. Default: the model itself, in int8."
+        None,
+        min_length=1,
+        description="Where the draft model or the heads are, as model.path; same vocabulary. Default: the model itself, in int8.",
     )
     quantization: Literal["int8"] | None = Field(None, description="Of draft_model: int8 weights; it then computes in bf16.")
     draft_tensor_parallel_size: int | None = Field(None, ge=1, description="The model's own degree, by which its draft model is cut too.")
@@ -49,11 +47,9 @@ class SpeculativeConfig(Section):
     @field_validator("method")
     @classmethod
     def _served(cls, value: str) -> str:
-        needs = METHODS.get(value, "")
-        if needs is None:
+        if value in METHODS:
             return value
-        known = f"needs {needs}, which are not read here" if needs else f"is none of {', '.join(METHODS)}"
-        raise ValueError(f"method {value} {known}; write ngram or draft_model")
+        raise ValueError(f"method {value} is none of {', '.join(METHODS)}; write one of them")
 
     @model_validator(mode="before")
     @classmethod
@@ -66,6 +62,8 @@ class SpeculativeConfig(Section):
     def _ordered(self) -> SpeculativeConfig:
         if self.method == "ngram" and (self.model or self.quantization):
             raise ValueError("model and quantization are of a draft model; write method: draft_model, or leave them out")
+        if self.by_heads and (self.model is None or self.quantization):
+            raise ValueError(f"method {self.method} needs model: a directory with such heads, and no quantization: they stay as they are")
         if self.by_model and not (self.model or self.quantization):
             raise ValueError("a copy of the model saves nothing; write quantization: int8, or model: a smaller one")
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -76,6 +74,16 @@ class SpeculativeConfig(Section):
     def by_model(self) -> bool:
         """Whether a draft model makes them."""
         return self.method == "draft_model"
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether heads make them of the model's hidden states."""
+        return self.method in HEADS
+
+    @property
+    def within(self) -> Literal["", "model", "heads"]:
+        """What makes them inside a step, if anything."""
+        return "model" if self.by_model else "heads" if self.by_heads else ""
 
     @property
     def dtype(self) -> str:
@@ -161,17 +169,20 @@ def unadapted(config: Any) -> str | None:
 
 def undrafted(config: Any) -> str | None:
     """The key of a Deployment with which nothing is speculated, and why; None where there is none."""
-    if config.few_graphs and config.speculative_config.by_model:
-        return f"device {config.device} with a draft model, which its graphs do not have yet; write method: ngram"
+    said = config.speculative_config
+    if config.few_graphs and said.within:
+        return f"device {config.device} with {_MAKERS[said.within]}, which its graphs do not have yet; write method: ngram"
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before the tokens of the last are known; leave one out"
     if config.pipeline_parallel > 1:
         return "pipeline_parallel, whose stages do not verify drafts; leave one out"
     if config.capacity_factor is not None:
         return "capacity_factor, by which tokens depend on what shares a step with them; leave one out"
-    if config.speculative_config.by_model and config.shard_over_sequence:
-        return "shard_over_sequence, which a draft model is not cut by; write method: ngram"
-    degree = config.speculative_config.draft_tensor_parallel_size
+    if said.within and config.shard_over_sequence:
+        return f"shard_over_sequence, which {_MAKERS[said.within]} is not cut by; write method: ngram"
+    if said.by_heads and config.pools is not None:
+        return f"pools, which do not hand over what {said.method} heads need of a prompt; write method: ngram"
+    degree = said.draft_tensor_parallel_size
     if degree not in (None, config.tensor_parallel):
         return f"draft_tensor_parallel_size {degree} beside tensor_parallel {config.tensor_parallel}; leave it out"
     return None

@@ -54,7 +54,9 @@ class Pools(Section):
     max_waiting_tokens: int | None = Field(
         None, ge=1, description="Prompt tokens that may wait at a prefill replica; beyond, others are asked. Default: 16 chunks."
     )
-    transport: Literal["auto", "shared", "sockets"] = Field("auto", description="How KV travels; auto: shared memory on one host.")
+    transport: Literal["auto", "shared", "sockets", "nixl"] = Field(
+        "auto", description="How KV travels; auto: shared memory on one host, else sockets; nixl: by NIXL, which is an extra."
+    )
     streams: int = Field(2, ge=1, le=16, description="Connections a large transfer is spread over, between hosts.")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     if presharded.is_presharded(path):
         ranks, stages, how, kind = config.tensor_parallel, config.pipeline_parallel, config.quantization, models.compute_type(dtype)
         presharded.check_directory(path, fitted.arch, ranks=ranks, dtype=kind, fused=config.fused_qkv, quantization=how, stages=stages)
-    draft = drafts.draft_model(config, path, fitted.arch, fitted.capacity.length, lambda named: sources.resolve(named, progress).path)
+    find = partial(sources.resolve, progress=progress, allow_pickle=config.model.allow_pickle)
+    draft = drafts.draft_model(config, path, fitted.arch, fitted.capacity.length, lambda named: find(named).path)
     return Runnable(config, path, raw, fitted.arch, fitted.capacity, dtype, found.source, draft), fitted
 
 
@@ -91,11 +93,13 @@ def open_engine(
     *,
     processes: Processes | None = None,
     on_lost: Callable[[str], None] | None = None,
+    imported: Callable[[], object] = bool,
 ) -> Opened:
     """Load, warm and open. Raises ConfigError or CheckpointError before any weight is read where that can be known.
 
     A model on several ranks, or on counted cores, becomes a group: `processes` says how its other workers start (default: as child
-    processes), `on_lost` is called once, from any thread, when one of them is gone. Nothing is left of an engine that fails on the way.
+    processes), `on_lost` is called once, from any thread, when one of them is gone; `imported` when no module is left to import. Nothing is
+    left of an engine that fails on the way.
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "import"):
@@ -104,7 +108,7 @@ def open_engine(
         from rayneuron.engine.neuron_sampling import rule_of
         from rayneuron.engine.probe import probe
         from rayneuron.structured import Grammars
-
+    imported()
     with _timed(seconds, "check"):
         model, fitted = check(config, None if progress is None else lambda done, total: progress("MB fetched", done, total))
         log.info("a rank will hold %s", _estimate(model))
@@ -269,16 +273,16 @@ def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
     """What drafts."""
     from rayneuron.engine.speculation.drafting import speculation
 
-    config, limit = model.config, None if model.draft is None else model.draft.limit
-    said = config.speculative_config
-    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs)
+    config, draft, said = model.config, model.draft, model.config.speculative_config
+    limit, most = (None, None) if draft is None else (draft.limit, draft.most)
+    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs, most)
 
 
 def _estimate(model: Runnable) -> str:
     """The memory of the largest rank, by arithmetic, before anything is read."""
     from rayneuron.placement.fitting import Wanted, stage_memory
 
-    config, draft = model.config, None if model.draft is None else model.draft.raw
+    config, draft = model.config, None if model.draft is None else model.draft.counted
     wanted = Wanted(config, model.raw, draft=draft)
     ranks = stage_memory(wanted, model.capacity, config.tensor_parallel, config.pipeline_parallel)
     worst = max(ranks, key=lambda held: held.total)

@@ -195,7 +195,7 @@ def _check_words(config: Deployment, path: Path) -> None:
 
 
 def _check_memory(config: Deployment, raw: Mapping[str, Any], layout: Layout, capacity: Capacity, draft: DraftModel | None) -> None:
-    wanted, instance = Wanted(config, raw, draft=None if draft is None else draft.raw), counted(config)
+    wanted, instance = Wanted(config, raw, draft=None if draft is None else draft.counted), counted(config)
     if instance is not None:
         check_memory(wanted, layout, capacity, instance)
     elif devices.ranks_per_process(config.device) == 1:  # ranks of one machine share its memory; only what is held for certain counts

@@ -126,11 +126,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_k", -1, MAX_INT32),
     ("min_p", 0, 1),
     ("seed", -(2**63), 2**63 - 1),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
+    *((name, -2, 2) for name in ("presence_penalty", "frequency_penalty")),
     ("no_repeat_ngram_size", 0, MAX_NGRAM),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    *((name, 0, MAX_LOGPROBS) for name in ("logprobs", "prompt_logprobs")),
 )
 
 
@@ -280,9 +278,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine's steps take, in ms from packing to output, all taking the likeliest ids. `policies.step_times` reads between points.
 
     decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
-    short contexts, whosever they are: differences say what more tokens add to a step. chunk: most new tokens of a prefill step; chunk_ms:
-    its longest time while others decode, 0 for any. host_ms: of a step beside that; output_tokens: of a request; both 0 before the first.
-    verify: (rows, ms) of a step with all drafts; passes: of one pass of a draft model. batch, lengths, context, prefix: the Capacity's.
+    short contexts, whosever they are: differences say what more add. chunk: most new tokens of a prefill step; chunk_ms: its longest time
+    while others decode, 0 for any; fitting: the most then, by lengths (empty: as the times say). host_ms: of a step beside that, and
+    output_tokens of a request, 0 before the first. verify, passes: (rows, ms) with all drafts, and of one pass of a draft model. The rest
+    is the Capacity's.
     """
 
     batch: tuple[int, ...]
@@ -296,5 +295,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     verify: tuple[tuple[int, float], ...] = ()
     passes: tuple[tuple[int, float], ...] = ()
     chunk_ms: float = 0.0
+    fitting: tuple[int, ...] = ()
     host_ms: float = 0.0
     output_tokens: float = 0.0

@@ -51,6 +51,11 @@ def frame(message: msgspec.Struct, sealed: bool = False) -> bytearray:
     return out
 
 
+def body(data: memoryview) -> memoryview:
+    """What of `data`, which begins with a frame, is its message."""
+    return data[_HEAD.size : _HEAD.size + _HEAD.unpack_from(data)[0]]
+
+
 class Frames(Generic[Heard]):
     """What has arrived of one connection, cut into messages of `kinds`, a union of structs; `sealed`: each with its checksum behind it."""
 

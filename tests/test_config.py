@@ -268,8 +268,20 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"speculative_config": {"method": "eagle3"}}, "eagle3 needs heads that read the model's hidden states, which are not read here"),
-        ({"speculative_config": {"method": "bigram"}}, "method bigram is none of ngram, draft_model, eagle, eagle3, medusa; write ngram"),
+        ({"speculative_config": {"method": "eagle3"}}, "method eagle3 needs model: a directory with such heads, and no quantization"),
+        ({"speculative_config": {"method": "eagle", "model": "/h", "quantization": "int8"}}, "eagle needs model: a directory"),
+        ({"speculative_config": {"method": "bigram"}}, "method bigram is none of ngram, draft_model, eagle, eagle3, medusa; write one"),
+        ({"speculative_config": {"method": "medusa", "model": "/h"}, "device": "neuron"}, "device neuron with what reads hidden states"),
+        ({"speculative_config": {"method": "eagle", "model": "/h"}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),
+        ({"speculative_config": {"method": "eagle", "model": "/h"}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
+        (
+            {"speculative_config": {"method": "medusa", "model": "/h"}, "pools": {"prefill": {}}},
+            "goes without pools, which do not hand over what medusa heads need of a prompt; write method: ngram",
+        ),
+        (
+            {"speculative_config": {"method": "eagle", "model": "/h"}, "tensor_parallel": 2, "shard_over_sequence": True},
+            "goes without shard_over_sequence, which what reads hidden states is not cut by; write method: ngram",
+        ),
         ({"speculative_config": {"method": "draft_model"}}, "a copy of the model saves nothing; write quantization: int8"),
         ({"speculative_config": {"method": "ngram", "model": "/m"}}, "are of a draft model; write method: draft_model"),
         ({"speculative_config": {"model": "/m", "draft_tensor_parallel_size": 2}}, "draft_tensor_parallel_size 2 beside tensor_parallel 1"),

@@ -111,9 +111,10 @@ async def link() -> list[tuple[str, float, str, str]]:
     hub = Hub(Owner(), "bench")  # type: ignore[arg-type]
     await hub.listen("127.0.0.1")
     ears = Ears()
-    facts: dict[str, Any] = {"args": {}, "user_config": None, "generation": {}, "chosen": {}, "model": None, "profile": None}
-    sizes = {"rows": 16, "length": 2048, "kv_tokens": 32768, "block": 64, "vocab": 49152}
-    card = Card(replica="bench", epoch=hub.epoch, address=hub.address, token=hub.token, **facts, **sizes)
+    card = Card(
+        replica="bench", epoch=hub.epoch, address=hub.address, token=hub.token, args={}, user_config=None, rows=16, length=2048,
+        kv_tokens=32768, block=64, vocab=49152, model=None, profile=None, generation={}, chosen={}, adapters={},
+    )  # fmt: skip
     line = Link(card, b"gateway!", ears)  # type: ignore[arg-type]
     await line.connect()
     await ears.open.wait()
@@ -124,7 +125,7 @@ async def link() -> list[tuple[str, float, str, str]]:
         for step in range(STEPS):
             for stream in range(STREAMS) if busy else ():
                 caller.add(Gain(stream, step, TokenDelta(f"request-{stream:032d}-0", 0, [step])))
-            line.tick(time.monotonic())
+            line.tick(time.monotonic(), 0)
             await asyncio.sleep(STEP_S)
         return (time.process_time() - began) / STEPS
 

@@ -3,8 +3,9 @@
 
   python examples/bench/group.py [--model demo:random:tiny] [--parts step reduce decode bubble]
 
-Step: one batch out to N - 1 workers over unix sockets, until the last has it (fan-out), and their answers back; no model work. With more
-workers than cores it is what they compute that counts, one behind the other; nobody spins. Reduce: ranks in step, skew included, sums
+Step: one batch out to N - 1 workers, until the last has it (fan-out), and their answers back; no model work: on the board of a host, and by
+the unix sockets of before, round by round. With more workers than cores it is what they compute that counts, one behind the other; nobody
+spins. Reduce: ranks in step, skew included, sums
 checked; gloo over loopback beside it. Decode: tokens/s of one engine, interleaved rounds, one thread a rank. Bubble: how much of a prefill
 step the two stages of a real model stand idle, by number of micro-batches.
 """
@@ -22,6 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -41,63 +44,97 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
 
 
-def step_overhead(workers: int, rounds: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Milliseconds from packed batch until the last worker has its arrays, and to the last answer, p50 and p99 each; the workers are
-    processes with the group's own channel and messages, whose answers say when they had them: one clock on one host."""
+class Echoes:
+    """Workers without a model: processes with the group's own messages, whose answers say when they had a batch: one clock on one host."""
+
+    def __init__(self, workers: int, board: bool) -> None:
+        from rayneuron import wire
+        from rayneuron.group import messages
+        from rayneuron.group.board import Board
+
+        places: Any = range(workers)
+        self.board = Board.open(places, wire.MOST_BYTES) if board else None
+        self.channels: list[wire.Channel[messages.FromWorker]] = []
+        with wire.listen() as listener:
+            to = [wire.address(listener) if self.board is None else json.dumps(msgspec.to_builtins(self.board.spot(p))) for p in places]
+            self.children = [subprocess.Popen([sys.executable, __file__, "--echo", each]) for each in to]
+            for _ in self.children if self.board is None else ():
+                self.channels.append(wire.Channel(listener.accept()[0], messages.FromWorker))
+        self.out: list[float] = []
+        self.took: list[float] = []
+
+    def step(self, number: int, shape: Any, batch: Any) -> None:
+        """One more: milliseconds from packed batch until the last worker has its arrays, and to the last answer."""
+        from rayneuron import wire
+        from rayneuron.group import arrays, messages
+
+        began = time.perf_counter()
+        frame = wire.frame(messages.Step(number, [], [arrays.part(shape, batch)]))
+        if self.board is not None:
+            self.board.write(frame, 60.0, lambda: None)
+            had = max([began, *self.board.collect(number, 60.0, lambda: None)])
+        else:
+            for channel in self.channels:
+                channel.send_frame(frame)
+            answers = [channel.receive(60.0) for channel in self.channels]
+            had = max([began, *(answer.busy_s for answer in answers if isinstance(answer, messages.Done))])
+        self.took.append((time.perf_counter() - began) * 1e3)
+        self.out.append((had - began) * 1e3)
+
+    def end(self) -> None:
+        """See them off."""
+        if self.board is not None:
+            self.board.abort()
+        for channel in self.channels:
+            channel.close()
+        for child in self.children:
+            child.wait(30)
+
+
+def step_overhead(workers: int, rounds: int) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
+    """By way: the fan-out and the whole of a step to `workers` - 1 others, p50 and p99 each."""
     import torch
 
-    from rayneuron import wire
     from rayneuron.devices.base import LIKELIEST, Shape
     from rayneuron.devices.idle import idle
-    from rayneuron.group import arrays, messages
 
+    torch.set_num_threads(1)
     shape = Shape("decode", 16, 1, 256, LIKELIEST)
     batch = idle(shape, SPACE)
-    listener = wire.listen()
-    command = [sys.executable, __file__, "--echo", wire.address(listener)]
-    children = [subprocess.Popen(command) for _ in range(workers - 1)]
-    channels: list[wire.Channel[messages.FromWorker]] = []
-    for _ in children:
-        connection, _ = listener.accept()
-        channels.append(wire.Channel(connection, messages.FromWorker))
-    out, took = [], []
-    torch.set_num_threads(1)
-    for number in range(rounds + 50):
-        began = had = time.perf_counter()
-        frame = wire.frame(messages.Step(number, [], [arrays.part(shape, batch)]))
-        for channel in channels:
-            channel.send_frame(frame)
-        for channel in channels:
-            answer = channel.receive(10.0)
-            assert isinstance(answer, messages.Done)
-            had = max(had, answer.busy_s)
-        took.append((time.perf_counter() - began) * 1e3)
-        out.append((had - began) * 1e3)
-    for channel in channels:
-        channel.close()
-    for child in children:
-        child.wait(30)
-    listener.close()
-    return spread(out[50:]), spread(took[50:])
+    ways = {"board": Echoes(workers - 1, True), "sockets": Echoes(workers - 1, False)}
+    for number in range(1, rounds + 51):
+        for echoes in ways.values():
+            echoes.step(number, shape, batch)
+    for echoes in ways.values():
+        echoes.end()
+    return {way: (spread(echoes.out[50:]), spread(echoes.took[50:])) for way, echoes in ways.items()}
 
 
-def echo(address: str) -> None:
-    """A worker without a model: unpack the batch, answer when that was."""
+def echo(to: str) -> None:
+    """One of them: unpack the batch, answer when that was."""
     import torch
 
     from rayneuron import wire
     from rayneuron.group import arrays, messages
+    from rayneuron.group.board import BoardReader
 
     torch.set_num_threads(1)
     batches = arrays.Batches(SPACE)
-    channel: wire.Channel[messages.ToWorker] = wire.Channel(wire.connect(address, 30.0), messages.ToWorker)
+    board = channel = None
+    if to.startswith("unix:"):
+        channel = wire.Channel[messages.ToWorker](wire.connect(to, 30.0), messages.ToWorker)
+    else:
+        board = BoardReader(msgspec.convert(json.loads(to), messages.Spot))
     try:
         while True:
-            step = channel.receive()
+            step = board.receive() if board is not None else channel.receive()  # type: ignore[union-attr]
             assert isinstance(step, messages.Step)
             for place, part in enumerate(step.parts):
                 batches.read(place, part)
-            channel.send(messages.Done(step.number, (), time.perf_counter()))
+            if board is not None:
+                board.answer(step.number, time.perf_counter())
+            else:
+                channel.send(messages.Done(step.number, (), time.perf_counter()))  # type: ignore[union-attr]
     except wire.Closed:
         pass
 
@@ -217,10 +254,12 @@ def main() -> None:
 
     print(json.dumps(machine.facts()), f"load {os.getloadavg()[0]:.1f}", sep="\n")
     if "step" in args.parts:
-        for workers in (1, 2, 4, 8):
-            (had, late), (middle, tail) = step_overhead(workers, args.repeats)
-            answers = f"with answers p50 {middle:.3f} ms, p99 {tail:.3f} ms"
-            print(f"step, {workers} workers: fan-out p50 {had:.3f} ms, p99 {late:.3f} ms; {answers}")
+        for workers in (2, 4, 8):
+            ways = step_overhead(workers, args.repeats)
+            for way, ((had, late), (middle, tail)) in ways.items():
+                answers = f"with answers p50 {middle:.3f} ms, p99 {tail:.3f} ms"
+                print(f"step, {workers} workers, {way}: fan-out p50 {had:.3f} ms, p99 {late:.3f} ms; {answers}")
+        had = ways["board"][0][0]
         print(f"fan-out to 8 workers: {had:.3f} ms, asked <= {FAN_OUT_MS} ms, {'met' if had <= FAN_OUT_MS else 'MISSED'}")
     if "reduce" in args.parts:
         for way, sizes in reduce_cost(args.repeats).items():

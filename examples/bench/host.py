@@ -3,8 +3,8 @@
 
 Each round: nobody is awake; the first is called and wakes; while it streams the second, of more priority, is called, so that the first
 goes with its last token and the second wakes on its core. Counted: from "ready after" in the replica's own log to the first token at the
-client; how far the time that was expected of a start is from what it took, once two starts have been seen; from the last token of the
-model that goes to its core being free, by the node's ledger.
+client, and how much of it until the gateway's log has the replica connected; how far the time that was expected of a start is from what
+it took, once two starts have been seen; from the last token of the model that goes to its core being free, by the node's ledger.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ FIRST_TOKEN_BAR_S, ETA_BAR, FREE_BAR_S = 0.3, 0.3, 2.0  # gateway_and_host §9, 
 SEEN = 2  # starts of a model before its expected time counts
 MODELS = ("first", "second")
 KIND = "cores:1"
-STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*?(\w+): ready after ([\d.]+) s")
 POLL_S = 0.005
 
 
@@ -49,14 +48,13 @@ def host_of(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"models": listed, "host": {"instance": KIND}, "scaling": scaling, "serving": {"num_cpus": 0.25}, "explain": True}
 
 
-def ready_at(server: Server, name: str) -> float:
-    """When a replica of a model last said that it is ready (epoch)."""
-    found = []
+def said_at(server: Server, what: str) -> list[float]:
+    """When replicas have said something (epoch), in order."""
+    line, found = re.compile(rf"(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{{3}}) .*{what}"), []
     for log in (server.log_path.parent / "ray").glob("session_*/logs/serve/replica_*.log"):
-        for stamp in STAMP.finditer(log.read_text(errors="replace")):
-            if stamp[3] == name:
-                found.append(datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(stamp[2]) / 1000)
-    return max(found)
+        for stamp in line.finditer(log.read_text(errors="replace")):
+            found.append(datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(stamp[2]) / 1000)
+    return sorted(found)
 
 
 async def described(server: Server) -> dict[str, Any]:
@@ -102,7 +100,7 @@ async def measure(server: Server, ledgers: Path, args: argparse.Namespace) -> di
     from rayneuron.placement.instances import instance
     from rayneuron.placement.ledger import Ledger
 
-    out: dict[str, list[float]] = {"first_token_s": [], "eta_error": [], "free_s": [], "wake_s": []}
+    out: dict[str, list[float]] = {"connected_s": [], "first_token_s": [], "eta_error": [], "free_s": [], "wake_s": []}
     await until(server, lambda told: told["nodes"], "the keeper has answered")
     for turn in range(args.rounds):
         await until(server, lambda told: not told["seats"] and all(node["free"] for node in told["nodes"].values()), "nobody is awake")
@@ -120,7 +118,9 @@ async def measure(server: Server, ledgers: Path, args: argparse.Namespace) -> di
                 out["free_s"].append(await gone[0] - (await calls[0])[1])
         for name, at_s, one in zip(MODELS, began, calls, strict=True):
             first_s, _ = await one
-            out["first_token_s"].append(first_s - ready_at(server, name))
+            ready_s = said_at(server, rf"\b{name}: ready after")[-1]
+            out["connected_s"].append(next(at for at in said_at(server, "replica .* is connected") if at > ready_s) - ready_s)
+            out["first_token_s"].append(first_s - ready_s)
             out["wake_s"].append(first_s - at_s)
         told = await described(server)
         if turn >= SEEN:
@@ -164,8 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = asyncio.run(measure(server, ledgers, args))
     rows = verdicts(found)
     facts = machine.facts()
-    waits = report.spread(found["wake_s"])
-    print(f"{report.show_facts(facts)}; call to first token, s: {waits}\n\n{report.table(['bar', 'measured', 'asked', ''], rows)}")
+    waits, connected_s = report.spread(found["wake_s"]), statistics.median(found["connected_s"])
+    said = f"call to first token, s: {waits}; connected {connected_s:.2f} s after ready"
+    print(f"{report.show_facts(facts)}; {said}\n\n{report.table(['bar', 'measured', 'asked', ''], rows)}")
     print(f"\n{report.save('host', {'machine': facts, 'found': found, 'bars': rows}, args.json)}", file=sys.stderr)
     return 0 if all(row[3] == "met" for row in rows) else 1
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What the simulator says of one replica, beside that replica: the same requests at the same times, from one profile.
 
-An engine in this process says what its steps take: as measured when it is opened (what `rayneuron simulate` would use), and as refined by
-the requests of each round, its host time included (what it would tell a gateway). Right after it a server has the same requests over HTTP,
-and then the simulator, every step by itself, with either profile. Bars are on the refined one, as ratios within rounds; how far the other
+A server has requests over HTTP and says what its steps take: as refined by them, its host time included (what it tells a gateway, and
+/load). Then the simulator has the same requests, every step by itself, with that profile, and with the one that was measured when an engine
+was opened (what `rayneuron simulate` would use). What lies between a client and the engine takes half of a call that computes nothing, each
+way. Bars are on the refined one, as ratios within rounds; how far the other
 is off tells what the measuring at the start does not see. The engine has one thread, so that HTTP and this client do not take its core.
 """
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -32,11 +34,13 @@ from server import Server
 if TYPE_CHECKING:
     from rayneuron.engine.buckets import Capacity
     from rayneuron.engine.engine import Engine
+    from rayneuron.sim.report import Distribution
     from rayneuron.sim.workload import Arrival
     from rayneuron.types import Profile
 
 NAME = "bench"
-SAID = (("ttft", "first token, ms"), ("itl", "from token to token, ms"), ("whole", "whole answer, ms"), ("rate", "tokens/s"))
+TIMES = {"ttft": "first token, ms", "itl": "from token to token, ms", "whole": "whole answer, ms"}
+SAID = {**TIMES, **{f"{name}_mean": f"{said}, mean" for name, said in TIMES.items()}, "rate": "tokens/s"}
 
 
 def arrivals(capacity: Capacity, rate: float, count: int, prompt: int, new: int, seed: int) -> list[Arrival]:
@@ -46,23 +50,6 @@ def arrivals(capacity: Capacity, rate: float, count: int, prompt: int, new: int,
     from rayneuron.sim.workload import Traffic, made_up
 
     return list(islice(made_up([Traffic(rate, prompt, new)], float("inf"), Random(seed), capacity.block, capacity.length), count))
-
-
-def run_engine(engine: Engine, requests: Sequence[Arrival]) -> None:
-    """Serve them in this process, each at its time."""
-    from rayneuron.types import Request, SamplingParams
-
-    draw, waiting, began = Random("engine"), list(requests), time.perf_counter()
-    while waiting or engine.has_work:
-        while waiting and waiting[0].at_s <= time.perf_counter() - began:
-            one = waiting.pop(0)
-            ids = [draw.randrange(engine.vocab // 2) for _ in range(one.prompt)]
-            params = SamplingParams(max_tokens=one.output, temperature=0.0, ignore_eos=True)
-            engine.add(Request(id=str(one.number), prompt_ids=ids, params=params))
-        if engine.has_work:
-            engine.step()
-        elif waiting:
-            time.sleep(max(0.0, began + waiting[0].at_s - time.perf_counter()))
 
 
 async def run_server(url: str, requests: Sequence[Arrival], texts: Sequence[str]) -> list[Reply]:
@@ -77,30 +64,64 @@ async def run_server(url: str, requests: Sequence[Arrival], texts: Sequence[str]
     return await asyncio.gather(*(send(one, text) for one, text in zip(requests, texts, strict=True)))
 
 
+async def get(url: str, path: str) -> bytes:
+    """What a server says there, on a connection of its own."""
+    with closing(Connection(url)) as connection:
+        status, pieces = await connection.request("GET", path)
+        said = b"".join([piece async for piece in pieces])
+    assert status == 200, said
+    return said
+
+
+def round_trip(url: str, calls: int = 20) -> float:
+    """Seconds of a call that computes nothing."""
+    took = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        asyncio.run(get(url, "/v1/models"))
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
 def actual(replies: Sequence[Reply]) -> dict[str, float]:
-    """Medians in milliseconds, and output tokens a second from the first request to the last token."""
+    """Milliseconds, and output tokens a second from the first request to the last token."""
     gaps = [b - a for reply in replies for a, b in zip(reply.stamps, reply.stamps[1:], strict=False)]
     seconds = max(reply.ended_s for reply in replies) - min(reply.sent_s for reply in replies)
     found = {"ttft": [r.ttft_s for r in replies], "itl": gaps, "whole": [r.ended_s - r.sent_s for r in replies]}
-    return {name: 1e3 * statistics.median(values) for name, values in found.items()} | {"rate": sum(r.tokens for r in replies) / seconds}
+    return told({name: spread(values) for name, values in found.items()}) | {"rate": sum(r.tokens for r in replies) / seconds}
 
 
-def simulated(capacity: Capacity, profile: Profile, caching: bool, requests: Sequence[Arrival]) -> dict[str, float]:
-    """The same of a simulated replica."""
+def spread(values: Iterable[float]) -> Distribution:
+    """As the simulator keeps its own: of few requests, the number in the middle hangs on who says which that is."""
+    from rayneuron.sim.report import Distribution
+
+    made = Distribution()
+    for value in values:
+        made.add(value)
+    return made
+
+
+def told(times: dict[str, Distribution]) -> dict[str, float]:
+    """Median and mean of each, in milliseconds."""
+    found = {name: 1e3 * values.at(0.5) for name, values in times.items()}
+    return found | {f"{name}_mean": 1e3 * values.mean for name, values in times.items()}
+
+
+def simulated(capacity: Capacity, profile: Profile, caching: bool, hop_s: float, requests: Sequence[Arrival]) -> dict[str, float]:
+    """The same of a simulated replica, `hop_s` away."""
     from rayneuron.sim.fleet import Simulation
     from rayneuron.sim.setup import Setup
 
-    run = Simulation(Setup(capacity, profile, route="turns", caching=caching, exact=True), requests).run()
+    run = Simulation(Setup(capacity, profile, route="turns", caching=caching, hop_s=hop_s, exact=True), requests).run()
     assert run.finished == len(requests) and not run.wrong
     found = {"ttft": run.ttft, "itl": run.pause, "whole": run.whole}
-    seconds = run.seconds - requests[0].at_s
-    return {name: 1e3 * values.at(0.5) for name, values in found.items()} | {"rate": run.output_tokens / seconds}
+    return told(found) | {"rate": run.output_tokens / (run.seconds - requests[0].at_s)}
 
 
 def show(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
-    """Markdown: medians of rounds, then the bars of issue 21."""
+    """Markdown: medians of rounds, then the bars."""
     rows, bars = [], []
-    for name, said in SAID:
+    for name, said in SAID.items():
         by = {kind: [one[kind][name] for one in rounds] for kind in rounds[0]}
         rows.append((said, *map(statistics.median, by.values())))
         bars.append(report.bar(f"{said}: off by", abs(report.median_ratio(by["simulated"], by["server"]) - 1), 0.1, False))
@@ -112,14 +133,18 @@ def one_round(
     number: int, engine: Engine, server: Server, words: Words, requests: Sequence[Arrival]
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """What the server and the simulator make of the same requests; the errors of those that failed."""
+    from msgspec import convert
+
+    from rayneuron.types import Profile
+
     assert engine.timing is not None
-    run_engine(engine, requests)
-    refined = engine.timing.profile()
     texts = [words.prompt(one.prompt, f"{number}-{one.number}")[0] for one in requests]
+    hop_s = round_trip(server.url) / 2
     replies = asyncio.run(run_server(server.url, requests, texts))
+    refined = convert(json.loads(asyncio.run(get(server.url, "/load")))["profile"], Profile)
     found, wrong = {"server": actual(replies)}, [reply.error for reply in replies if reply.error]
     for name, profile in (("simulated", refined), ("opened", engine.timing.fixed)):
-        found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, requests)
+        found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, hop_s, requests)
     return found, wrong
 
 

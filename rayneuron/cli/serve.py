@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
+    gc.set_threshold(100_000)  # what is imported from here on stays, and is not looked through for garbage again and again
     from rayneuron import devices, settings, sources
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment

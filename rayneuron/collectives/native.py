@@ -12,10 +12,24 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rayneuron import settings
 
 log = logging.getLogger(__name__)
+
+_POINTER, _SIZE, _WHOLE, _LONG = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int64
+_TAKES: dict[str, list[Any]] = {  # of shared_memory.c
+    "rn_wait": [_POINTER, _WHOLE, _WHOLE, _SIZE, _WHOLE, _LONG],
+    "rn_post": [_POINTER, _WHOLE, _SIZE],
+    "rn_sum": [_POINTER, _WHOLE, _SIZE, _POINTER, _SIZE, _WHOLE],
+    "rn_reduce": [_POINTER, _POINTER, _WHOLE, _WHOLE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _WHOLE, _WHOLE, _LONG],
+    "rn_ring": [_POINTER, _WHOLE, _SIZE],
+    "rn_break": [_POINTER],
+    "rn_read": [_POINTER, _WHOLE, _SIZE, _LONG],
+    "rn_answer": [_POINTER, _WHOLE, _SIZE, ctypes.c_double, _WHOLE, _WHOLE],
+    "rn_collect": [_POINTER, _SIZE, _WHOLE, _WHOLE, _LONG],
+}
 
 _FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11")  # no -march: the cache may be shared by machines of several kinds
 _LONGEST_S = 60.0
@@ -35,6 +49,14 @@ def library(name: str) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as problem:
         log.warning("%s could not be built (%s); the slower form in Python is used", source.name, problem)
         return None
+
+
+def shared_memory() -> ctypes.CDLL | None:
+    """What ranks of one host have in common, None where it cannot be built."""
+    built = library("shared_memory")
+    for name, takes in _TAKES.items() if built is not None else ():
+        getattr(built, name).argtypes = takes
+    return built
 
 
 def _build(source: Path, target: Path) -> None:

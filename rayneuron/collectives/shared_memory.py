@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayneuron.collectives.native import library
+from rayneuron.collectives.native import shared_memory
 from rayneuron.errors import ConfigError, WorkerLost
 
 SLOT_BYTES = 2**20
@@ -104,12 +104,6 @@ class NativeCounters:
     """The same in C, outside Python's lock; and small sums in one call."""
 
     def __init__(self, segment: Segment, library: ctypes.CDLL) -> None:
-        pointer, size, whole = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-        library.rn_wait.argtypes = [pointer, whole, whole, size, whole, ctypes.c_int64]
-        library.rn_post.argtypes = [pointer, whole, size]
-        library.rn_sum.argtypes = [pointer, whole, size, pointer, size, whole]
-        library.rn_reduce.argtypes = [pointer, pointer, whole, whole, size, size, pointer, pointer, size, whole, whole, ctypes.c_int64]
-        library.rn_post.restype = library.rn_sum.restype = None
         self.library = library
         self._base = segment.base
 
@@ -136,7 +130,7 @@ class SharedMemory:
         timeout_s: float = 120.0,
         native: bool = True,
     ) -> None:
-        built = library("shared_memory") if native else None
+        built = shared_memory() if native else None
         if built is None and os.uname().machine != "x86_64":
             raise ConfigError("shared memory between ranks needs a C compiler on this processor; install gcc")
         self.rank, self.ranks = rank, ranks

@@ -46,7 +46,7 @@ class Blocks:
     None where no block is ever registered. `part`: positions of a block that are copied together where another begins so.
     """
 
-    def __init__(self, space: KvSpace, log: KvLog | None = None, part: int = 16) -> None:
+    def __init__(self, space: KvSpace, log: KvLog | None = None, part: int | None = 16) -> None:
         self.space = space
         self.log = log
         self.limbo: dict[int, int] = {}  # block: the step it waits for
@@ -148,18 +148,19 @@ class Blocks:
 
     def settle(self, hold: Hold, hashes: Sequence[bytes], root: bytes, ids: Sequence[int] = ()) -> None:
         """Register the first blocks of a hold, one a hash, whose KV of `ids` is computed. Where an equal block is there, that is taken."""
-        if self.log is None or hold.age != self._resets:
+        shared, size, most = hold.shared, self.space.block, len(hashes)
+        if self.log is None or hold.age != self._resets or most <= shared:
             return
-        fresh, size, enter = list[bytes](), self.space.block, self.registered.enter
-        for at, (digest, block) in enumerate(zip(hashes[hold.shared :], hold.blocks[hold.shared :], strict=False), hold.shared):
-            if (first := enter(digest, block, hashes[at - 1] if at else root, ids[at * size : (at + 1) * size])) == block:
-                fresh.append(digest)
-            else:
+        fresh, own = list(hashes[shared:]), hold.blocks[shared:most]
+        found = self.registered.enter(fresh, own, hashes[shared - 1] if shared else root, ids[shared * size : most * size])
+        if found != own:
+            fresh = [digest for digest, first, block in zip(fresh, found, own, strict=True) if first == block]
+            for at, first in enumerate(found, shared):
                 self._swap(hold, at, first)
         if fresh:
-            before = len(hashes) - len(fresh)
+            before = most - len(fresh)
             self.log.note(Stored(hashes[before - 1] if before else root, fresh))
-        hold.shared = max(hold.shared, len(hashes))
+        hold.shared = most
 
     def release(self, hold: Hold) -> None:
         """Give a row and its blocks back, the last first; shared ones stay with those who still hold them."""
@@ -188,8 +189,7 @@ class Blocks:
         count = len(self.registered)
         self.registered.clear()
         self._resets += 1
-        for block in self.cached:
-            heapq.heappush(self._free, block)
+        self._rest(self.cached)
         self.cached.clear()
         if self.log is not None:
             self.log.note(Cleared())
@@ -197,7 +197,7 @@ class Blocks:
 
     def copies(self) -> list[tuple[int, int]]:
         """(from, to) of the copies that the next step begins with."""
-        return [(source, target) for target, source in self._copies.items()]
+        return [(source, target) for target, source in self._copies.items()] if self._copies else []
 
     def begin(self) -> None:
         """A step has begun, with the copies there were."""
@@ -209,9 +209,10 @@ class Blocks:
     def end(self) -> None:
         """The step that has been under way longest has ended."""
         self._ended += 1
-        for block in [block for block, step in self.limbo.items() if step <= self._ended] if self.limbo else ():
+        over = [block for block, step in self.limbo.items() if step <= self._ended] if self.limbo else ()
+        for block in over:
             del self.limbo[block]
-            self._rest(block)
+        self._rest(over)
 
     def hashes(self) -> list[bytes]:
         """Of all registered blocks."""
@@ -238,63 +239,62 @@ class Blocks:
         self._holders[block] += 1
 
     def _swap(self, hold: Hold, at: int, block: int) -> None:
-        own = hold.blocks[at]
-        if own != block:
+        if (own := hold.blocks[at]) != block:
             self._take(block)
             hold.blocks[at] = hold.table[hold.row, at] = block
             self._drop([own])
 
     def _drop(self, blocks: Iterable[int]) -> None:
-        holders, copies, under_way = self._holders, self._copies, self._begun > self._ended
+        holders, copies, over = self._holders, self._copies, []
         for block in blocks:
             holders[block] -= 1
-            if holders[block]:
-                continue
-            if copies and block in copies:  # it is not needed any more
-                self._drop([copies.pop(block)])
-            if under_way:
-                self.limbo[block] = self._begun
-            else:
-                self._rest(block)
-
-    def _rest(self, block: int) -> None:
-        if block in self.registered:
-            self.cached[block] = None
+            if not holders[block]:
+                if copies and block in copies:  # it is not needed any more
+                    self._drop([copies.pop(block)])
+                over.append(block)
+        if self._begun > self._ended:
+            self.limbo.update(dict.fromkeys(over, self._begun))
         else:
-            heapq.heappush(self._free, block)
+            self._rest(over)
+
+    def _rest(self, blocks: Iterable[int]) -> None:
+        known, cached = self.registered.hashes, self.cached
+        for block in blocks:
+            if block in known:
+                cached[block] = None
+            else:
+                heapq.heappush(self._free, block)
 
     def _fresh(self, count: int) -> list[int]:
         """So many blocks that nobody holds, the lowest unknown ones first; none where there are too few."""
-        if count > len(self._free) + len(self.cached):
+        free, cached = self._free, self.cached
+        if (short := count - len(free)) > len(cached):
             return []
-        free, holders, gone = self._free, self._holders, list[bytes]()
         taken = [heapq.heappop(free) for _ in range(min(count, len(free)))]
-        while len(taken) < count:
-            block, _ = self.cached.popitem(last=False)
-            taken.append(block)
-            gone.append(self.registered.leave(block))
-        self.evictions += len(gone)
-        if gone and self.log is not None:
-            self.log.note(Removed(gone))
+        if short > 0:
+            taken += (old := [cached.popitem(last=False)[0] for _ in range(short)])
+            gone, self.evictions = self.registered.leave(old), self.evictions + short
+            if self.log is not None:
+                self.log.note(Removed(gone))
         for block in taken:
-            holders[block] = 1
+            self._holders[block] = 1
         return taken
 
     def check(self, holds: Iterable[Hold]) -> None:
         """Raise AssertionError if the invariant is broken. `holds`: all there are but the tickets'."""
         holds = list(holds)
         tickets = Counter(block for hold in self._tickets.values() for block in hold.blocks)
-        counted = tickets + Counter(block for hold in holds for block in hold.blocks)
-        counted.update(self._copies.values())
+        counted = tickets + Counter(block for hold in holds for block in hold.blocks) + Counter(self._copies.values())
+        known = self.registered.hashes
         assert tickets == self._pins, (tickets, self._pins)
         assert sorted([*self._rows, *(hold.row for hold in holds)]) == list(range(self.space.rows)), self._rows
         assert [counted[block] for block in range(self.space.blocks)] == self._holders, (counted, self._holders)
         nobodys = [block for block, n in enumerate(self._holders) if not n]
         assert sorted([*self._free, *self.cached, *self.limbo]) == nobodys, (self._free, self.cached, self.limbo)
         self.registered.check()
-        assert all(block in self.registered for block in self.cached) and not any(block in self.registered for block in self._free)
+        assert self.cached.keys() <= known.keys() and known.keys().isdisjoint(self._free)
         for hold in holds:
             width, line = len(hold.blocks), hold.table[hold.row]
             assert line[:width].tolist() == hold.blocks and (line[width:] == self.space.null).all(), hold
             written = [block for block in hold.blocks[hold.shared :] if block not in self._copies.values()]
-            assert all(counted[block] == 1 and block not in self.registered for block in written), "a block that others read may be written"
+            assert all(counted[block] == 1 and block not in known for block in written), "a block that others read may be written"

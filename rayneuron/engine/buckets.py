@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
-from typing import Any
+from typing import Any, Literal
 
 from rayneuron.devices.base import LIKELIEST, LOGITS, NOTHING, POOLED, SAMPLED, SCORES, Shape, Want
 from rayneuron.errors import CompileError, ConfigError
@@ -19,6 +19,7 @@ from rayneuron.policies.prefix_buckets import select_prefix
 SMALLEST_CONTEXT, SMALLEST_LENGTH = 32, 128  # new tokens and attended positions of the smallest graph, where nothing else is said
 SMALLEST_PREFIXED = 512  # new tokens with prefix buckets, as NxD Inference has it
 EVERY = {want: replace(want, at="all") for want in (LIKELIEST, SAMPLED, LOGITS)}  # the same of all new tokens
+Drafts = Literal["", "model", "heads"]
 FEW_CONTEXT, FEW_LENGTH = 128, 2048  # the smallest where every graph is minutes of compiling
 
 
@@ -29,7 +30,7 @@ class Capacity:
     rows: sequences at once; length: positions of a sequence; chunk: most new tokens of a prefill step; scores: the same for a prefill
     whose every logit is wanted; blocks, block: the KV of all, and the positions of one; wants: what there are graphs for; prefix: where
     not empty, a prefill of T new tokens has a graph for each of these numbers of tokens before it, 0 among them, instead of one for each
-    length; verify: new tokens of a row in a step that verifies drafts, 0 where none does; drafts: whether a draft model makes them.
+    length; verify: new tokens of a row in a step that verifies drafts, 0 where none does; drafts: what makes some in a step, if anything.
     """
 
     rows: int
@@ -45,7 +46,7 @@ class Capacity:
     prefix: tuple[int, ...] = ()
     wants: tuple[Want, ...] = (LIKELIEST, SAMPLED, LOGITS, SCORES, POOLED)
     verify: int = 0
-    drafts: bool = False
+    drafts: Drafts = ""
 
     @property
     def space(self) -> KvSpace:
@@ -94,7 +95,7 @@ def capacity(
     few: bool = False,
     wants: Sequence[Want] | None = None,
     verify: int = 0,
-    drafts: bool = False,
+    drafts: Drafts = "",
 ) -> Capacity:
     """Fill in the lists nobody gave. Raises ConfigError where a list or budget contradicts a maximum. block: None for one block a row.
 
@@ -160,7 +161,7 @@ def inventory(c: Capacity) -> list[Shape]:
             made += [Shape("decode", b, 1, n, want) for b in c.batch for n in c.lengths]
         if want.ids is not None and c.verify:
             made += [Shape("verify", b, c.verify, n, EVERY[want]) for b in c.batch for n in c.lengths]
-    for rows, tokens in prefill_sizes(c) if c.drafts else ():
+    for rows, tokens in prefill_sizes(c) if c.drafts == "model" else ():
         made += [Shape("fill", rows, tokens, n, NOTHING) for n in _reach(c, tokens)]
     return made
 

@@ -41,4 +41,4 @@ class KvLog:
         behind = self.number - number
         if epoch != self.epoch or not 0 <= behind <= len(self._ring):
             return KvNews(self.epoch, self.number, [], list(held))
-        return KvNews(self.epoch, self.number, [self._ring[at] for at in range(-behind, 0)])
+        return KvNews(self.epoch, self.number, [self._ring[-1]] if behind == 1 else [self._ring[at] for at in range(-behind, 0)])

@@ -24,6 +24,7 @@ from rayneuron.engine.buckets import at_least
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.models.kv import KvSpace
+from rayneuron.policies.chunks import fit
 from rayneuron.policies.step_times import between, decode_grid, prefill_grid
 from rayneuron.types import Profile, Request, SamplingParams
 
@@ -167,6 +168,8 @@ class Timing:
         self.fixed = fixed
         self._tells = tells
         self._decode, self._prefill = decode_grid(fixed), prefill_grid(fixed)
+        chunks = fit(fixed)  # the scheduler stays with that
+        self._fitting = chunks.fitting if chunks is not None else ()
         self._host_ms = self._output_tokens = 0.0
 
     def note(self, plan: Plan, info: StepInfo, overlaps: bool) -> None:
@@ -200,7 +203,7 @@ class Timing:
         """As it is now."""
         prefill = [(1, tokens, length, ms) for tokens, length, ms in self._prefill.points()]
         changed = {"decode": tuple(self._decode.points()), "prefill": tuple(prefill)}
-        return replace(self.fixed, **changed, host_ms=self._host_ms, output_tokens=self._output_tokens)
+        return replace(self.fixed, **changed, fitting=self._fitting, host_ms=self._host_ms, output_tokens=self._output_tokens)
 
 
 def _moved(known: float, new: float) -> float:

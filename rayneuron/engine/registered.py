@@ -13,14 +13,14 @@ _LOOKED_AT = 8  # of what follows one prefix, the newest
 class Registered:
     """The registered blocks of a store: a hash names one block, a block has one hash.
 
-    `part`: positions that are found alike together. Fewer would hardly be worth a copy, and who guesses what others have sent, and is told
-    how much of it was known, must guess so many at once.
+    `part`: positions that are found alike together; None: only whole blocks are. Fewer would hardly be worth a copy, and who guesses what
+    others have sent, and is told how much of it was known, must guess so many at once. `hashes`: by block, for others to read.
     """
 
-    def __init__(self, part: int) -> None:
+    def __init__(self, part: int | None) -> None:
         self.part = part
+        self.hashes: dict[int, bytes] = {}
         self._at: dict[bytes, int] = {}
-        self._of: dict[int, bytes] = {}
         self._ids: dict[int, tuple[bytes, Sequence[int]]] = {}  # the hash before a block, and its ids, where those were said
         self._after: dict[bytes, dict[int, None]] = {}  # blocks by the hash before them, the newest last
 
@@ -29,9 +29,6 @@ class Registered:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._at)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._of
 
     def get(self, digest: bytes) -> int | None:
         """The block of a hash."""
@@ -46,37 +43,44 @@ class Registered:
             found.append(block)
         return found
 
-    def enter(self, digest: bytes, block: int, before: bytes, ids: Sequence[int]) -> int:
-        """The block of this hash: `block` from now on, where there was none. `before`: the hash of what it follows; `ids`: its own."""
-        known = self._at.setdefault(digest, block)
-        if known == block and block not in self._of:
-            self._of[block] = digest
-            if ids:
-                self._ids[block] = before, ids
-                self._after.setdefault(before, {})[block] = None
-        return known
+    def enter(self, digests: Sequence[bytes], blocks: Sequence[int], before: bytes, ids: Sequence[int] = ()) -> list[int]:
+        """The blocks of these hashes, of which each follows the one before: those of `blocks` from now on, where there was none. `before`:
+        the hash of what the first follows; `ids`: of all of them."""
+        found, known = list(map(self._at.setdefault, digests, blocks)), self.hashes
+        entered = {block: d for d, block, first in zip(digests, blocks, found, strict=True) if first == block and block not in known}
+        known.update(entered)
+        if self.part is not None and ids:
+            size = len(ids) // len(digests)
+            for at, block in enumerate(blocks):
+                if block in entered:
+                    self._ids[block] = before, ids[at * size : (at + 1) * size]
+                    self._after.setdefault(before, {})[block] = None
+                before = digests[at]
+        return found
 
-    def leave(self, block: int) -> bytes:
-        """A block is known no more; the hash it had."""
-        digest = self._of.pop(block)
-        del self._at[digest]
-        if block in self._ids:
-            before, _ = self._ids.pop(block)
-            after = self._after[before]
-            del after[block]
-            if not after:
-                del self._after[before]
-        return digest
+    def leave(self, blocks: Sequence[int]) -> list[bytes]:
+        """Blocks are known no more; the hashes they had."""
+        digests, at = list(map(self.hashes.pop, blocks)), self._at
+        for digest in digests:
+            del at[digest]
+        for block in blocks if self._ids else ():
+            if block in self._ids:
+                before, _ = self._ids.pop(block)
+                after = self._after[before]
+                del after[block]
+                if not after:
+                    del self._after[before]
+        return digests
 
     def clear(self) -> None:
         """Forget all."""
-        for held in (self._at, self._of, self._ids, self._after):
+        for held in (self._at, self.hashes, self._ids, self._after):
             held.clear()
 
     def alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
         """Of what follows `before`, the block that begins with most of `ids`, and with how many, in whole parts; 0: there is none."""
         block, most, after = -1, 0, self._after.get(before)
-        if after and len(ids) >= self.part:
+        if after and self.part is not None and len(ids) >= self.part:
             wanted = np.array(ids, np.int32)
             for other in islice(reversed(after), _LOOKED_AT):
                 theirs = np.array(self._ids[other][1], np.int32)
@@ -89,7 +93,7 @@ class Registered:
 
     def check(self) -> None:
         """Raise AssertionError if what is kept of a block and of its hash differ."""
-        assert {block: digest for digest, block in self._at.items()} == self._of
+        assert {block: digest for digest, block in self._at.items()} == self.hashes
         followed = {block: before for before, after in self._after.items() for block in after}
         assert {block: before for block, (before, _) in self._ids.items()} == followed
-        assert self._ids.keys() <= self._of.keys()
+        assert self._ids.keys() <= self.hashes.keys()

@@ -38,6 +38,7 @@ from rayneuron.engine.step import step
 from rayneuron.engine.swap import Swap, Swaps
 from rayneuron.models import Progress
 from rayneuron.models.arch import Arch
+from rayneuron.models.heads import Heads
 from rayneuron.models.kv import KvSpace
 from rayneuron.models.memory import kv_shape
 
@@ -80,10 +81,10 @@ class Runs(Protocol):
 
 
 class Runner:
-    """Runs plans on one device. `program`: what a step is, where it is not the whole model on one rank; `draft`: of a model that drafts."""
+    """Runs plans on one device. `program`: what a step is, where it is not the whole model on one rank; `draft`: what drafts within it."""
 
     def __init__(
-        self, arch: Arch, device: Device, capacity: Capacity, program: Program | None = None, draft: Arch | None = None
+        self, arch: Arch, device: Device, capacity: Capacity, program: Program | None = None, draft: Arch | Heads | None = None
     ) -> None:  # fmt: skip
         self.arch, self.draft = arch, draft
         self.device = device
@@ -98,7 +99,11 @@ class Runner:
         """Hand weights to the device and allocate KV."""
         ranks = self.device.comm.ranks
         shape = kv_shape(self.arch, self._space, ranks, len(weights["layers"]))
-        self.device.load(weights, shape if self.draft is None else replace(shape, draft=kv_shape(self.draft, self._space, ranks)))
+        if isinstance(self.draft, Heads):
+            shape = replace(shape, draft=kv_shape(self.draft.arch, self._space, ranks, self.draft.layers), features=self.draft.width)
+        elif self.draft is not None:
+            shape = replace(shape, draft=kv_shape(self.draft, self._space, ranks))
+        self.device.load(weights, shape)
 
     def prepare(self, progress: Progress) -> None:
         """What `warm` does before it needs other processes."""

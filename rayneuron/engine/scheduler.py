@@ -24,19 +24,19 @@ class Scheduler:
     """Decides who runs. No torch, no clock, no I/O; every admitted sequence fits alone, so service in order never starves one.
 
     `model`: its fingerprint, where blocks of equal prefixes are computed once (`caching`). `chunks`: how much of a prompt one step computes
-    while others decode; None: all that fits the shapes. `prefills`: others who compute prompts.
+    while others decode; None: all that fits the shapes. `blocks`: None: its own. `prefills`: others who compute prompts.
     """
 
     def __init__(
         self, capacity: Capacity, model: str | None = None, chunks: Chunks | None = None, speculation: Speculation | None = None,
-        adapters: Adapters | None = None,
+        adapters: Adapters | None = None, blocks: Blocks | None = None,
     ) -> None:  # fmt: skip
         self.capacity = capacity
         self.speculation = speculation
         self.adapters = adapters or Adapters()
         self.chunks = chunks
         self.model, self.caching = model, model is not None
-        self.blocks = Blocks(capacity.space, KvLog() if self.caching else None)
+        self.blocks = blocks or Blocks(capacity.space, KvLog() if self.caching else None)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # both in order of service
         self.forks = Forks(self.blocks, self.adapters, self.running)

@@ -27,7 +27,8 @@ from rayneuron.text.text import Text
 log = logging.getLogger(__name__)
 
 ASK_S, IDLE_S = 0.2, 1.0  # how often the arbiter is told, while somebody waits or runs, and else
-LOOK_S = 0.05  # how often coming seats are asked for their cards while somebody waits
+LOOK_S = 0.02  # how often coming seats are asked for their cards while somebody waits
+HOLD_S = 0.05  # and whoever waits looks whether it still pays
 SAY_S = 2.0  # between two comments of progress
 MOST_RETRY_S = 120.0  # clients obey no longer one
 
@@ -54,13 +55,14 @@ class SeatReplicas:
         self.standing = Standing("sleeping")
         self._follow = follow
         self._ways: dict[str, SeatWay] = {}
-        self._known: set[str] = set()  # replicas that Serve has shown
+        self._known: dict[str, str] = {}  # replicas that Serve has shown, on which seat
         self.seat_of: dict[str, str] = {}  # of a replica
 
     async def cards(self) -> list[Card]:
         """Of every replica that takes calls now."""
         names = [*self.standing.seats, *self.standing.coming]
         self._ways = {name: self._ways.get(name) or self._follow(name) for name in names}
+        self._known = {replica: name for replica, name in self._known.items() if name in names}  # who comes next to a seat is another one
         told = await asyncio.gather(*map(self._shown, self._ways), return_exceptions=True)
         cards = []
         for name, shown in zip(self._ways, told, strict=True):
@@ -73,11 +75,11 @@ class SeatReplicas:
         """Of those on a seat. Serve needs up to a second to know that one is ready, and a call of it waits until then: before, its own word
         counts."""
         way = self._ways[name]
-        if any(self.seat_of.get(replica) == name for replica in self._known):
+        if name in self._known.values():
             return await way.cards()
         early = await way.early()
         cards = [] if name in self.standing.coming else await way.cards()
-        self._known.update(card.replica for card in cards)
+        self._known.update((card.replica, name) for card in cards)
         return cards or ([] if early is None else [early])
 
     def knows(self, replica: str) -> bool:
@@ -225,7 +227,7 @@ class Waking:
                     await exchange.comment(f"{entry.name} {progress(sleeper.replicas.standing)}")
                 if sleeper.looking is not None and sleeper.looking.done():
                     sleeper.looking.result()  # what it raised
-                await entry.joined(LOOK_S)
+                await entry.joined(HOLD_S)
         exchange.said[b"x-rayneuron-waited-ms"] = f"{1e3 * (time.monotonic() - began_s):.0f}".encode()
 
     def _judge(self, sleeper: Sleeper, waited_s: float) -> None:

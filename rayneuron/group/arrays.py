@@ -35,8 +35,7 @@ def tensor(a: Array) -> Tensor:
 
 def part(shape: Shape, batch: Batch) -> Part:
     """A batch to send."""
-    flat = np.concatenate([getattr(batch, name).numpy().reshape(-1).view(np.uint8) for name in _FIELDS])
-    return Part(shape, flat.data)
+    return Part(shape, memoryview(b"".join([getattr(batch, name).numpy() for name in _FIELDS])))
 
 
 class Batches:

@@ -1,6 +1,6 @@
 """Several workers as one runner: what the engine calls `run` on when a model needs more than one rank.
 
-Worker 0, rank 0 of stage 0, is this process. It packs every step once, sends it to all others, runs its own share, and collects.
+Worker 0, rank 0 of stage 0, is this process. It packs every step once, tells all others (board.py), runs its own share, and collects.
 Every wait has a deadline and names who is missing; the first loss breaks all waits, ends every worker, and is told once to `on_lost`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from rayneuron.engine.sequence import Plan
 from rayneuron.errors import Busy, CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group import arrays, assignment, messages, pipeline
 from rayneuron.group.adopting import Adopting
+from rayneuron.group.board import Behind, Board
 from rayneuron.group.children import Children, Processes
 from rayneuron.group.messages import Adopted, Advance, Done, Failed, Placed, Ready
 from rayneuron.group.opening import Runnable
@@ -41,7 +43,6 @@ Made = TypeVar("Made")
 
 FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
 _ENDING_S, _LOST_ENDING_S = 5.0, 1.0  # for workers to end by themselves; the latter after a loss
-_BLAME_S = 0.5  # for the cause of a broken wait to show
 
 
 class Group:
@@ -62,6 +63,7 @@ class Group:
         self.rank = Rank()
         self._watch: Watch | None = None
         self._agents: Agents | None = None
+        self._board: Board | None = None
         self._on_lost, self._closed = on_lost, False
 
     @property
@@ -100,8 +102,9 @@ class Group:
         common = assignment.Common(self.capacity, self.model.dtype, threads, self.model.source, float8(self.config, self.model.raw))
         hellos = {0: this_process()} | {m.worker.index: (m.hello.pid, m.hello.started) for m in self.members}
         begins = assignment.begins(self.config, self.layout, placed, ips, hellos, common)
+        self._board = Board.open([member for member in self.members if not member.worker.node], longest)
         for member, begin in zip(self.members, begins[1:], strict=True):
-            self._tell(member, wire.frame(begin))
+            self._tell(member, wire.frame(begin if self._board is None else replace(begin, spot=self._board.spot(member))))
         self._locally(lambda: self.rank.begin(begins[0], self._check))
         self._all(Ready, "has not connected to the others", limits.start_s)
 
@@ -124,9 +127,7 @@ class Group:
         limit_s, node_ips = self.config.group.start_s, self.processes.node_ips
         far = any(member.worker.node for member in self.members)
         agents = self._agents = Agents(said.token, node_ips[0] if far else None, said.layout)
-        for member in self.members:
-            address = agents.addresses[-1 if member.worker.node else 0]
-            self._tell(member, wire.frame(replace(said, address=address)))
+        self._send(*[replace(said, address=address) for address in agents.addresses])
         self._all(Ready, "has not begun to exchange KV", limit_s)
         return agents.all(len(self.members), limit_s)
 
@@ -164,9 +165,11 @@ class Group:
 
     def _end(self, step: pipeline.UnderWay) -> StepOutput:
         outputs = self._locally(lambda: [part.wait() for part in step.parts])
-        answers = self._all(Done, f"has not finished step {step.number}", self.config.group.step_s)
+        late, limit_s, board = f"has not finished step {step.number}", self.config.group.step_s, self._board
+        busy = [] if board is None else self._on_board(lambda: board.collect(step.number, limit_s, self._check), late)
+        answers = [self._answer(m, Done, late, limit_s) for m in self.members if board is None or board.wanting(m, self.layout)]
         self.step_s += time.perf_counter() - self._began_s
-        self.busy_s += self.rank.busy_s + sum(answer.busy_s for answer in answers)
+        self.busy_s += self.rank.busy_s + sum(busy) + sum(answer.busy_s for answer in answers)
         last = next(([arrays.step_output(sent) for sent in a.outputs] for a in answers if a.outputs), outputs)
         return pipeline.merge(last, step.rows)
 
@@ -186,17 +189,20 @@ class Group:
         """See the other workers off."""
         if self._watch is not None:
             self._watch.stop()
+        if orderly and self._board is not None:
+            with suppress(RayNeuronError, Behind):
+                self._board.write(wire.frame(messages.Stop()), 1.0, lambda: None)
         for member in self.members:
-            try:
-                if orderly:
-                    member.channel.send(messages.Stop(), 1.0)
-                else:
+            with suppress(wire.WireError, TimeoutError):  # it has ended already
+                if not orderly:
                     member.channel.shutdown()
-            except (wire.WireError, TimeoutError):
-                pass  # it has ended already
+                elif self._board is None or member.worker.node:
+                    member.channel.send(messages.Stop(), 1.0)
         self.processes.end(_ENDING_S if orderly else _LOST_ENDING_S)
         for member in self.members:
             member.channel.close()
+        if self._board is not None:
+            self._board.close()
 
     def _take_places(self, token: bytes, ips: Sequence[str]) -> list[Placed]:
         places = assignment.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))
@@ -206,10 +212,20 @@ class Group:
         limit_s = self.config.group.start_s + self.config.group.cores_s
         return [mine, *self._all(Placed, "has not taken its place", limit_s)]
 
-    def _send(self, message: messages.ToWorker) -> None:
-        frame = wire.frame(message)
+    def _send(self, message: messages.ToWorker, far: messages.ToWorker | None = None) -> None:
+        """Tell all others; `far`: other words for those of other hosts."""
+        frame, limit_s, board = wire.frame(message), self.config.group.step_s, self._board
+        if board is not None:
+            self._on_board(lambda: board.write(frame, limit_s, self._check), "has read nothing")
         for member in self.members:
-            self._tell(member, frame)
+            if board is None or member.worker.node:  # else it reads the board
+                self._tell(member, wire.frame(far) if member.worker.node and far is not None else frame)
+
+    def _on_board(self, work: Callable[[], Made], late: str) -> Made:
+        try:
+            return work()
+        except Behind as slow:
+            raise self._lose(f"{slow.member.name} {late} within {self.config.group.step_s:g} s") from None
 
     def _tell(self, member: Member, frame: bytearray) -> None:
         try:
@@ -222,33 +238,15 @@ class Group:
         try:
             return work()
         except BaseException as error:
-            if self.lost is None and isinstance(error, WorkerLost):
-                self._blame()
-            if self._watch is not None and self._watch.lost is not None:
+            if self._watch is not None and isinstance(error, WorkerLost):
+                self._watch.blame()
+            if self.lost is not None and self._watch is not None:
                 raise self._watch.why() from error
             if isinstance(error, WorkerLost):
                 raise self._lose(f"worker 0 waited in vain: {error}") from error
             if not isinstance(error, ConfigError | CheckpointError | Busy):
                 self._lose(f"worker 0 failed: {type(error).__name__}: {error}")
             raise
-
-    def _blame(self) -> None:
-        """A wait broke before the watch has seen why: take the words of a worker that could still say it, or see whose connection ends.
-
-        A process is seen to be gone when its first thread has ended; its connections end with the last.
-        """
-        until = time.monotonic() + _BLAME_S
-        while self.lost is None and time.monotonic() < until:
-            for member in self.members:
-                try:
-                    answer = member.channel.receive_now()
-                except wire.WireError as problem:
-                    self._lose(f"{member.name} is gone ({problem})", member)
-                    return
-                if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
-                    self._lose(error_of(member, answer).message)
-                    return
-            time.sleep(0.01)
 
     def _all(self, kind: type[Made], late: str, timeout_s: float) -> list[Made]:
         """One answer of each worker, in order. Advance restarts the clock."""
@@ -294,6 +292,8 @@ class Group:
         """On the first loss, from whatever thread saw it: end everybody's waiting."""
         log.error("the group is lost: %s", reason)
         self.rank.abort()
+        if self._board is not None:
+            self._board.abort()
         for member in self.members:
             member.channel.shutdown()
         if self._on_lost is not None:

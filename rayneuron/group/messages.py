@@ -11,7 +11,7 @@ from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 from rayneuron.transfer.layout import KvLayout
 
-VERSION = 11  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 12  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -70,10 +70,20 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     ports: tuple[int, int] = (0, 0)
 
 
+class Spot(msgspec.Struct, array_like=True, frozen=True):
+    """Where a worker on worker 0's host reads and answers: its place on the board at `address`, (pid, descriptor)."""
+
+    address: tuple[int, int]
+    place: int
+    places: int
+    slot_bytes: int
+
+
 class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Worker 0: who you are. `config`: the deployment as plain data; `capacity`: as worker 0 computed it; `hosts`: nodes that share the
     stage; `peers`: place among the stage's workers of this node -> (pid, started), without oneself; `link`: the next stage's listener,
-    empty for the last stage."""
+    empty for the last stage; `spot`: what I say from now on stands there, and there go your answers that say no more than that a step is
+    done, where that is on this host."""
 
     config: Mapping[str, Any]
     capacity: Capacity
@@ -92,6 +102,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     timeout_s: float
     step_timeout_s: float
     model: str
+    spot: Spot | None = None
 
 
 class LoadWeights(msgspec.Struct, tag=True, frozen=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rayneuron import devices, hashing, models
 from rayneuron.config import Deployment
 from rayneuron.devices.base import Reweighs
-from rayneuron.engine import draft_step
+from rayneuron.engine import draft_step, head_step
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import rule_of
 from rayneuron.engine.runner import Runner
@@ -20,7 +20,7 @@ from rayneuron.engine.swap import Swap
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group import pipeline
 from rayneuron.group.ahead import ahead
-from rayneuron.models import Progress, presharded, weights, words
+from rayneuron.models import Progress, head_layers, hub, presharded, weights, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import read_config
 from rayneuron.models.shard import stage_layers
@@ -60,13 +60,14 @@ def open_rank(
         made = replace(made, artifact=None, required=False)
     program, draft = pipeline.program(model.arch, pipeline.stage_of(config, dtype, stage), rule_of(config)), model.draft
     if draft is not None:
-        program = partial(draft_step.step, model.arch, draft.arch, rule=rule_of(config))
+        by = partial(draft_step.step, model.arch, draft.arch) if draft.heads is None else partial(head_step.step, model.arch, draft.heads)
+        program = partial(by, rule=rule_of(config))
     with ExitStack() as undo:
         kv_dtype = models.kv_type(config.kv_dtype)
         shared = config.pools is not None
         device = devices.open(config.device, ahead=made, dtype=dtype, kv_dtype=kv_dtype, threads=threads, comm=comm, shared_kv=shared)
         undo.callback(device.close)
-        runner = Runner(model.arch, device, model.capacity, program, None if draft is None else draft.arch)
+        runner = Runner(model.arch, device, model.capacity, program, None if draft is None else draft.heads or draft.arch)
         held = _weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress)
         if draft is not None:
             held["draft"] = _draft_weights(draft, made, config)
@@ -99,9 +100,13 @@ def _alike(model: Runnable, path: Path) -> Runnable:
 
 
 def _draft_weights(draft: DraftModel, made: devices.Ahead, config: Deployment) -> dict[str, Any]:
-    """The draft model's, cut as the model's own are."""
+    """What drafts, cut as the model's own are."""
+    kind = models.compute_type(draft.dtype)
+    if draft.heads is not None:
+        held = hub.Checkpoint(draft.path, config.model.allow_pickle)
+        return head_layers.load(draft.heads, held, dtype=kind, rank=made.start_rank, ranks=made.ranks)
     return presharded.open_weights(
-        draft.path, draft.raw, draft.arch, dtype=models.compute_type(draft.dtype), rank=made.start_rank, ranks=made.ranks,
+        draft.path, draft.raw, draft.arch, dtype=kind, rank=made.start_rank, ranks=made.ranks,
         fused=config.fused_qkv, quantization=draft.quantization, allow_pickle=config.model.allow_pickle,
     )  # fmt: skip
 

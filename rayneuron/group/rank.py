@@ -121,13 +121,14 @@ class Rank:
 
         begin, config, source = self._begin, self._config, self._begin.model
         self.batches = Batches(begin.capacity.space)
+        find = lambda named: sources.resolve(named, progress, allow_pickle=config.model.allow_pickle).path  # noqa: E731
         try:
-            path = sources.resolve(source, progress, allow_pickle=config.model.allow_pickle).path
+            path = find(source)
         except ConfigError as absent:
             raise CheckpointError(f"{source} is not on this node, and every node of a group needs the model: {absent.message}") from None
         raw = read_config(path)
         arch = models.check(raw, tp=config.tensor_parallel, max_model_len=begin.capacity.length, **config.model_options())
-        draft = draft_model(config, path, arch, begin.capacity.length, lambda named: sources.resolve(named, progress).path)
+        draft = draft_model(config, path, arch, begin.capacity.length, find)
         model = Runnable(config, path, raw, arch, begin.capacity, begin.dtype, source, draft)
         stage, worker, workers = begin.stage, begin.rank, begin.ranks
         self.runner = open_rank(model, begin.threads, progress, stage=stage, worker=worker, workers=workers, comm=self._comm)
@@ -166,7 +167,7 @@ class Rank:
         memory, begin = devices.kv_memory(self.runner.device), self._begin
         puller = lender = None
         if said.lends:
-            lender = Lender(memory, said.token, said.epoch, self._place.node_ip if said.ip else None, shared=said.way != "sockets")
+            lender = Lender(memory, said.token, said.epoch, self._place.node_ip if said.ip else None, way=said.way)
             self._held.callback(lender.close)
         else:
             how: dict[str, Any] = {"way": said.way, "streams": said.streams, "stall_s": said.stall_s}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from rayneuron import wire
@@ -13,6 +14,7 @@ from rayneuron.group.messages import Beat, Failed
 from rayneuron.group.rendezvous import Member
 
 BEATS = 5  # in the time after which a silent host is lost
+_BLAME_S = 0.5  # for the cause of a broken wait to show
 # Said by a worker, raised as they are.
 KINDS = {kind.__name__: kind for kind in (Busy, CheckpointError, CompileError, ConfigError, DeviceError)}
 
@@ -67,6 +69,23 @@ class Watch:
             except wire.WireError:
                 continue
         return error_of(*self._words) if self._words is not None else WorkerLost(self.lost or "")
+
+    def blame(self) -> None:
+        """A wait broke before its cause was seen: take the words of a worker that could still say it, or see whose connection ends. For the
+        thread that reads the channels.
+
+        A process is seen to be gone when its first thread has ended; its connections end with the last.
+        """
+        until = time.monotonic() + _BLAME_S
+        while self.lost is None and time.monotonic() < until:
+            for member in self._members.values():
+                try:
+                    answer = member.channel.receive_now()
+                except wire.WireError as problem:
+                    return self.lose(f"{member.name} is gone ({problem})", [member])
+                if isinstance(answer, Failed) and answer.kind != WorkerLost.__name__:
+                    return self.lose(error_of(member, answer).message)
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """From now on hang-ups are wanted."""

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -44,6 +45,9 @@ from rayneuron.group.rendezvous import allow_files
 from rayneuron.group.swapping import reweigh, turn
 from rayneuron.models import Progress
 from rayneuron.placement.records import process_started
+
+if TYPE_CHECKING:
+    from rayneuron.group.board import BoardReader
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +104,17 @@ def _join(invitation: Invitation) -> wire.Channel[messages.ToWorker]:
 
 
 def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
+    board: BoardReader | None = None
     while True:
-        message = channel.receive()
+        message = channel.receive() if board is None else board.receive()
         match message:
             case Step():
-                _step(channel, rank, message)
+                _step(channel, board, rank, message)
             case Place():
                 channel.send(rank.place(message))
             case Begin():
                 rank.begin(message, _nothing)
+                board = _reader(message)
                 channel.send(Ready())
             case LoadWeights():
                 rank.load(_reporter(channel))
@@ -137,12 +143,21 @@ def _serve(channel: wire.Channel[messages.ToWorker], rank: Rank) -> None:
                 return
 
 
-def _step(channel: wire.Channel[messages.ToWorker], rank: Rank, step: Step) -> None:
+def _reader(begin: Begin) -> BoardReader | None:
+    from rayneuron.group.board import BoardReader  # torch too
+
+    return BoardReader(begin.spot) if begin.spot is not None else None
+
+
+def _step(channel: wire.Channel[messages.ToWorker], board: BoardReader | None, rank: Rank, step: Step) -> None:
     from rayneuron.group import arrays  # torch: only once the environment is as Begin said
 
     outputs = rank.run(step.copies, [(part.shape, rank.batches.read(place, part)) for place, part in enumerate(step.parts)], step.installs)
     sent = () if not rank.reports else [arrays.output(out) for out in outputs]
-    channel.send(messages.Done(step.number, sent, rank.busy_s), _SEND_S)
+    if rank.reports or board is None:
+        channel.send(messages.Done(step.number, sent, rank.busy_s if board is None else 0.0), _SEND_S)
+    if board is not None:
+        board.answer(step.number, rank.busy_s)
 
 
 def _reporter(channel: wire.Channel[messages.ToWorker]) -> Progress:

@@ -82,6 +82,9 @@ class Arch:
     tied: bool = False
     biased: tuple[str, ...] = ()  # which of q k v o gate up down have a bias, where a family leaves it open
     gqa: str | None = None  # a sharding strategy by name; None: chosen by shard.head_plan
+    joined: int = 0  # EAGLE: what `fc` reads
+    spoken: int = 0  # EAGLE-3: ids the head knows, where it does not know all
+    doubled: bool = False  # EAGLE-3: attention reads an embedding beside the hidden state
     sequence_shards: int = 1  # ranks one KV group is split over by position (flash decoding)
 
     @property

@@ -6,7 +6,7 @@ B rows, T new tokens, L attended, E hidden, H heads, D head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,26 +26,37 @@ if TYPE_CHECKING:
     from rayneuron.models.ops import Layer, Ops
 
 
+@dataclass(slots=True)
+class Taps:
+    """The residual `behind` so many layers each, rising, which a forward pass puts into `states` [B,T,E]."""
+
+    behind: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
+
+
 def forward(
     arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, tokens: Tensor, places: Places,
-    hidden: Tensor | None = None,
+    hidden: Tensor | None = None, taps: Taps | None = None,
 ) -> Tensor:  # fmt: skip
     """tokens int32 [B,T] -> [B,T,E] after the final norm; `kv` is written.
 
-    A pipeline stage that holds no embedding starts from `hidden` [B,T,E]; one that holds no final norm returns the residual.
+    A pipeline stage that holds no embedding starts from `hidden` [B,T,E]; one that holds no final norm returns the residual. `taps`: where
+    else the residual is wanted.
     """
     top = weights["top"]
     x = embed(arch, ops, comm, top, tokens, places.positions) if hidden is None else hidden
-    x = layers(arch, ops, comm, weights, kv, x, places)
+    x = layers(arch, ops, comm, weights, kv, x, places, taps)
     if arch.final_norm and not arch.post_norm and "head.w" in top:  # the last stage
         x = norm(arch, ops, top, "norm", x)
     return ops.linear(top, "project_out", x) if "project_out.w" in top else x
 
 
-def layers(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places) -> Tensor:
+def layers(
+    arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places, taps: Taps | None = None
+) -> Tensor:
     """This rank's layers on the residual x [B,T,E], in the device's fused form where it has one."""
     if ops.layers is not None:
-        fused = ops.layers(arch, ops, comm, weights, kv, x, places)
+        fused = ops.layers(arch, ops, comm, weights, kv, x, places, taps)
         if fused is not None:
             return fused
     if places.adapters is not None:
@@ -53,7 +64,11 @@ def layers(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], 
     step = prepare(arch, ops, comm, weights["top"], places, kv.shape, x.dtype)
     first = weights.get("first", 0)
     for i, w in enumerate(weights["layers"]):
+        if taps is not None and i in taps.behind:
+            taps.states.append(x)
         x, kv.layers[i] = layer(arch, ops, comm, w, kv.layers[i], x, step, arch.window(first + i))
+    if taps is not None and len(weights["layers"]) in taps.behind:
+        taps.states.append(x)
     return x
 
 
@@ -104,9 +119,10 @@ def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], to
 
 
 def layer(
-    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, window: int
+    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, window: int,
+    read: Tensor | None = None,
 ) -> tuple[Tensor, Layer]:  # fmt: skip
-    """One layer on the residual x [B,T,E], and its KV afterwards.
+    """One layer on the residual x [B,T,E], and its KV afterwards. `read`: what attention reads where that is not the norm of x.
 
     Biases of the row-split products (`o.bias`, `down.bias`) are added once, after the sum.
     """
@@ -120,7 +136,7 @@ def layer(
         return x + normed(f"{name}_norm", _add(comm.reduce(summand), w, f"{name}.bias"))
 
     before = not arch.post_norm and arch.norms != "after"
-    h = normed("ln1", x) if before else x
+    h = read if read is not None else normed("ln1", x) if before else x
     a, kv = attention(arch, ops, w, kv, h, step, window)
     if arch.parallel:
         h = normed("ln2", x) if "ln2.w" in w else h  # GPT-J has one norm for both

@@ -163,7 +163,7 @@ class Checkpoint(Mapping[str, Tensor]):
             self._where[name] = file
 
     def _pickled(self, allow: bool) -> None:
-        found = sorted(self.path.glob("*.bin"))
+        found = sorted(self.path.glob("*.bin")) or sorted(self.path.glob("medusa_lm_head.pt"))
         if not found:
             raise CheckpointError(f"{self.path} holds no *.safetensors file")
         if not allow:
@@ -171,7 +171,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 f"{self.path} holds only pickled weights ({found[0].name}), which can run code when read; "
                 "convert them to safetensors, or set allow_pickle: true"
             )
-        files = [self.path / PICKLE]
+        files = [self.path / PICKLE] if found[0].suffix == ".bin" else found
         if (self.path / PICKLE_INDEX).exists():
             files = [self.path / f for f in sorted(set(weight_map(self.path / PICKLE_INDEX).values()))]
         for file in files:

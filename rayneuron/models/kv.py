@@ -45,8 +45,8 @@ class KvSpace:
 class KvShape:
     """The KV of one rank: `space`, in each of `layers` layers, of `heads` heads of `dim` values.
 
-    shards: ranks that hold the same heads, each every shards-th position of a block (flash decoding). draft: that of a draft model, in the
-    same blocks.
+    shards: ranks that hold the same heads, each every shards-th position of a block (flash decoding). draft: that of a draft model, or of
+    heads, in the same blocks; features: numbers that every position has beside it, which heads draft from.
     """
 
     space: KvSpace
@@ -55,6 +55,7 @@ class KvShape:
     dim: int
     shards: int = 1
     draft: KvShape | None = None
+    features: int = 0
 
     @property
     def columns(self) -> int:
@@ -74,11 +75,13 @@ class KvShape:
 
 @dataclass(slots=True)
 class Kv:
-    """The KV of one rank inside a step: a (keys, values) pair a layer, each [N, H, S, D]. A layer that is written is rebound."""
+    """The KV of one rank inside a step: a (keys, values) pair a layer, each [N, H, S, D]. A layer that is written is rebound.
+    features [N, S, F], where its shape has some."""
 
     shape: KvShape
     layers: list[Any]
     draft: Kv | None = None
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

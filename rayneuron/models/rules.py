@@ -66,14 +66,18 @@ def halves(t: Tensor) -> tuple[Tensor, ...]:
 def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
     """The whole shape of a canonical tensor (of one expert). `ffn`: the inner size of the layer it belongs to."""
     q, kv, h, e = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden, a.embed or a.hidden
+    read = 2 * h if a.doubled else h
     shapes: dict[str, tuple[int, ...]] = {
-        "q.w": (q, h), "k.w": (kv, h), "v.w": (kv, h), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (h, q), "gate.w": (ffn, h),
+        "q.w": (q, read), "k.w": (kv, read), "v.w": (kv, read), "q.b": (q,), "k.b": (kv,), "v.b": (kv,), "o.w": (h, q), "gate.w": (ffn, h),
         "up.w": (ffn, h), "down.w": (h, ffn), "gate.b": (ffn,), "up.b": (ffn,), "router.w": (a.experts, h), "q_norm.w": (a.head_dim,),
-        "k_norm.w": (a.head_dim,), "embed.w": (a.vocab, e), "head.w": (a.vocab, e), "head.b": (a.vocab,), "project_in.w": (h, e),
+        "k_norm.w": (a.head_dim,), "embed.w": (a.vocab, e), "head.b": (a.vocab,), "project_in.w": (h, e),
         "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h), "q_norms.w": (q,), "k_norms.w": (kv,),
         "sinks.w": (q,), "shared_gate.w": (a.shared_ffn, h), "shared_up.w": (a.shared_ffn, h), "shared_down.w": (h, a.shared_ffn),
-        "shared_router.w": (1, h), "router.b": (a.experts,),
+        "shared_router.w": (1, h), "router.b": (a.experts,), "fc.w": (h, a.joined),
+        "head.w": (a.spoken or a.vocab, e),
     }  # fmt: skip
+    if name.startswith("block"):  # of a Medusa head
+        return (h, h) if name.endswith(".w") else (h,)
     return shapes.get(name, (h,))  # norms, and biases of what returns to the residual
 
 

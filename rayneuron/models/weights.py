@@ -18,6 +18,7 @@ from rayneuron.errors import CheckpointError
 from rayneuron.models import Progress, flash_decoding, shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.attention import alibi_slopes
+from rayneuron.models.heads import Heads
 from rayneuron.models.quantization import Quantization, is_quantised, parse, quantise, scale_of
 from rayneuron.models.reader import Reader
 from rayneuron.models.rotary import frequencies
@@ -62,7 +63,7 @@ def cut_for(arch: Arch, rank: int, ranks: int) -> Cut:
 
 def load(
     arch: Arch,
-    family: ModuleType,
+    family: ModuleType | Heads,
     checkpoint: Mapping[str, Tensor],
     *,
     dtype: torch.dtype,
@@ -99,7 +100,7 @@ def load(
     return {"top": top, "layers": layers, "first": mine.start}
 
 
-def build_top(build: Build, family: ModuleType, *, first: bool, last: bool) -> dict[str, Tensor]:
+def build_top(build: Build, family: ModuleType | Heads, *, first: bool, last: bool) -> dict[str, Tensor]:
     """The tensors outside the layers, with the constants a rank needs."""
     arch, cut = build.cut.arch, build.cut
     rules = dict(family.top(arch))

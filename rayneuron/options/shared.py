@@ -17,7 +17,10 @@ dtype = among(DTYPES)
 reduced = among({"float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "bf16": "bf16"})
 
 ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, where the device is cpu; on neuron merge the adapter into the weights"
-NO_DRAFT = "on the CPU a draft model is speculative_config: {model: DIR, num_speculative_tokens: 4}; with heads, or on Neuron, leave it out"
+NO_DRAFT = (
+    "on the CPU write speculative_config: {method: draft_model, model: DIR, num_speculative_tokens: 4}, or with method: medusa, eagle or "
+    "eagle3 and DIR of such heads; on Neuron leave it out"
+)
 GRAPHS = "how a graph is laid out is the compiler's to say, the text is the same"
 OWN_SHARDS = "write model.path: a folder that `rayneuron shard` wrote"
 OWN_GRAPHS = "graphs are compiled ahead by `rayneuron compile --out DIR`; write compile.artifact: DIR"

@@ -13,6 +13,9 @@ from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES
 from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, targets
 from rayneuron.engine.buckets import SMALLEST_PREFIXED, Capacity, capacity, inventory, prefixes, smaller
 from rayneuron.errors import ConfigError
+from rayneuron.models import words
+from rayneuron.models.heads import Heads
+from rayneuron.models.memory import kv_shape
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
 from rayneuron.placement.layout import Layout, partition
 from rayneuron.placement.memory import Memory, memory
@@ -26,13 +29,13 @@ DEFAULT_MODEL_LEN = 4096  # where the configuration names none and the model cou
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One application: its checked configuration, the model's config.json, how many ranks its device drives from one process, and the
-    config.json of a draft model, where that is another's."""
+    """One application: its checked configuration, the model's config.json, how many ranks its device drives from one process, and what
+    drafts: the config.json of a draft model, where that is another's, or heads."""
 
     config: Deployment
     raw: Mapping[str, Any]
     ranks_per_process: int = 1
-    draft: Mapping[str, Any] | None = None
+    draft: Mapping[str, Any] | Heads | None = None
 
     @property
     def replicas(self) -> int:
@@ -80,7 +83,7 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
         verify=1 + said.num_speculative_tokens if (said := config.speculative_config) else 0,
-        drafts=said is not None and said.by_model,
+        drafts="" if said is None else said.within,
     )
 
 
@@ -102,6 +105,9 @@ def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_paral
     """What a core of each stage holds. Raises ConfigError where the model cannot be divided so."""
     parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel)
     held = [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    if isinstance(want.draft, Heads):
+        weights, kv = _beside(want.draft, c, tensor_parallel, words.WIDTHS[words.compute(want.config.dtype, want.raw)])
+        return [replace(one, weights=one.weights + weights, kv=one.kv + kv) for one in held]
     if (said := want.config.speculative_config) is None or not said.by_model:
         return held
     raw = want.raw if want.draft is None else want.draft
@@ -109,6 +115,13 @@ def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_paral
     layers = range(models.architecture(dict(raw)).layers)
     more = memory(want.config.model_copy(update=own), raw, c, tensor_parallel, layers)  # beside the one stage there is
     return [replace(one, weights=one.weights + more.weights, kv=one.kv + more.kv) for one in held]
+
+
+def _beside(heads: Heads, c: Capacity, ranks: int, width: int) -> tuple[int, int]:
+    """Bytes of the weights of heads on a rank, and of what they keep of every position."""
+    held, space = heads.parameters(ranks), c.space
+    kept = kv_shape(heads.arch, space, ranks, heads.layers).elements + space.total * space.block * heads.width
+    return (held.products + held.others) * width + 4 * heads.arch.spoken, kept * width
 
 
 def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> list[Memory]:

@@ -31,7 +31,7 @@ def describe(
     `visible`: NEURON_RT_VISIBLE_CORES of this machine, taken for every node's.
     """
     wanted = {
-        name: Wanted(config, read_raw(config, resolve), ranks_per_process(config.device), read_draft(config, resolve))
+        name: Wanted(config, raw := read_raw(config, resolve), ranks_per_process(config.device), read_draft(config, raw, resolve))
         for name, config in deployments.items()
     }
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

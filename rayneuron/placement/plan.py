@@ -11,7 +11,9 @@ from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.devices.neuron.targets import Target
 from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import heads
 from rayneuron.models.config_json import read_json
+from rayneuron.models.heads import Heads
 from rayneuron.placement import instances
 from rayneuron.placement.environment import Endpoints, Host, environment, host_of
 from rayneuron.placement.fitting import Wanted, capacity_of, check_host, check_memory, check_together, graphs_of, host_memory, stage_memory
@@ -160,10 +162,20 @@ def read_raw(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[
         raise CheckpointError(f"{problem}; write the model's config.json inline as model.config to plan without the checkpoint") from None
 
 
-def read_draft(config: Deployment, resolve: Callable[[str], Path] = Path) -> dict[str, Any] | None:
-    """config.json of a draft model that a deployment names, None where it names none. Raises CheckpointError."""
+def read_draft(config: Deployment, raw: Mapping[str, Any], resolve: Callable[[str], Path] = Path) -> dict[str, Any] | Heads | None:
+    """config.json of a draft model that a deployment names, or the heads; None where it names neither. `raw`: config.json of the model.
+    Raises CheckpointError."""
     said = config.speculative_config
-    return None if said is None or said.model is None else read_json(resolve(said.model) / "config.json")
+    if said is None or said.model is None:
+        return None
+    folder = resolve(said.model)
+    try:
+        draft: dict[str, Any] = read_json(folder / "config.json")
+        if not said.by_heads:
+            return draft
+        return heads.read(said.method, draft, heads.shapes(folder, config.model.allow_pickle), models.architecture(dict(raw)))
+    except CheckpointError as wrong:
+        raise CheckpointError(f"speculative_config.model {folder}: {wrong.message}", param="speculative_config.model") from None
 
 
 def _lay(name: str, want: Wanted, instance: Instance) -> _Laid:

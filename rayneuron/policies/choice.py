@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from rayneuron.news import KvNews
 from rayneuron.policies.cost import LATER
-from rayneuron.policies.prefix_index import PrefixIndex
+from rayneuron.policies.prefix_index import GROUPS, PrefixIndex
 from rayneuron.policies.workers import KnownWorker, Workers
 
 _NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
@@ -150,9 +150,10 @@ class Chooser:
         """Of those that have room."""
         known: dict[tuple[int, int, bool], tuple[float, int]] = {}
         priced = []
-        rows_asked, prompt, hashes, block, depth = ask.rows, ask.prompt, ask.hashes, ask.block, self.index.depth
+        rows_asked, prompt = ask.rows, ask.prompt
+        some = (groups[-1][1] if len(groups) < GROUPS else -1) if groups else 0  # who else has nothing
         for worker in candidates:
-            overlap = depth(hashes, groups, worker.number) * block if groups else 0
+            overlap = self.index.depth(ask.hashes, groups, worker.number) * ask.block if worker.bit & some else 0
             if session is not None and worker.number == session[0] and session[1] > overlap:
                 overlap = session[1]
             new = prompt - overlap if prompt > overlap else 1
@@ -189,7 +190,8 @@ class Chooser:
         if not priced:
             return None
         why = "again" if ask.again else ""
-        priced = [p for p in priced if p[1].extra < self.in_hand] or priced  # who waits for a row there would better wait here
+        free = [p for p in priced if p[1].extra < self.in_hand]
+        priced = free or priced  # who waits for a row there would better wait here
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             priced = _by_goals(ask, priced)
             best, why = priced[0], why or "slo"
@@ -208,7 +210,7 @@ class Chooser:
         other = priced[priced[0] is best] if len(priced) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
-        least_ms = min([p[2] for p in priced if p[1].extra < self.in_hand], default=1e9)
+        least_ms = min([p[2] for p in priced]) if free else 1e9
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:

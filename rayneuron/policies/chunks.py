@@ -29,9 +29,12 @@ class Chunks:
 
 
 def fit(profile: Profile) -> Chunks | None:
-    """What the profile's times say of `chunk_ms`; None where steps may take any time."""
+    """What the profile's times say of `chunk_ms`, unless an engine has kept what they said when it began; None where steps may take any
+    time."""
     if not profile.chunk_ms:
         return None
     grid, context, most_ms = prefill_grid(profile), tuple(t for t in profile.context if t <= profile.chunk), SURE * profile.chunk_ms
+    if profile.fitting:
+        return Chunks(context, profile.lengths, profile.fitting)
     fitting = [max((t for t in context if grid.at(t, length) <= most_ms), default=context[0]) for length in profile.lengths]
     return Chunks(context, profile.lengths, tuple(fitting))

@@ -272,7 +272,11 @@ class GatewayDesk:
         near = workers.least(8, 0)
         if not near:
             return 0.0 if ask.again else self.limits.silent_s
-        queue = min([worker.queue_ms(now_s) for worker in near])
+        queue = near[0].queue_ms(now_s)
+        for worker in near:
+            if not queue:
+                break
+            queue = min(queue, worker.queue_ms(now_s))
         ahead = self.queue.ahead_ms(ask.account, ms) if len(self.queue) else 0.0
         return (queue + ahead / (workers.placed * (self._speed or 1.0))) / 1e3
 

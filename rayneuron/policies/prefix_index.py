@@ -15,7 +15,7 @@ _SHARDS = 64  # dead entries are swept a shard at a time
 _KEY = (1 << 60) - 1  # of a hash: integers of so many bits are the largest that Python keeps in 32 bytes
 _SHARD = 54  # bits below those that say which shard
 _NUMBER = Struct("<Q").unpack_from
-_GROUPS = 16  # of workers that have equally much
+GROUPS = 16  # of workers that have equally much
 
 
 class PrefixIndex:
@@ -102,7 +102,7 @@ class PrefixIndex:
                 high = middle - 1
             middle = (low + high + 1) // 2
         found = [(low, deepest)]
-        while deepest != most and len(found) < _GROUPS:
+        while deepest != most and len(found) < GROUPS:
             first, last = 1, low - 1  # the deepest block that more have lies here
             wider = most
             while first < last:
@@ -127,7 +127,7 @@ class PrefixIndex:
         for depth, held in groups:
             if held & bit:
                 return depth
-        if len(groups) < _GROUPS:
+        if len(groups) < GROUPS:
             return 0
         low, high = 0, groups[-1][0] - 1
         while low < high:
@@ -139,9 +139,8 @@ class PrefixIndex:
         return low
 
     def _have(self, digest: bytes) -> int:
-        key = _NUMBER(digest)[0] & _KEY
-        held = self._shards[key >> _SHARD].get(key)
-        return held & self._live if held else 0
+        key: int = _NUMBER(digest)[0] & _KEY
+        return self._shards[key >> _SHARD].get(key, 0) & self._live
 
     def _store(self, worker: int, hashes: Iterable[bytes]) -> None:
         bit, shards = self._bits.get(worker) or self._take(worker), self._shards

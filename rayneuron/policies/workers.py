@@ -173,10 +173,9 @@ class Workers:
 
     def weigh(self, worker: KnownWorker, now_s: float) -> None:
         """Find a replica's place among the others anew: something about it has changed."""
-        level, ms = -1, 0.0
-        if worker.accepting and worker.load.accepting:
-            costs, longest = worker.costs, worker.load.longest
-            ms = worker.queue_ms(now_s) + worker.prompt_ms + LATER * costs.added_ms(worker.rows, longest, _A_PROMPT, _AN_OUTPUT)
+        level, ms, load = -1, 0.0, worker.load
+        if worker.accepting and load.accepting:
+            ms = worker.queue_ms(now_s) + worker.prompt_ms + LATER * worker.costs.added_ms(worker.rows, load.longest, _A_PROMPT, _AN_OUTPUT)
             level = _level(ms)
         self._ms += ms - worker.ms
         worker.ms = ms
@@ -257,11 +256,12 @@ class Workers:
 
     def least(self, most: int, start: int) -> list[KnownWorker]:
         """Up to `most` of those with least to do; where many have equally little, some of these, from some place on."""
-        filled, found = self._filled, list[KnownWorker]()
-        while filled and len(found) < most:
+        filled, found, left = self._filled, list[KnownWorker](), most
+        while filled and left > 0:
             low = filled & -filled
             filled ^= low
-            found += _some(self._levels[low.bit_length() - 1], most - len(found), start)
+            found += _some(here := self._levels[low.bit_length() - 1], left, start)
+            left -= len(here)
         return found
 
     def fullest(self, most: int, start: int, ms: float) -> list[KnownWorker]:
@@ -286,7 +286,7 @@ class Workers:
 
 
 def _level(ms: float) -> int:
-    return min(int(8 * log2(max(0.0, ms) + 1)), _LEVELS - 1)  # times measured on a busy machine may fall with the rows
+    return min(int(8 * log2(ms + 1)), _LEVELS - 1) if ms > 0 else 0  # times measured on a busy machine may fall with the rows
 
 
 def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:

@@ -10,7 +10,7 @@ from rayneuron.serve.replica import Replica
 
 
 class Answering(Replica):
-    """A replica that is open to gateways once it listens."""
+    """A replica that is open to gateways once it listens and shows its card; what Serve makes for the former takes a while."""
 
     _hub: Hub | None = None
 

@@ -46,13 +46,13 @@ class ServedEngine(Answering, Deployed, Replica):
         if seat is not None:
             readiness.forget(name)  # what one before it on this seat has shown
         await self._opened(self.open())
-        await self.listen()
         if seat is not None and self.state == "serving":
             readiness.show(name, await self.card())
             self._tasks.append(self._event_loop.create_task(seated.end_with_owner(seat)))
 
-    def _prepare(self) -> None:
-        super()._prepare()
+    async def _prepare(self) -> None:
+        await super()._prepare()
+        await self.listen()
         self._routes = application(self, echo_request_id=False)
 
     async def retire(self, within_s: float) -> None:

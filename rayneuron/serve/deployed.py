@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
 START_S = 1.0  # for a start that fails to say why by itself
 LAST_BYTES_S = 0.5  # for Serve's proxy to fetch what streams said last
+STARTING_OBJECTS, SERVING_OBJECTS = 100_000, (700, 10, 10)  # new ones before garbage is looked for; the latter is Python's own
 SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
 
 
@@ -43,29 +45,31 @@ class Deployed:
     _exported: RayExport
 
     def _begin(self) -> None:
+        gc.set_threshold(STARTING_OBJECTS)  # what is imported stays: looking through it again and again is a seventh of a start's work
         log_through_serve()
         self._event_loop, self._tasks = asyncio.get_running_loop(), []
 
     def _opener_of(self, config: Deployment, opener: Any) -> Any:
         """`opener`, or where that is ours and there are several ranks, one whose other workers are actors in this replica's placement
         group."""
-        grouped = opener is loading.open_engine and layout_of(config).grouped
-        return self._open_group if grouped else opener
+        if opener is not loading.open_engine:
+            return opener
+        return self._open_group if layout_of(config).grouped else partial(loading.open_engine, imported=gc.freeze)
 
     def _open_group(self, config: Deployment, progress: loading.StageProgress) -> loading.Opened:
-        return loading.open_engine(config, progress, processes=Actors(layout_of(config)), on_lost=self._lost)
+        actors = Actors(layout_of(config))
+        return loading.open_engine(config, progress, processes=actors, on_lost=self._lost, imported=gc.freeze)
 
     async def _opened(self, opening: Coroutine[Any, Any, None]) -> None:
         """Open what is opened on a thread of its own, and make meanwhile what the first call would else wait for."""
         task = self._event_loop.create_task(opening)
         await asyncio.sleep(0)  # it has begun
-        gc.freeze()  # what importing made is not looked through once more when all is there
-        self._prepare()
+        await self._prepare()
         await task
         settle_interpreter()
         self._tasks.append(self._event_loop.create_task(_export(self._exported)))
 
-    def _prepare(self) -> None:
+    async def _prepare(self) -> None:
         self._exported = RayExport(self.telemetry)
 
     def _end(self) -> None:
@@ -104,6 +108,7 @@ def settle_interpreter() -> None:
     It lives for ever; a full collection over it would hold every stream for tens of milliseconds.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(*SERVING_OBJECTS)
     gc.collect()
     gc.freeze()
 

@@ -28,6 +28,7 @@ from rayneuron.serve.health import Heart
 from rayneuron.serve.startup import Startup, opened_aside, thread_share
 from rayneuron.serve.telemetry import Load, Telemetry, Values
 from rayneuron.serve.trace import OnEnd, Tracer
+from rayneuron.transfer.base import SHARING
 from rayneuron.transfer.layout import KvLayout, layout_of
 from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.offers import LendingLimits, Offers
@@ -250,11 +251,11 @@ def _parts(
     said, runner = _pools(config), opened.engine.runner
     group = runner if isinstance(runner, Group) else None
     device: Any = getattr(runner if group is None else group.rank.runner, "device", None)
-    staged = devices.stage_kv(device, opened.engine.capacity.space.total, shared=lends and said.transport != "sockets")
+    staged = devices.stage_kv(device, opened.engine.capacity.space.total, shared=lends and said.transport in SHARING)
     memory = devices.kv_memory(staged or device)
     layout: KvLayout = _layout(config, opened, memory, 1 if staged is not None else None)
     how: dict[str, Any] = {"way": said.transport, "streams": said.streams, "stall_s": said.stall_s}
-    mine: Any = Lender(memory, token, epoch, ip, shared=said.transport != "sockets") if lends else Puller(memory, layout, token, **how)
+    mine: Any = Lender(memory, token, epoch, ip, way=said.transport) if lends else Puller(memory, layout, token, **how)
     if staged is not None:
         staged.close()  # of what others map the lender has a number of its own
     if group is None:

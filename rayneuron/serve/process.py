@@ -19,6 +19,7 @@ from typing import Any
 import pydantic
 import ray
 from ray import serve
+from ray._private.node import Node
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as worker_output
 from ray.serve.schema import ServeDeploySchema
 
@@ -123,7 +124,11 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: D
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     sys.path.insert(0, os.getcwd())  # as `serve run` does, for applications beside the file; Ray's workers take it over
     log.info("starting Ray")
-    ray.init(namespace="serve", include_dashboard=None if alone is None else False)  # `serve deploy` speaks to it
+    if alone is None:
+        ray.init(namespace="serve")  # with a dashboard, which `serve deploy` speaks to
+    else:
+        with _spared():
+            ray.init(namespace="serve", include_dashboard=False)
     log.info("Ray has started")
     signals.listen()
     worker_output.remove_handler("ray_print_logs")
@@ -141,6 +146,20 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: D
     if failed:
         raise failed[0]
     log.info("Serve has started")
+
+
+@contextlib.contextmanager
+def _spared() -> Iterator[None]:
+    """A Ray that starts meanwhile has no dashboard and no autoscaler: two interpreters that nothing here speaks to, of which it starts both
+    also where it is told to have no dashboard, and waits for the first."""
+    kept = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor") if hasattr(Node, name)}  # private: may go
+    try:
+        for name in kept:
+            setattr(Node, name, lambda self, **said: None)
+        yield
+    finally:
+        for name, start in kept.items():
+            setattr(Node, name, start)
 
 
 def _start_serve(schema: ServeDeploySchema, controller: Any, failed: list[BaseException]) -> None:

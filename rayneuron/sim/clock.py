@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 
@@ -23,10 +24,10 @@ class Clock:
 
     def run(self, until_s: float | None = None) -> None:
         """Until nothing is left to be called, or not before a time."""
-        calls, collects = self._calls, gc.isenabled()
+        calls, until_s, collects = self._calls, inf if until_s is None else until_s, gc.isenabled()
         gc.disable()  # what ends here goes in no circles, and looking through a large fleet again and again takes a third of the time
         try:
-            while calls and (until_s is None or calls[0][0] <= until_s):
+            while calls and calls[0][0] <= until_s:
                 self.now_s, _, call, args = heappop(calls)
                 call(*args)
         finally:

@@ -41,19 +41,19 @@ class Simulation:
             FleetGateway(i, GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for i in range(setup.gateways)
         ]
         self._numbers, self._keys = count(), count(1)
+        self._ids = tuple(range(setup.capacity.length))  # of every answer, its first ones
         self._nodes: dict[int, FleetNode] = {}
         self._by_host: dict[ExactHost, FleetNode] = {}
         self._calls: dict[int, FleetCall] = {}  # by key
-        self._turn = 0
-        self._arriving = True
+        self._turn, self._arriving = 0, True
         self._busy_s = self._engine_s = 0.0
         self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
         made = (self._nodes, self._open, self._gone, lambda: sum(gateway.desk.queue.waiting_ms for gateway in self._gateways))
         self._replicas = FleetSize(self.clock, setup.elastic, *made) if setup.elastic is not None else None
         for _ in range(setup.nodes):
             self._open()
-        for when_s, some, back_s in setup.kills:
-            self.clock.at(when_s, self._kill, some, back_s)
+        for when_s, *kill in setup.kills:
+            self.clock.at(when_s, self._kill, *kill)
 
     def run(self) -> FleetReport:
         """To the end of the last request."""
@@ -184,7 +184,7 @@ class Simulation:
         node, now_s, setup = self._by_host[host], self.clock.now_s, self.setup
         there_s, turns = now_s + setup.hop_s, setup.route == "turns"
         news = host.news() if setup.route == "kv" else None
-        ended = any([progress.ended for progress in told])
+        ended = bool(told) and any([progress.ended for progress in told])
         for i, gateway in enumerate(self._gateways):
             new = news if news is None or not setup.event_loss or self._random.random() >= setup.event_loss else None
             due = not turns and (ended or now_s - node.told.get(i, -1.0) >= setup.load_s)
@@ -222,7 +222,7 @@ class Simulation:
 
     def _take(self, call: FleetCall, progress: Gained) -> None:
         now_s, replay, arrival = self.clock.now_s, call.replay, call.arrival
-        ids = range(progress.at, progress.at + progress.count)
+        ids = self._ids[progress.at : progress.at + progress.count]
         effect = replay.piece(replay.attempt, progress.at, ids, "length" if progress.ended else None)
         if not isinstance(effect, PassOn):
             return
@@ -240,8 +240,8 @@ class Simulation:
             self._done(call)
 
     def _done(self, call: FleetCall) -> None:
-        work_ms = self._costs.work_ms(call.arrival.prompt, 0, call.arrival.output)
-        self.report.answered(call.arrival, call.replay.ids, call.first_s, self.clock.now_s, work_ms)
+        arrival, ids, work_ms = call.arrival, call.replay.ids, self._costs.work_ms(call.arrival.prompt, 0, call.arrival.output)
+        self.report.answered(arrival, len(ids), ids != list(self._ids[: arrival.output]), call.first_s, self.clock.now_s, work_ms)
         self._forget(call)
 
     def _forget(self, call: FleetCall) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
 from msgspec import Struct
 
 from rayneuron.devices.base import LIKELIEST, Shape
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity, prefill_shape
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.pressure import pressure
@@ -40,10 +40,8 @@ class TracedScheduler(Scheduler):
     """The real one; what blocks hold is said by the trace, not by ids that nobody has."""
 
     def __init__(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> None:
-        super().__init__(capacity, model, chunks)
-        if self.blocks.log is not None:
-            self.blocks.log = KvLog(_KEPT)
-        self.blocks.registered.part = sys.maxsize  # a trace says which blocks are equal, not which begin alike
+        # a trace says which blocks are equal, not which begin alike
+        super().__init__(capacity, model, chunks, blocks=Blocks(capacity.space, KvLog(_KEPT) if model is not None else None, part=None))
         self.hashes: dict[int, Sequence[bytes]] = {}  # of all blocks a sequence will ever fill, by its order
 
     def _hashes(self, sequence: Running) -> list[bytes]:

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rayneuron.sim.workload import Arrival
 
 _STEP = math.log(1.01)  # bins are 1 % wide
@@ -34,7 +36,7 @@ class Distribution:
     def _sort(self) -> None:
         new, self._new = self._new, []
         if new:
-            self._bins.update([int(math.log(value if value > _LEAST else _LEAST) / _STEP) for value in new])
+            self._bins.update((np.log(np.maximum(new, _LEAST)) / _STEP).astype(int).tolist())
             self._count += len(new)
             self._total = sum(new, self._total)
             self._most = max(self._most, *new)
@@ -125,19 +127,19 @@ class FleetReport:
             found = self.accounts[name] = AccountReport()
         return found
 
-    def answered(self, arrival: Arrival, ids: list[int], first_s: float, now_s: float, work_ms: float) -> None:
-        """A request has its whole answer: the tokens 0, 1, 2 and so on. `work_ms`: what it takes of a device."""
+    def answered(self, arrival: Arrival, tokens: int, wrong: bool, first_s: float, now_s: float, work_ms: float) -> None:
+        """A request has its whole answer, or a wrong one. `work_ms`: what it takes of a device."""
         self.finished += 1
-        self.wrong += ids != list(range(arrival.output))
+        self.wrong += wrong
         self.prompt_tokens += arrival.prompt
-        self.output_tokens += len(ids)
+        self.output_tokens += tokens
         self.whole.add(now_s - arrival.at_s)
-        tpot_s = (now_s - first_s) / (len(ids) - 1) if len(ids) > 1 else 0.0
-        if len(ids) > 1:
+        tpot_s = (now_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
+        if tokens > 1:
             self.tpot.add(tpot_s)
         if first_s - arrival.at_s <= (self.slo_ttft_s or math.inf) and tpot_s <= (self.slo_tpot_s or math.inf):
             self.good += 1
-            self.good_tokens += len(ids)
+            self.good_tokens += tokens
         mine = self.account(arrival.account)
         mine.finished += 1
         mine.work_ms += work_ms

@@ -1,8 +1,8 @@
-"""The draft model of a deployment: found, and held against the model it drafts for."""
+"""What drafts for the model of a deployment, another model or heads: found, and held against that model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import words
+from rayneuron.models import heads, words
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import read_config, read_json
+from rayneuron.models.heads import Heads
+from rayneuron.models.memory import share
 
 KEY = "speculative_config.model"
 Find = Callable[[str], Path | None]
@@ -20,7 +22,8 @@ Find = Callable[[str], Path | None]
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A model directory that drafts. `raw`: config.json; `dtype`: our word of what it computes in; `limit`: positions it can place."""
+    """A directory that drafts. `raw`: config.json; `dtype`: our word of what it computes in; `limit`: positions it can place; `heads`: as
+    data, where it is no model of its own."""
 
     path: Path
     raw: dict[str, Any]
@@ -28,15 +31,26 @@ class DraftModel:
     dtype: str
     quantization: str | None
     limit: int
+    heads: Heads | None = None
+
+    @property
+    def most(self) -> int | None:
+        """The most drafts of a row it can make, None where it can make any number."""
+        return None if self.heads is None else self.heads.most
+
+    @property
+    def counted(self) -> Mapping[str, Any] | Heads:
+        """What its memory follows from."""
+        return self.raw if self.heads is None else self.heads
 
 
 def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: Find) -> DraftModel | None:
-    """What drafts for the model of `path`; None where no model does, or it is not here. `find`: the directory of a source.
+    """What drafts for the model of `path`; None where neither a model nor heads do, or it is not here. `find`: the directory of a source.
 
     Raises ConfigError or CheckpointError, naming the key, where the two do not go together.
     """
     said = config.speculative_config
-    if said is None or not said.by_model:
+    if said is None or not said.within:
         return None
     try:
         there = path if said.model is None else find(said.model)
@@ -44,7 +58,11 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
         raise ConfigError(f"{KEY}: {absent.message}", param=KEY) from None
     if there is None:
         return None
+    if said.by_heads:
+        return _heads(config, path, there, arch, length)
     raw = read_config(there)
+    if (kind := heads.kind(raw)) is not None:
+        raise ConfigError(f"{KEY} {there} holds {kind} heads and no model; write method: {kind}", param="speculative_config.method")
     dtype = words.compute(said.dtype, raw)
     limit = min(models.position_limit(models.architecture(raw)) or length, length)
     try:
@@ -62,6 +80,26 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
             f"{KEY} {there} calls other tokens by the same ids, {other} among them; name a model with the same tokenizer", param=KEY
         )
     return DraftModel(there, raw, made, dtype, said.quantization, limit)
+
+
+def _heads(config: Deployment, path: Path, there: Path, arch: Arch, length: int) -> DraftModel:
+    """Heads for a model."""
+    said = config.speculative_config
+    assert said is not None
+    try:
+        raw = read_config(there)
+        made = heads.read(said.method, raw, heads.shapes(there, config.model.allow_pickle), arch)
+        share(made.arch, config.tensor_parallel)
+    except (ConfigError, CheckpointError) as wrong:
+        raise type(wrong)(f"{KEY} {there}: {wrong.message}", param=KEY) from None
+    if made.most is not None and "num_speculative_tokens" in said.model_fields_set and said.num_speculative_tokens > made.most:
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens {said.num_speculative_tokens} is more than the {made.most} heads of {there} draft; "
+            f"write {made.most}, or leave it out",
+            param="speculative_config.num_speculative_tokens",
+        )
+    limit = min(models.position_limit(made.arch) or length, length) if made.chained else length
+    return DraftModel(there, raw, made.arch, words.compute(config.dtype, read_config(path)), None, limit, made)
 
 
 def _differing(one: Path, other: Path) -> str | None:

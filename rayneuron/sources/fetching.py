@@ -33,7 +33,7 @@ def wanted(names: Iterable[str], weights: bool, allow_pickle: bool) -> list[str]
         return names
     top = [name for name in names if "/" not in name]
     safe = [name for name in top if name.endswith(".safetensors") and not name.startswith("consolidated")]
-    pickles = [name for name in top if name.endswith(".bin")] if allow_pickle and not safe else []
+    pickles = [name for name in top if name.endswith(".bin") or name == "medusa_lm_head.pt"] if allow_pickle and not safe else []
     return [name for name in top if name.endswith(WORDS)] + (safe + pickles if weights else [])
 
 

@@ -16,6 +16,7 @@ from rayneuron.types import Request
 
 PIECE_BYTES = 1 << 20  # what is received, then hashed and copied while it is still in the processor's cache
 AHEAD_BYTES = 4 << 20  # of a socket's buffer: one side hashes its next pieces while the other takes these
+SHARING = frozenset({"auto", "shared"})  # of `pools.transport`: those that let processes of this host map KV
 SUMMED_BYTES = 16 << 20  # what is copied and hashed in one call where the memory itself can be read
 
 

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rayneuron import wire
-from rayneuron.transfer.base import AHEAD_BYTES, Halted, Lost, Pull
+from rayneuron.transfer.base import AHEAD_BYTES, Damaged, Halted, Lost, Pull
 from rayneuron.transfer.messages import Get, Knock
-from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, pieces, said, summed
+from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, digest, pieces, said, summed
 
 CONNECT_S = 2.0
 
@@ -53,6 +56,15 @@ class Dialogue:
     def head(self, want: Pull, piece: KvPiece, size: int, stop: threading.Event, kind: int = PIECE) -> int:
         """The sum of the next piece, which must be this one. Raises Damaged, Stale."""
         return said(self.receive(HEAD_BYTES, stop), want.epoch, want.ticket, piece, size, kind)
+
+    def numbers(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> NDArray[Any]:
+        """So many of numpy's `kind`, whole or not at all. Raises Damaged, Stale."""
+        size = count * np.dtype(kind).itemsize
+        check = self.head(want, of, size, stop, what)
+        data = self.receive(size, stop)
+        if digest(data) != check:
+            raise Damaged("a list is not what was sent")
+        return np.frombuffer(data, kind)
 
     def receive(self, count: int, stop: threading.Event) -> bytearray:
         """So many bytes."""

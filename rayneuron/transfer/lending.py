@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory, KvRuns
-from rayneuron.transfer.base import AHEAD_BYTES
+from rayneuron.transfer.base import AHEAD_BYTES, SHARING
 from rayneuron.transfer.door import Door
 from rayneuron.transfer.messages import Get, Knock, MemoryHere, OfData
+from rayneuron.transfer.nixl import NixlMemory
 from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, header, pieces, places_of, segments, stale, stretches, summed
 
 LATE_S, ENDED = 0.5, 1024  # within which a worker hears what those who read know already; tickets it remembers as withdrawn
@@ -41,11 +42,12 @@ class _Lent:
 class Lender:
     """The tickets one worker knows. What is withdrawn is read by nobody once `gone` has been called."""
 
-    def __init__(self, memory: KvMemory, token: bytes, epoch: int, ip: str | None, *, shared: bool = True) -> None:
-        """`ip`: of this node, where other hosts may come; `shared`: give the memory itself to processes of this host."""
+    def __init__(self, memory: KvMemory, token: bytes, epoch: int, ip: str | None, *, way: str = "auto") -> None:
+        """`ip`: of this node, where other hosts may come; `way`: as `pools.transport`. Raises ConfigError."""
         self._memory = memory
         self._epoch = epoch
-        self._gives = shared
+        self._gives = way in SHARING
+        self._registered = NixlMemory(memory, epoch) if way == "nixl" else None
         self._fd = os.dup(memory.fd) if memory.fd >= 0 else -1  # whoever closes the other's number may give it to another file
         self._lent: dict[bytes, _Lent] = {}
         self._ended: deque[bytes] = deque(maxlen=ENDED)
@@ -79,10 +81,15 @@ class Lender:
             fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+        if self._registered is not None:
+            self._registered.close()
 
     def _serve(self, channel: wire.Channel[Any], knock: Knock) -> None:
-        if knock.memory:
+        if knock.way == "nixl" and self._registered is not None:
+            channel.send(self._registered.here)
+        if knock.way == "shared":
             self._give_memory(channel.socket)
+        if knock.way != "bytes":
             return
         channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AHEAD_BYTES)
         with self._file(not channel.far) as fd:

@@ -7,6 +7,7 @@ of P whose KV it reads. The first frame of either is Knock.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -25,10 +26,11 @@ def limit_bytes(layout: KvLayout) -> int:
 
 
 class Knock(msgspec.Struct, tag=True, frozen=True):
-    """First words: the application's token. `memory`: a data connection that wants the memory itself, from the same host."""
+    """First words: the application's token. `way`: of a data connection that wants the memory itself, by its descriptor, from the same
+    host, or by NIXL."""
 
     token: bytes
-    memory: bool = False
+    way: Literal["bytes", "shared", "nixl"] = "bytes"
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -138,6 +140,15 @@ class MemoryHere(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     stride: int
     shape: tuple[int, int, int, int]
+
+
+class AgentHere(msgspec.Struct, tag=True, frozen=True):
+    """P: its KV is read by this NIXL agent, by its metadata: uint8 `shape` [blocks, heads, unit] at the address of each of `layers`."""
+
+    epoch: int
+    agent: bytes
+    layers: tuple[int, ...]
+    shape: tuple[int, int, int]
 
 
 ToP = Knock | Bid | Commit | Abandon | Pulse

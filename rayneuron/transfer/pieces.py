@@ -66,10 +66,15 @@ def summed(layer: int, count: int, runs: Sequence[tuple[int, int]], first: int, 
     """The same where only sums are said: whole layers, as many at once as make SUMMED_BYTES."""
     number = 0
     for head, heads in runs:
-        each = max(1, SUMMED_BYTES // ((end - first) * heads * unit))
+        each = layers_at_once((end - first) * heads * unit)
         for at in range(layer, layer + count, each):
             yield KvPiece(number, at, head, heads, first, end - first, min(each, layer + count - at))
             number += 1
+
+
+def layers_at_once(size: int) -> int:
+    """How many layers of `size` bytes make a piece of which only the sums are said."""
+    return max(1, SUMMED_BYTES // size)
 
 
 def places_of(first: int, blocks: int) -> KvPiece:

@@ -15,6 +15,7 @@ from rayneuron.devices.base import KvMemory
 from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Stale, Transport
 from rayneuron.transfer.layout import KvLayout, reads, zeros
 from rayneuron.transfer.messages import Welcome
+from rayneuron.transfer.nixl import Nixl, api
 from rayneuron.transfer.shared import Shared
 from rayneuron.transfer.sockets import Sockets
 
@@ -70,7 +71,8 @@ class PullsKv(Protocol):
 
 
 class Puller:
-    """One worker's memory, and its connections to workers of other pools, kept between errands. `way`: auto, shared or sockets."""
+    """One worker's memory, and its connections to workers of other pools, kept between errands. `way`: auto, shared, sockets or nixl.
+    Raises ConfigError."""
 
     def __init__(
         self, memory: KvMemory, mine: KvLayout, token: bytes, *, stage: int = 0, rank: int = 0, way: str = "auto", streams: int = 2,
@@ -79,6 +81,8 @@ class Puller:
         self._memory, self._mine, self._token = memory, mine, token
         self._stage, self._rank, self._way = stage, rank, way
         self._streams, self._stall_s = streams, stall_s
+        if way == "nixl":
+            api()  # there is one, or nothing begins
         self._idle: dict[tuple[int, int], list[Transport]] = {}  # by epoch and worker
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(THREADS, "rayneuron-pull", initializer=_behind)
@@ -149,6 +153,8 @@ class Puller:
                 transport.close()
 
     def _open(self, addresses: Sequence[str], epoch: int) -> Transport:
+        if self._way == "nixl":
+            return Nixl(addresses, self._token, epoch, self._stall_s)
         near = [address for address in addresses if address.startswith("unix:")]
         for address in near if self._way != "sockets" else ():
             try:

@@ -11,18 +11,16 @@ import os
 import socket
 import threading
 from math import prod
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.transfer.base import Damaged, Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
-from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, digest, places_of
+from rayneuron.transfer.pieces import PLACES, SUMS, carry, places_of
 
 
 class Shared:
@@ -37,7 +35,7 @@ class Shared:
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
             n = want.end - want.first
-            places = self._list(want, places_of(want.first, n), n, "<i4", PLACES, stop)
+            places = talk.numbers(want, places_of(want.first, n), n, "<i4", PLACES, stop)
             if not 0 <= places.min() <= places.max() < len(self._units[0]) or self._units[0].shape[-1] != unit:
                 raise Damaged("a block outside the memory, or of another size")
             theirs, ours = self._units[read.there : read.there + read.count], into.units[read.here : read.here + read.count]
@@ -45,19 +43,10 @@ class Shared:
             carried = {r.there: how(KvRuns(theirs, at, r.there, r.count), KvRuns(ours, want.blocks, r.here, r.count)) for r in read.runs}
             for piece in talk.summed(want, unit):
                 found = carried[piece.head](*piece.within(want.first, want.end, read.there))  # they hash the same meanwhile
-                if not np.array_equal(found, self._list(want, piece, len(found), "<u8", SUMS, stop)):
+                if not np.array_equal(found, talk.numbers(want, piece, len(found), "<u8", SUMS, stop)):
                     raise Damaged(f"piece {piece.number} is not what was meant")
                 size += len(found) * piece.heads * unit
         return Receipt(size, "shared")
-
-    def _list(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> NDArray[Any]:
-        """So many numbers, whole or not at all."""
-        size = count * np.dtype(kind).itemsize
-        check = self._talk.head(want, of, size, stop, what)
-        data = self._talk.receive(size, stop)
-        if digest(data) != check:
-            raise Damaged("a list is not what was sent")
-        return np.frombuffer(data, kind)
 
     def close(self) -> None:
         """As `Transport`."""
@@ -72,7 +61,7 @@ def _mapped(address: str, token: bytes, epoch: int, stall_s: float) -> tuple[np.
     try:
         with wire.connect(address, 0.5) as connection:
             connection.settimeout(stall_s)
-            connection.sendall(wire.frame(Knock(token, memory=True), sealed=True))
+            connection.sendall(wire.frame(Knock(token, way="shared"), sealed=True))
             data, fds, _, _ = socket.recv_fds(connection, wire.FIRST_BYTES, 1)
     except (OSError, TimeoutError) as problem:
         raise Lost(str(problem)) from None

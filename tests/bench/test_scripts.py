@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import engine
+import gateway
 import prefix
 import prompts
 import pytest
@@ -30,7 +31,7 @@ from rayneuron.text.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "examples" / "bench"
 SCRIPTS = ("engine.py", "serving.py", "serving_peers.py", "scheduling.py", "start.py", "prefix.py", "pools.py", "speculation.py")
-SCRIPTS += ("dialects.py", "host.py", "structured.py", "simulated.py")
+SCRIPTS += ("dialects.py", "host.py", "structured.py", "simulated.py", "gateway.py", "lora.py")
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -146,17 +147,17 @@ def test_prefixes_are_measured_by_hand_and_by_counting(tiny: Path) -> None:
 
 
 def test_an_engine_and_the_simulator_have_the_same_requests(tiny: Path) -> None:
-    """The profile that the engine has refined over them is the one it is simulated with: as many tokens, and no more time for a step."""
+    """As many tokens, and no more time for a step; whoever is further away hears of it later, by as much."""
     opened = scheduling.open_engine(str(tiny), dtype="fp32", threads=1, max_num_seqs=4, max_model_len=256)
     requests = simulated.arrivals(opened.capacity, 200.0, 30, 40, 6, seed=1)
-    assert opened.timing is not None and opened.timing.profile().host_ms == 0.0
-    steps = opened.steps
-    simulated.run_engine(opened, requests)
-    assert not opened.has_work and opened.steps > steps and opened.timing.profile().host_ms > 0.0
-    said = simulated.simulated(opened.capacity, opened.timing.profile(), opened.scheduler.caching, requests)
-    alone = simulated.simulated(opened.capacity, opened.timing.profile(), opened.scheduler.caching, requests[:1])
-    assert 0 < alone["ttft"] <= alone["whole"] < 2 * said["whole"] and said["rate"] > 0
+    assert opened.timing is not None
+    what = opened.capacity, opened.timing.profile(), opened.scheduler.caching
     opened.close()
+    said, alone = (simulated.simulated(*what, 0.0, some) for some in (requests, requests[:1]))
+    assert 0 < alone["ttft"] <= alone["whole"] < 2 * said["whole"] and said["rate"] > 0
+    far = simulated.simulated(*what, 0.2, requests[:1])
+    for name in ("ttft_mean", "whole_mean"):
+        assert far[name] == pytest.approx(alone[name] + 400.0), name
 
 
 async def test_requests_are_sent_at_their_times() -> None:
@@ -176,11 +177,24 @@ async def test_requests_are_sent_at_their_times() -> None:
     assert not any(reply.error for reply in replies)
 
 
-def test_what_is_off_is_said_of_medians() -> None:
+async def test_a_call_that_computes_nothing_is_timed() -> None:
+    async def late(method: str, path: str, sent: bytes, writer: asyncio.StreamWriter) -> bool:
+        assert (method, path) == ("GET", "/v1/models")
+        await asyncio.sleep(0.02)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        return False
+
+    async with Fake(late) as fake:
+        assert 0.02 <= await asyncio.to_thread(simulated.round_trip, fake.url, 3) < 5.0
+
+
+def test_what_is_off_is_said_of_medians_and_means() -> None:
     replies = [Reply(10.0, [10.1, 10.12, 10.14], 10.15, 3), Reply(11.0, [11.3, 11.32, 11.34], 12.0, 3)]
     real = simulated.actual(replies)
-    assert real == pytest.approx({"ttft": 200.0, "itl": 20.0, "whole": 575.0, "rate": 3.0})
-    text = simulated.show([{"server": real, "simulated": {"ttft": 190.0, "itl": 23.0, "whole": 575.0, "rate": 3.0}, "opened": real}])
+    means = {"ttft_mean": 200.0, "itl_mean": 20.0, "whole_mean": 575.0, "rate": 3.0}
+    assert real == pytest.approx({"ttft": 100.0, "itl": 20.0, "whole": 150.0, **means}, rel=0.01)
+    close = {**real, "ttft": 0.95 * real["ttft"], "itl": 1.15 * real["itl"]}
+    text = simulated.show([{"server": real, "simulated": close, "opened": real}])
     assert re.search(r"first token, ms: off by +\| 0.05 +\| <= 0.1 +\| met", text), text
     assert re.search(r"from token to token, ms: off by +\| 0.15 +\| <= 0.1 +\| MISSED", text), text
 
@@ -340,3 +354,9 @@ async def test_the_first_200_is_answered_with_a_token() -> None:
     assert asked.count("/v1/completions") == 1 + start.WARM_REQUESTS
     assert measured.engine_s == {"weights": 0.4, "graphs": 2.7}
     assert measured.first_ttft_s > 0 and len(measured.warm_ttft_s) == start.WARM_REQUESTS
+
+
+def test_the_link_of_the_gateway_s_bench_carries_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "STEPS", 4)  # it asserts itself that none is missing
+    step, token = asyncio.run(gateway.link())
+    assert step[1] > 0 and token[1] == step[1] / gateway.STREAMS

@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from rayneuron import LLM, SamplingParams
 from rayneuron.engine.adapters import Adapters
 from rayneuron.errors import CheckpointError, RequestError, UnknownModel
+from rayneuron.models import hub
 from rayneuron.types import Request
 from tests.models import adapters as made
+from tests.models import published
 
 NAMES = tuple("abcdefgh")
 
@@ -187,6 +189,22 @@ def greedy(base: Path, adapter: str | None, ids: list[int], count: int) -> list[
         for _ in range(count):
             known.append(int(model(torch.tensor([known])).logits[0, -1].argmax()))
     return known[len(ids) :]
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_heads_draft_for_whoever_has_an_adapter_too(tiny: Path, folders: dict[str, str], tmp_path: Path, method: str) -> None:
+    """Heads know of none, and it changes no token: beside others, greedy and sampled."""
+    heads = published.write(tmp_path, *getattr(published, method)(hub.read_config(tiny)))
+    said = {"method": method, "model": str(heads), "adaptive": False, "num_speculative_tokens": 3}
+    ids, names, kinds = prompts(8, 3), ["a", None, "b", "c", "a", None, "d", "b"], [{}, {"temperature": 0.9, "seed": 1, "logprobs": 1}]
+    found, tags = [], set()
+    for words in ({}, {"speculative_config": said}):
+        with open_llm(tiny, folders, **words) as llm:
+            step = llm.engine.step
+            llm.engine.step = lambda step=step, llm=llm: (step(), tags.add(llm.engine.info.tag))[0]  # type: ignore[method-assign, misc]
+            found.append(run(llm, *[asked(llm, *each, **kinds[i % 2]) for i, each in enumerate(zip(ids, names, strict=True))]))
+            audit(llm)
+    assert found[0] == found[1] and "verify" in tags
 
 
 def test_eight_adapters_on_two_slots(tiny: Path, folders: dict[str, str]) -> None:

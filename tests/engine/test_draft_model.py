@@ -44,7 +44,8 @@ def build(
         archs.append(models.architecture(raw))
         held.append(weights.load(archs[-1], models.family(raw), hub.Checkpoint(folder), dtype=kind, quantization=how))
     cached = sizes.pop("cached", False)
-    c = capacity(rows=rows, length=LENGTH, chunk=chunk, smallest=16, smallest_context=4, scores=8, verify=1 + TRIES, drafts=True, **sizes)
+    sizes = {"chunk": chunk, "smallest": 16, "smallest_context": 4, "scores": 8, "verify": 1 + TRIES, "drafts": "model", **sizes}
+    c = capacity(rows=rows, length=LENGTH, **sizes)
     device = devices.open("cpu", ahead=devices.Ahead(), dtype=torch.float32, threads=1)
     runner = Runner(archs[0], device, c, partial(draft_step.step, *archs), archs[1])
     runner.load({**held[0], "draft": held[1]})

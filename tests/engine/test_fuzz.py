@@ -182,7 +182,7 @@ class Guard:
 
         def guarded(shape, batch):
             written = {slot // self._blocks.space.block for slot in batch.slots.flatten().tolist()}
-            assert not written & set(self._blocks.registered._of), "a step would write a block that others may read"
+            assert not written & set(self._blocks.registered.hashes), "a step would write a block that others may read"
             return start(shape, batch)
 
         self._device.start = guarded

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.engine.speculation.lookup import CANDIDATES, Echo, Prediction
-from rayneuron.engine.speculation.pace import PROBE, VERIFY_MS, Candidate, Pace, Record
+from rayneuron.engine.speculation.pace import CHAINED, PROBE, VERIFY_MS, Candidate, Pace, Record
 from rayneuron.types import Profile
 
 MEASURED = ((1, 6.3), (8, 8.3), (16, 11.2), (36, 20.0), (144, 80.0))  # ms by tokens: two cores, SmolLM2
@@ -110,6 +110,24 @@ def test_a_text_that_begins_to_repeat_itself_is_found_out():
     assert sum(n > 0 for n in bad[200:]) <= 200 // PROBE + 1 and max(bad[200:]) <= 1
     good = [step(True) for _ in range(80)]
     assert good[-1] == 8
+
+
+def test_heads_that_are_never_right_are_tried_once_in_a_while():
+    """They have nothing to read first, so as often as what is looked up; and once they are right, they are heard again."""
+    sizes = {"batch": (1, 16), "lengths": (128,), "context": (32,), "prefix": (), "chunk": 32}
+    one = Pace(Profile(**sizes, decode=((1, 128, 6.3), (16, 128, 11.2)), prefill=(), tokens=MEASURED, passes=((1, 0.5), (16, 0.9))), 144)
+    record = Record(CHAINED)
+
+    def step(came: bool) -> int:
+        (chosen,) = one.choose([Candidate(record, 8, behind=0)], 100)
+        if chosen:
+            one.learn(record, chosen, chosen if came else 0)
+        return chosen
+
+    bad = [step(False) for _ in range(400)]
+    assert 200 // PROBE - 1 <= sum(n > 0 for n in bad[200:]) <= 200 // PROBE + 1
+    good = [step(True) for _ in range(200)]
+    assert min(good[-20:]) >= 4
 
 
 STAIRS = ((1, 6.3), (16, 8.4), (17, 9.9), (32, 10.7), (144, 30.0))  # as products of sixteen rows at once take

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rayneuron.devices.base import Ended, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity, inventory
 from rayneuron.engine.profile import BUDGET_S, HALF_LIFE, MOST_OFF, StepInfo, Timing, limited, measure, outdated
 from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.sequence import Plan, Sequence, Work
+from rayneuron.policies.chunks import fit
+from rayneuron.policies.cost import Costs
 from rayneuron.types import Profile, Request, SamplingParams
 
 CAPACITIES = {
@@ -175,6 +178,20 @@ def test_half_of_what_is_known_is_newer_after_its_half_life(timing: Timing) -> N
     assert now == known and timing.profile().prefill == timing.fixed.prefill
     assert timing.profile().host_ms == pytest.approx(0.5)
     assert timing.fixed.host_ms == 0
+
+
+def test_how_long_chunks_may_be_stays_what_it_was_at_the_start() -> None:
+    """The scheduler does not follow what prefill steps take since; who reads the profile cuts prompts as it does."""
+    timing = Timing(limited(measured(CAPACITIES["default"])[0], None))
+    began = fit(timing.fixed)
+    assert began is not None and len({*began.fitting}) > 1
+    for _ in range(3 * HALF_LIFE):
+        for _, tokens, length, ms in timing.fixed.prefill:
+            timing.note(plan_of("prefill", (length - tokens, tokens)), took(4e-3 * ms), False)
+    now = timing.profile()
+    assert fit(replace(now, fitting=())) != began == fit(now)
+    costs = Costs(now)
+    assert costs.prefill(now.chunk, 0, True)[1] == Costs(timing.fixed).prefill(now.chunk, 0, True)[1] > 1
 
 
 def test_a_step_that_overlaps_takes_as_long_as_its_turn(timing: Timing) -> None:

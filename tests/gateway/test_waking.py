@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from rayneuron.frames import Card, Standing
 from rayneuron.gateway.routes import application
+from rayneuron.gateway.waking import SeatReplicas
 from tests.gateway.stage import Hosted, hosted
 from tests.gateway.test_remote import client
 
@@ -312,3 +314,38 @@ async def test_calls_wait_for_nodes_that_have_not_answered_yet(tiny: Path) -> No
         call = asked(made, http, "a")
         made.arbiter._watchers.look = look  # type: ignore[method-assign]
         assert (await call).json()["choices"][0]["text"] == "hello"
+
+
+class Seat:
+    """The way to the replicas of a seat. Serve is slow: whoever asks it for a replica that it does not know yet waits for ever."""
+
+    def __init__(self) -> None:
+        self.early_card: Card | None = None
+        self.served: list[Card] = []
+
+    async def early(self) -> Card | None:
+        return self.early_card
+
+    async def cards(self) -> list[Card]:
+        assert self.served, "this would wait for Serve"
+        return self.served
+
+
+async def test_each_life_of_a_seat_is_seen_before_serve_knows_it() -> None:
+    """A seat's name is used again: that Serve knew a replica of it once says nothing of the one that comes now."""
+    nothing: dict[str, Any] = dict.fromkeys(("user_config", "model", "profile"))
+    sizes: dict[str, Any] = dict.fromkeys(("rows", "length", "kv_tokens", "block", "vocab"), 1)
+    maps: dict[str, Any] = {name: {} for name in ("args", "generation", "chosen", "adapters")}
+    seat = Seat()
+    replicas = SeatReplicas(lambda name: seat)  # type: ignore[arg-type, return-value]
+    for life in ("r1", "r2", "r3"):
+        card = Card(replica=life, epoch=life.encode(), address="", token=b"", **nothing, **sizes, **maps)
+        replicas.standing = Standing("loading", coming=["a.0"])
+        seat.early_card, seat.served = None, []
+        assert await replicas.cards() == []
+        seat.early_card = card
+        assert await replicas.cards() == [card] and not replicas.knows(life), "its orders go over its connection"
+        seat.served, replicas.standing = [card], Standing("ready", seats=["a.0"])
+        assert await replicas.cards() == [card] and replicas.knows(life)
+        replicas.standing = Standing("sleeping")
+        assert await replicas.cards() == []

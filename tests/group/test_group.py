@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from rayneuron.engine.profile import measure
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError, WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.group.group import Group
+from rayneuron.models.config_json import read_config
 from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
 from rayneuron.placement.records import process_started
+from tests.models import published
 from tests.serve.scripted import PATIENCE_S, eventually
 
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 8, 7], [3] * 50, [4, 5], [100, 200, 300] * 12, [17]]
@@ -109,6 +112,30 @@ def test_tokens_are_those_of_one_process(name: str, tiny: Path, alone: dict[str,
         assert group.lost is None and group.refused == 0
 
 
+@pytest.mark.parametrize("method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "eagle")), "eagle3"])
+def test_heads_on_two_ranks(tiny: Path, tmp_path: Path, method: str) -> None:
+    """Cut as the model is, they draft what they draft on one, and no token changes."""
+    make = {"medusa": published.medusa, "eagle": published.eagle, "eagle3": partial(published.eagle3, known=300)}[method]
+    folder = published.write(tmp_path, *make(read_config(tiny)))
+    warm = {"temperature": 0.9, "seed": 7, "repetition_penalty": 1.2}
+    kinds = [SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **more}) for more in ({"logprobs": 2}, warm)]
+
+    def told(**shape: Any) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """The ids; and how many drafts of a row were tried and came true."""
+        tried: list[tuple[int, int]] = []
+        with LLM(tiny, **SMALL, **shape) as llm:
+            step = llm.engine.step
+            llm.engine.step = lambda: (step(), tried.extend(llm.engine.info.drafts))[0]  # type: ignore[method-assign]
+            made = [r.outputs[0] for params in kinds for r in llm.generate(PROMPTS, params)]
+        return [list(o.token_ids) for o in made], tried
+
+    said = {"method": method, "model": str(folder), "adaptive": False, "num_speculative_tokens": 3}
+    wanted, none = told()
+    alone, two = told(speculative_config=said), told(speculative_config=said, tensor_parallel=2, group=PATIENT)
+    assert wanted == alone[0] == two[0] and not none
+    assert alone[1] == two[1] and sum(n for n, _ in two[1]) > 50
+
+
 @pytest.mark.parametrize("drafting", [{"prompt_lookup_min": 1}, {"method": "draft_model", "quantization": "int8"}], ids=["echo", "model"])
 def test_drafts_on_two_ranks(tiny: Path, drafting: dict[str, Any]) -> None:
     """Every rank verifies what worker 0 has drafted, or a draft model cut as the model is: as one process without drafts, logprobs too, in
@@ -129,8 +156,10 @@ def test_drafts_on_two_ranks(tiny: Path, drafting: dict[str, Any]) -> None:
     assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
 
 
-def test_scores_and_copies_of_prompts(tiny: Path) -> None:
-    """Prompt logprobs (every logit of a chunk comes back from the last stage) and n > 1 (KV rows copied on every rank)."""
+def test_scores_and_copies_of_prompts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt logprobs (every logit of a chunk comes back from the last stage) and n > 1 (KV rows copied on every rank); and all of it by
+    sockets, as between hosts, where nobody can write a board."""
+    monkeypatch.setattr("rayneuron.group.board.shared_memory", lambda: None)
     params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=5, logprobs=2, prompt_logprobs=1)
 
     def ask(**shape: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch
 
 from rayneuron import devices, models
 from rayneuron.config import Deployment, parse
+from rayneuron.devices.cpu.device import Cpu
 from rayneuron.engine.buckets import Capacity, capacity
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, shard, weights, words
+from rayneuron.models import head_layers, heads, hub, shard, weights, words
 from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
 from rayneuron.placement.fitting import Wanted, stage_memory
 from rayneuron.placement.memory import memory
-from tests.models import cases
+from rayneuron.placement.plan import read_draft
+from tests.models import cases, published
 from tests.models.checkpoint import checkpoint_shapes
 
 GB = 1e9
@@ -181,6 +184,32 @@ def test_unreadable_configs_name_what_is_wrong() -> None:
         memory(deployment(), {"model_type": "lama"}, small(), 1, range(2))
     with pytest.raises(CheckpointError, match="config.json of a llama model lacks 'vocab_size'"):
         memory(deployment(), {n: v for n, v in LLAMA_31_8B.items() if n != "vocab_size"}, small(), 1, range(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [("medusa", published.medusa), ("eagle", published.eagle), ("eagle3", lambda raw: published.eagle3(raw, known=300))],
+    ids=["medusa", "eagle", "eagle3"],
+)
+def test_heads_count(ranks: int, method: str, make: Any, tiny: Path, tmp_path: Path) -> None:
+    """What their loader and the device make for them, beside the model's own, as `rayneuron plan` says it."""
+    raw, c = hub.read_config(tiny), capacity(rows=4, length=128, chunk=32, block=16)
+    folder = published.write(tmp_path, *make(raw))
+    config = deployment(dtype="fp32", speculative_config={"method": method, "model": str(folder)})
+    data = read_draft(config, raw)
+    assert isinstance(data, heads.Heads)
+    (held,) = stage_memory(Wanted(config, raw, draft=data), c, ranks, 1)
+    (plain,) = stage_memory(Wanted(deployment(dtype="fp32"), raw), c, ranks, 1)
+    made = head_layers.load(data, hub.Checkpoint(folder), dtype=torch.float32, ranks=ranks)
+    constants = ("rope.freq", "embed.first")
+    assert held.weights - plain.weights == sum(t.nbytes for w in (made["top"], *made["layers"]) for n, t in w.items() if n not in constants)
+    device = Cpu(dtype=torch.float32, native=False)
+    shape = kv_shape(data.arch, c.space, ranks, data.layers)
+    device.load({"top": {}, "layers": [], "draft": made}, dataclasses.replace(shape, layers=0, draft=shape, features=data.width))
+    assert device.kv is not None and device.kv.draft is not None and device.kv.features is not None
+    kept = sum(t.nbytes for pair in device.kv.draft.layers for t in pair) + device.kv.features.nbytes
+    assert held.kv - plain.kv == kept and (held.scratch, held.runtime) == (plain.scratch, plain.runtime)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def body(**more: Any) -> dict[str, Any]:
     return {"prompt": LONG, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **more}
 
 
-@pytest.mark.parametrize("transport", ["shared", "sockets"])
+@pytest.mark.parametrize("transport", ["shared", "sockets", *(["nixl"] if find_spec("nixl") is not None else [])])
 def test_the_texts_are_those_of_one_replica(tiny: Path, transport: str) -> None:
     bodies = [body(), body(n=3, temperature=1.0, seed=5, logprobs=2), body(echo=True, logprobs=1, max_tokens=4), body(max_tokens=1)]
     bodies += [body(prompt=LONG[i:], repetition_penalty=1.2) for i in (1, 40, 90)] + [body(stop=["e"], min_tokens=2)]
@@ -96,7 +97,7 @@ def test_the_texts_are_those_of_one_replica(tiny: Path, transport: str) -> None:
             assert f'rayneuron:prefills_total{{engine="0",model_name="tiny",where="remote",why="long"}} {asked}.0' in text
             counts = server.server.pulls.counts
             assert counts["adopted"] >= asked - 1, "max_tokens 1 needs no KV"
-            assert counts["adopted"] + counts["cancelled"] == asked and not counts["fallbacks"]
+            assert counts["adopted"] + counts["cancelled"] == asked and not counts["fallbacks"], dict(counts)
             assert server.server.pulls.counts["bytes"] > 0
             hits, queries = (float(re.search(rf"\nvllm:external_prefix_cache_{n}_total{{.* (.+)\n", text)[1]) for n in ("hits", "queries"))
             assert 0 < hits < queries and hits == counts["hits"]

@@ -259,7 +259,7 @@ def test_sigterm_lets_streams_end(served: Served) -> None:
 
 
 def test_a_model_alone_starts_only_what_serves_it(tiny: Path) -> None:
-    """Of the dashboard only the process that Ray always starts; a worker each for controller, proxy and replica. What it starts ends."""
+    """No dashboard and no autoscaler; a worker each for controller, proxy and replica. What it starts ends."""
     with serving(tiny, alone=True) as running:
         eventually(lambda: "tiny is ready" in running.said("out") or running.process.poll() is not None, 200)
         assert f"tiny is ready: {running.url}/ (chat), {running.url}/v1 (OpenAI); cpu, fp32" in running.said("out"), running.said("err")
@@ -269,7 +269,7 @@ def test_a_model_alone_starts_only_what_serves_it(tiny: Path) -> None:
         below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in descendants(running.pid)}
         workers = [line.strip() for line in below.values() if re.match("ray::(?!IDLE|.*Agent)", line)]
         assert sorted(line.split(".")[0].split(":")[2] for line in workers) == ["ProxyActor", "ServeController", "ServeReplica"], below
-        assert [line for line in below.values() if "dashboard.py" in line and "--modules-to-load=UsageStatsHead" not in line] == []
+        assert [line for line in below.values() if re.search("dashboard.py|autoscaler", line)] == []
         os.kill(running.pid, signal.SIGTERM)
         assert running.process.wait(2 * GRACE_S) == 0
         eventually(lambda: not any(map(lives, below)), PATIENCE_S, lambda: [pid for pid in below if lives(pid)])

@@ -12,6 +12,7 @@ import sys
 import threading
 import zlib
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -22,11 +23,13 @@ from rayneuron import wire
 from rayneuron.devices.base import KvMemory
 from rayneuron.devices.cpu import carry, packing
 from rayneuron.devices.cpu.library import library
+from rayneuron.errors import ConfigError
 from rayneuron.transfer import dialogue, lending, pieces
 from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Receipt, Stale
 from rayneuron.transfer.layout import KvLayout, Reading, Run
 from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.messages import Get, Knock, Welcome
+from rayneuron.transfer.nixl import Nixl
 from rayneuron.transfer.pulling import Errand, Halting, Puller
 from rayneuron.transfer.shared import Shared
 from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
@@ -66,6 +69,8 @@ def way(name: str, lender: Lender, stall_s: float = STALL_S):
     unix, tcp = lender.addresses
     if name == "shared":
         return Shared(unix, TOKEN, EPOCH, stall_s)
+    if name == "nixl":
+        return Nixl([tcp], TOKEN, EPOCH, stall_s)
     return Sockets([unix if name == "unix" else tcp], TOKEN, stall_s, streams=3)
 
 
@@ -73,7 +78,9 @@ def want(read: Reading, first: int, blocks: tuple[int, ...], ticket: bytes = TIC
     return Pull(epoch, session, ticket, first, first + len(blocks), read, blocks)
 
 
-WAYS = ("shared", "unix", "tcp")
+NIXL = ("nixl",) if find_spec("nixl") is not None else ()  # the extra: pip install 'rayneuron[nixl]'
+WAYS = ("shared", "unix", "tcp", *NIXL)
+SUMS_ONLY = ("shared", *NIXL)  # ways that read memory, and hear only its sums
 # layers there and here, heads there and here, unit, what is read
 SHAPES = [
     (3, 3, 4, 4, 512, Reading(0, 0, 0, 3, (Run(0, 0, 4),))),  # all heads: blocks side by side are one stretch
@@ -92,7 +99,7 @@ def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name,
     layers, mine, heads, here, unit, read = shape
     rng = random.Random(len(WAYS))
     theirs, ours = memory(layers, 9, heads, unit, seed=1, native=native[0]), memory(mine, 12, here, unit, native=native[1])
-    lender = lend(theirs)
+    lender = lend(theirs, way=name)
     transport = way(name, lender)
     for places, blocks in (
         ((2, 3, 4, 5, 6), (4, 5, 6, 7, 8)),
@@ -121,13 +128,13 @@ def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name,
 def test_what_is_long_comes_over_several_streams(lend, name, monkeypatch):
     theirs, ours = memory(5, 40, 3, 16 << 10, seed=3), memory(5, 40, 3, 16 << 10)
     assert sum(units.nbytes for units in theirs.units) > STREAM_BYTES
-    lender, began = lend(theirs), []
+    lender, began = lend(theirs, way=name), []
     monkeypatch.setattr(dialogue.Dialogue, "_open", lambda self, old=dialogue.Dialogue._open: (began.append(id(self)), old(self))[1])
     lender.lend(TICKET, SESSION, range(40))
     transport = way(name, lender)
     transport.pull(want(Reading(0, 0, 0, 5, (Run(0, 0, 3),)), 0, tuple(range(40))), ours, NEVER)
     assert all((a == b).all() for a, b in zip(theirs.units, ours.units, strict=True))
-    assert len(set(began)) == (1 if name == "shared" else 3)
+    assert len(set(began)) == (1 if name in SUMS_ONLY else 3)
     transport.close()
 
 
@@ -139,7 +146,7 @@ ONE = Reading(0, 0, 0, 2, (Run(0, 0, 2),))
 def test_who_reads_may_be_here_before_word_of_it(lend, name, before, monkeypatch):
     """A worker hears of tickets from its replica's first one, on another way than who reads."""
     theirs, ours = memory(2, 4, 2, 256, seed=4), memory(2, 4, 2, 256)
-    lender = lend(theirs)
+    lender = lend(theirs, way=name)
     if before:
         lender.lend(TICKET, SESSION, before)
     wait = lender._heard.wait_for
@@ -158,7 +165,7 @@ def test_who_reads_may_be_here_before_word_of_it(lend, name, before, monkeypatch
 @pytest.mark.parametrize("name", WAYS)
 def test_a_ticket_that_is_not_alive_gives_nothing(lend, name):
     theirs, ours = memory(2, 4, 2, 256, seed=4), memory(2, 4, 2, 256)
-    lender = lend(theirs)
+    lender = lend(theirs, way=name)
     lender.lend(TICKET, SESSION, (0, 1))
     transport = way(name, lender)
     for wrong in (
@@ -194,7 +201,7 @@ def test_a_ticket_that_is_not_alive_gives_nothing(lend, name):
 def test_what_is_outside_a_ticket_cannot_be_asked_for(lend, name, read_or_range):
     read, first, blocks = read_or_range
     ours = memory(2, 4, 2, 256)
-    lender = lend(memory(2, 4, 2, 256, seed=4))
+    lender = lend(memory(2, 4, 2, 256, seed=4), way=name)
     lender.lend(TICKET, SESSION, (0, 1))
     transport = way(name, lender)
     with pytest.raises(Lost):
@@ -208,10 +215,10 @@ def test_what_is_outside_a_ticket_cannot_be_asked_for(lend, name, read_or_range)
 def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypatch):
     """One bit differs, on the way or in what is read: of any piece."""
     theirs, ours = memory(2, 4, 2, 256, seed=5), memory(2, 4, 2, 256)
-    lender = lend(theirs)
+    lender = lend(theirs, way=name)
     lender.lend(TICKET, SESSION, (0, 1, 2))
     transport = way(name, lender)
-    if name == "shared":
+    if name in SUMS_ONLY:
         other = [units.copy() for units in theirs.units]
         other[1][2, 1, 17] ^= 4
         monkeypatch.setattr(lender, "_memory", KvMemory(other, "rows", theirs.fd, theirs.stride))
@@ -228,7 +235,7 @@ def test_bytes_that_are_not_those_that_were_meant_are_found(lend, name, monkeypa
             send(connection, parts, flags)
 
         monkeypatch.setattr(lending, "_send", damaged)
-    with pytest.raises(Damaged, match="piece 0 is not what was meant" if name == "shared" else "piece 1 is not what was sent"):
+    with pytest.raises(Damaged, match="piece 0 is not what was meant" if name in SUMS_ONLY else "piece 1 is not what was sent"):
         transport.pull(want(ONE, 0, (0, 1, 2)), ours, NEVER)
     transport.close()
 
@@ -280,7 +287,7 @@ def test_the_memory_can_be_mapped_to_read_and_never_to_write(lend):
     theirs = memory(1, 2, 1, 4096, seed=6)
     lender = lend(theirs)
     with wire.connect(lender.addresses[0], 1) as connection:
-        connection.sendall(sealed(Knock(TOKEN, memory=True)))
+        connection.sendall(sealed(Knock(TOKEN, way="shared")))
         _, fds, _, _ = socket.recv_fds(connection, 4096, 1)
     assert bytes(mmap.mmap(fds[0], 4096, prot=mmap.PROT_READ)[:64]) == theirs.units[0][0, 0, :64].tobytes()
     opened = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR)
@@ -296,7 +303,7 @@ def test_the_memory_can_be_mapped_to_read_and_never_to_write(lend):
 
 
 def test_memory_is_not_given_over_the_network_nor_where_it_shall_not_be(lend):
-    lender = lend(memory(1, 2, 1, 4096, seed=6), shared=False)
+    lender = lend(memory(1, 2, 1, 4096, seed=6), way="sockets")
     with pytest.raises(Lost, match="gives no memory away"):
         Shared(lender.addresses[0], TOKEN, EPOCH, STALL_S)
     with pytest.raises(Lost, match="not on this host"):
@@ -470,34 +477,57 @@ def test_whoever_says_what_is_no_message_is_counted_and_harms_nobody(lend, bad, 
 CHILD = """
 import sys, threading
 from tests.transfer.test_transports import EPOCH, SESSION, TICKET, TOKEN, Lender, memory
-lender = Lender(memory(3, 16, 2, 64 << 10, seed=11), TOKEN, EPOCH, "127.0.0.1")
+lender = Lender(memory(3, 16, 2, 64 << 10, seed=11), TOKEN, EPOCH, "127.0.0.1", way=sys.argv[1])
 lender.lend(TICKET, SESSION, range(16))
 print(*lender.addresses, flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="module")
-def other_process():
-    root = Path(__file__).parents[2]
-    child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module", params=[("auto", "shared"), ("auto", "unix"), ("sockets", "tcp"), *(("nixl", name) for name in NIXL)])
+def other_process(request):
+    root, (lent, name) = Path(__file__).parents[2], request.param
+    arguments = [sys.executable, "-c", CHILD, lent]
+    child = subprocess.Popen(arguments, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    yield child, child.stdout.readline().split()
+    said = child.stdout.readline()
+    while not said.startswith("unix:"):  # NIXL tells there what it does
+        said = child.stdout.readline()
+    yield child, said.split(), name
     child.kill()
     child.wait()
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_from_another_process_and_after_its_death(other_process, name):
-    child, (unix, tcp) = other_process
+def test_from_another_process_and_after_its_death(other_process):
+    child, (unix, tcp), name = other_process
     theirs, ours = memory(3, 16, 2, 64 << 10, seed=11), memory(3, 16, 2, 64 << 10)
     whole = want(Reading(0, 0, 0, 3, (Run(0, 0, 2),)), 0, tuple(range(16)))
-    transport = Shared(unix, TOKEN, EPOCH, STALL_S) if name == "shared" else Sockets([unix if name == "unix" else tcp], TOKEN, STALL_S)
+    ways = {"shared": lambda: Shared(unix, TOKEN, EPOCH, STALL_S), "nixl": lambda: Nixl([unix, tcp], TOKEN, EPOCH, STALL_S)}
+    transport = ways[name]() if name in ways else Sockets([unix if name == "unix" else tcp], TOKEN, STALL_S)
     transport.pull(whole, ours, NEVER)
     assert all((a == b).all() for a, b in zip(theirs.units, ours.units, strict=True))
-    if name == WAYS[-1]:
-        child.kill()
-        child.wait()
-        with pytest.raises(Lost):
-            transport.pull(whole, ours, NEVER)
+    child.kill()
+    child.wait()
+    with pytest.raises(Lost):
+        transport.pull(whole, ours, NEVER)
     transport.close()
+
+
+def test_who_is_to_use_nixl_and_has_it_not_is_told_what_to_install(lend, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    for start in (lambda: lend(memory(1, 2, 1, 256), way="nixl"), lambda: Puller(memory(1, 2, 1, 256), None, TOKEN, way="nixl")):
+        with pytest.raises(ConfigError, match=r"rayneuron\[nixl\]") as wrong:
+            start()
+        assert wrong.value.param == "pools.transport"
+
+
+@pytest.mark.skipif(not NIXL, reason="the extra nixl is not installed")
+def test_who_has_no_agent_and_who_is_another_by_now_is_lost(lend):
+    ours, read = memory(2, 4, 2, 256), want(ONE, 0, (0, 1))
+    for lender, epoch in ((lend(memory(2, 4, 2, 256, seed=4)), EPOCH), (lend(memory(2, 4, 2, 256, seed=4), way="nixl"), EPOCH + 1)):
+        lender.lend(TICKET, SESSION, (0, 1))
+        transport = Nixl(lender.addresses, TOKEN, epoch, STALL_S)
+        with pytest.raises(Lost):
+            transport.pull(read, ours, NEVER)
+        transport.close()
+    assert all((units == 0xEE).all() for units in ours.units)

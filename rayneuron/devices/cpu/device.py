@@ -59,6 +59,7 @@ class Cpu:
         self._shared_kv = shared_kv
         self._fd, self._stride = -1, 0
         self._units: list[Tensor] = []
+        self._followed: list[Tensor] = []  # what heads know of a block, which is copied with it
         self._panels = False
         self._weights: Weights = {}
         self._beside: Weights = {}
@@ -75,9 +76,15 @@ class Cpu:
         self._panels = self.kernels is not None and self.kv_dtype == self.dtype and panels.fit(kv, self.kv_dtype)
         self.kv = Kv(kv, viewed(self._units, self._panels))
         if kv.draft is not None:
-            draft, dtype = weights["draft"], weights["draft"]["top"]["embed.w"].dtype  # which need not compute in the same
+            draft = weights["draft"]
+            dtype = self.dtype if kv.features else draft["top"]["embed.w"].dtype  # a model need not compute in the same
             self._weights = {**self._weights, "draft": self._packed(draft, dtype)}
-            self.kv.draft = Kv(kv.draft, viewed(self._zeros(kv.draft, dtype), self.kernels is not None and panels.fit(kv.draft, dtype)))
+            units = self._zeros(kv.draft, dtype)
+            self.kv.draft = Kv(kv.draft, viewed(units, self.kernels is not None and panels.fit(kv.draft, dtype)))
+            if kv.features:
+                zeros = torch.zeros if self.kernels is None else self.kernels.zeros
+                self.kv.features = zeros((kv.space.total, kv.space.block, kv.features), dtype=dtype)
+                self._followed = [*units, self.kv.features]
 
     def stage_weights(self, weights: Weights) -> None:
         """Packed as its own; a draft model stays."""
@@ -165,7 +172,7 @@ class Cpu:
     def kv_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks; of a draft model none: it reads what it has not read, and remembers blocks by what it wrote there."""
         source, target = zip(*pairs, strict=True)
-        for units in self._units:
+        for units in (*self._units, *self._followed):
             bytes_of(units)[list(target)] = bytes_of(units)[list(source)]
 
     @torch.inference_mode()
@@ -189,7 +196,7 @@ class Cpu:
             self.kernels.close()
         if self._fd >= 0:
             os.close(self._fd)
-        self.kv, self._units, self._weights, self._program, self._fd = None, [], {}, None, -1
+        self.kv, self._units, self._followed, self._weights, self._program, self._fd = None, [], [], {}, None, -1
 
 
 def viewed(units: Sequence[Tensor], lying: bool) -> list[plain.Layer]:

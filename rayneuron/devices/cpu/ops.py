@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from rayneuron.devices.cpu.stack import ATTENTION, BEGIN, END, FEED, JOIN_ATTENT
 from rayneuron.models import ops as plain
 from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
+from rayneuron.models.decoder import Taps
 from rayneuron.models.kv import Kv, Places
 from rayneuron.models.quantization import Quantization, quantise, scale_of
 
@@ -132,41 +133,61 @@ class Kernels:
         return draws.draw(self.found, self.team, logits, *how), torch.ones(logits.shape[0], dtype=torch.bool)
 
     def layers(
-        self, arch: Arch, ops: plain.Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places
-    ) -> Tensor | None:
+        self, arch: Arch, ops: plain.Ops, comm: Collectives, weights: Mapping[str, Any], kv: Kv, x: Tensor, places: Places,
+        taps: Taps | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """All layers in one call, or two calls a layer between the sums over ranks; None where a layer is of another kind."""
         made = self._stack(arch, comm, weights, kv) if ops is self.ops else None  # whoever changed a verb wants it called
         if made is None or x.dtype != kv.layers[0][0].dtype:
             return None
-        x, out = x.contiguous(), torch.empty_like(x)
+        x = x.contiguous()
         call, given = made.call, [t.contiguous() for t in (places.positions, places.rows, places.blocks, places.slots)]
-        call.x, call.y, call.summand = x.data_ptr(), out.data_ptr(), None
+        call.x, call.summand = x.data_ptr(), None
         call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
         some = places.adapters is not None and bool((places.adapters >= 0).any())
         call.adapters = places.adapters.data_ptr() if some and places.adapters is not None else None
         call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
-        if comm.ranks == 1:
-            self.found.rn_stack_run(made.opened, made.at, 0, made.count, BEGIN | ATTENTION | FEED | END)
-        else:
-            self._between_ranks(made, arch, comm, x)
-        return out
+        behind = () if taps is None else taps.behind
+        states = self._alone(made, x, behind) if comm.ranks == 1 else self._between_ranks(made, arch, comm, x, behind)
+        if taps is not None:
+            taps.states += states
+        return self._residual(made, x)
 
-    def _between_ranks(self, made: Stack, arch: Arch, comm: Collectives, x: Tensor) -> None:
-        """Halves of layers, each followed by the sum over ranks of [true tokens, E] in float32."""
+    def _alone(self, made: Stack, x: Tensor, behind: Sequence[int]) -> list[Tensor]:
+        """All layers of the only rank, and the residual behind some."""
+        done, begin, states = 0, BEGIN, []
+        for last in behind:
+            self.found.rn_stack_run(made.opened, made.at, done, last, begin | ATTENTION | FEED)
+            states.append(self._residual(made, x))
+            done, begin = last, 0
+        self.found.rn_stack_run(made.opened, made.at, done, made.count, begin | ATTENTION | FEED)
+        return states
+
+    def _residual(self, made: Stack, x: Tensor) -> Tensor:
+        """As it is now, like x."""
+        state = torch.empty_like(x)
+        made.call.y = state.data_ptr()
+        self.found.rn_stack_run(made.opened, made.at, 0, 0, END)
+        return state
+
+    def _between_ranks(self, made: Stack, arch: Arch, comm: Collectives, x: Tensor, behind: Sequence[int]) -> list[Tensor]:
+        """Halves of layers, each followed by the sum over ranks of [true tokens, E] in float32; and the residual behind some layers."""
         run = partial(self.found.rn_stack_run, made.opened, made.at)
         tokens = run(0, 0, BEGIN)
-        halves = [(ATTENTION, JOIN_ATTENTION), (FEED, JOIN_FEED)]
+        halves, states = [(ATTENTION, JOIN_ATTENTION), (FEED, JOIN_FEED)], []
         if arch.parallel:
             halves = [(ATTENTION | FEED, JOIN_ATTENTION | JOIN_FEED)]
-        for i in range(made.count if tokens else 0):
-            for part, join in halves:
+        for i in range(made.count + 1):
+            if i in behind:
+                states.append(self._residual(made, x))
+            for part, join in halves if tokens and i < made.count else ():
                 own = torch.empty(tokens, x.shape[-1])  # a new one each time: another rank may still be reading the last
                 made.call.summand = own.data_ptr()
                 run(i, i + 1, part)
                 total = comm.reduce(own).contiguous()
                 made.call.summand = total.data_ptr()
                 run(i, i + 1, join)
-        run(0, 0, END)
+        return states
 
     def _stack(self, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv) -> Stack | None:
         key = id(weights["layers"])

@@ -15,7 +15,7 @@ from rayneuron.engine.grammar import Grammar
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.lookup import Echo, Prediction
 from rayneuron.engine.speculation.pace import CHAINED, FORCED, Candidate, Pace, Record
-from rayneuron.engine.speculation.reading import Reached, Readings
+from rayneuron.engine.speculation.reading import MOST, Reached, Readings
 from rayneuron.policies.chunks import fit
 from rayneuron.types import Profile, TokenDelta
 
@@ -39,10 +39,12 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A draft model in the step: how far it has `read` what, and the most positions it can place."""
+    """What drafts within a step: how far a draft model has `read` what (None: heads, which have seen all the model has computed), the most
+    positions it can place, and the most drafts a row it can make."""
 
-    reading: Readings
+    reading: Readings | None
     limit: int
+    most: int = MOST
 
 
 class Speculation:
@@ -75,9 +77,10 @@ class Speculation:
             elif most > 0 and (not worth or (worth < inf and pace is not None and pace.hope(record) > worth)):
                 drafts, record.kind = self._propose(sequence, most)
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
-            if not drafts and self._chain is not None and work.start and (most := min(most, self._chain.limit - work.start - 1)) > 0:
+            chain = self._chain
+            if not drafts and chain is not None and work.start and (most := min(most, chain.most, chain.limit - work.start - 1)) > 0:
                 drafts, record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
-                behind = self._chain.reading.behind(sequence, sequence.drafter.read, work.start)
+                behind = chain.reading.behind(sequence, sequence.drafter.read, work.start) if chain.reading is not None else 0
             found.append(drafts)
             candidates.append(Candidate(record, len(drafts), sequence.needs == "logits", behind))
         if pace is None:
@@ -89,9 +92,10 @@ class Speculation:
         proposed = self._proposed(plan.works)
         if not any(proposed):
             return plan
-        chained = [w for w, draft in zip(plan.works, proposed, strict=True) if draft and draft[0] <= DRAFTED] if self._chain else []
-        if self._chain is not None:
-            plan.fills = self._chain.reading.fill(
+        reading, chained = None if self._chain is None else self._chain.reading, []
+        if reading is not None:
+            chained = [w for w, draft in zip(plan.works, proposed, strict=True) if draft and draft[0] <= DRAFTED]
+            plan.fills = reading.fill(
                 (w.sequence, w.sequence.drafter.read, w.start) for w in chained if w.sequence.drafter.read.count < w.start - 1
             )
         for work, draft in zip(plan.works, proposed, strict=True):
@@ -115,7 +119,7 @@ class Speculation:
                 drafter.accepted += work.accepted
                 drafter.refused += len(work.drafts) - work.accepted
                 delta.predicted = drafter.accepted, drafter.refused
-            if self._chain is not None and record.kind == CHAINED:
+            if self._chain is not None and self._chain.reading is not None and record.kind == CHAINED:
                 sure = work.start + 1 + min(work.accepted, len(work.drafts) - 1)
                 self._chain.reading.reached(work.sequence, drafter.read, sure)
             if self._pace is not None:
@@ -133,14 +137,16 @@ def _forced(grammar: Grammar | None, most: int) -> tuple[int, ...]:
 
 
 def speculation(
-    said: SpeculativeConfig, profile: Profile, capacity: Capacity, limit: int | None = None, whole: bool = False
+    said: SpeculativeConfig, profile: Profile, capacity: Capacity, limit: int | None = None, whole: bool = False, most: int | None = None
 ) -> Speculation:  # fmt: skip
-    """What a deployment asks for. `limit`: the positions its draft model can place, None where there is none; `whole`: as for Pace."""
+    """What a deployment asks for. `limit`: the positions its draft model or heads can place, None where there are none; `whole`: as for
+    Pace; `most`: drafts a row that heads can make, None: any number."""
     tokens, lengths = said.num_speculative_tokens, (said.prompt_lookup_min, said.prompt_lookup_max)
     pace = Pace(profile, capacity.rows * (1 + tokens), whole) if said.adaptive else None
     if limit is None:
         return Speculation(tokens, partial(look_up, *lengths), pace)
-    return Speculation(tokens, partial(predicted, *lengths), pace, Chain(Readings(capacity, fit(profile)), limit))
+    reading = None if said.by_heads else Readings(capacity, fit(profile))
+    return Speculation(tokens, partial(predicted, *lengths), pace, Chain(reading, limit, most or MOST))
 
 
 def predicted(least: int, most: int, sequence: Sequence, count: int) -> tuple[tuple[int, ...], int]:

@@ -141,14 +141,18 @@ class Pace:
         if self._looked:
             self._without += 1
             self._rest = rows * LOOK_MS / (LOOK_SHARE * plain_ms)
-        after = self._patience if queue else PROBE_CHAINED
-        tried = queue or chained[:1]
+        ready = queue or {i for i in chained if not candidates[i].behind}
+        after = self._patience if ready else PROBE_CHAINED
+        tried = ready or chained[:1]
         if self._without <= after or not tried:
             return [0] * rows
         deep = len(self._ms) if self._more_ms else max(1, 2 * self._trying * (self._luck > 0))
-        self._without, self._trying, self._luck, self._patience = 0, deep, 0, min(2 * self._patience, PROBE)
+        self._without, self._luck, self._patience = 0, 0, min(2 * self._patience, PROBE)
+        self._trying = deep if queue else 0  # heads that are right may be too dear all the same, and are not tried once more for it
         chosen = [min(deep, c.drafts) if i in tried else 0 for i, c in enumerate(candidates)]
         self._expected_ms = VERIFY_MS + self._added(rows, sum(chosen))
+        if chained:
+            self._expected_ms += max(chosen[i] for i in chained) * between(self._passes, len(chained))
         return chosen
 
     def _one_by_one(self, candidates: Sequence[Candidate], plain: _Step) -> tuple[list[int], set[int], _Step]:
