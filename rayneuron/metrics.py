@@ -69,6 +69,16 @@ SPEC_ACCEPTED_BY_PLACE = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "Draft tokens that came true, by their place among a sequence's.",
     ("position",), known=(("0",),),
 )  # fmt: skip
+TOOL_CALLS = Metric(
+    "rayneuron:tool_calls", "counter", "Calls of tools that models have begun, by their form; complete: up to the end of their arguments.",
+    ("parser", "complete"),
+)  # fmt: skip
+GRAMMAR_COMPILE = Metric("rayneuron:grammar_compile_seconds", "counter", "Time in which constraints were compiled, beside steps.")
+GRAMMAR_MASK = Metric("rayneuron:grammar_mask_seconds", "counter", "Time in which masks of what may come next were made, beside steps.")
+GRAMMAR_ERRORS = Metric(
+    "rayneuron:grammar_errors", "counter", "Constraints that could not be compiled, and outputs that could not go on with theirs.",
+    ("why",), known=(("refused",), ("ended",)),
+)  # fmt: skip
 PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences that lost their slot and will be recomputed.")
 SUCCESS = Metric("vllm:request_success", "counter", "Finished sequences by reason.", ("finished_reason",), known=ENDS)
 REJECTIONS = Metric("vllm:admission_rejections", "counter", "Requests refused before the engine.", ("reason",), known=(("capacity",),))
@@ -97,6 +107,10 @@ CACHE_CONFIG = Metric(
 LORA_REQUESTS = Metric(
     "vllm:lora_requests_info", "gauge", "Adapters of running and waiting requests; the value is the time.",
     ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+)  # fmt: skip
+LORA_SLOTS = Metric(
+    "rayneuron:lora_slots", "gauge", "Slots for adapters: free, idle (of an adapter that nobody runs with), or in use.", ("state",),
+    known=(("free",), ("idle",), ("used",)),
 )  # fmt: skip
 HTTP_REQUESTS = Metric(
     "http_requests", "counter", "Replies by class of status, as vLLM's overview reads them.", ("method", "status", "handler"),
@@ -186,6 +200,7 @@ class Gateway:
     )  # fmt: skip
     replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
     replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
+    tool_calls: Metric = Metric("rayneuron:gateway_tool_calls", "counter", TOOL_CALLS.help, TOOL_CALLS.labels)
     misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")
     frames: Metric = Metric("rayneuron:gateway_link_frames", "counter", "Frames heard from replicas.")
 

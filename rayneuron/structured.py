@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,7 @@ class Grammars:
         self._masking = ThreadPoolExecutor(1, "rayneuron-mask")
         self._kept: OrderedDict[bytes, Future[Matcher]] = OrderedDict()
         self._lock = Lock()
+        self.counts = dict.fromkeys(("compile_s", "mask_s", "refused", "ended"), 0.0)
         self._missing = _missing(text)
         self._tokenizer: Future[Any] | None = None if self._missing else self._compiling.submit(_tokenizer, text, vocab)
 
@@ -74,7 +76,21 @@ class Grammars:
         for pool in (self._compiling, self._masking):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def _count(self, what: str, amount: float) -> None:
+        with self._lock:
+            self.counts[what] += amount
+
     def _compile(self, said: StructuredOutputs, size_bytes: int) -> Matcher:
+        began = time.perf_counter()
+        try:
+            return self._compiled(said, size_bytes)
+        except RequestError:
+            self._count("refused", 1)
+            raise
+        finally:
+            self._count("compile_s", time.perf_counter() - began)
+
+    def _compiled(self, said: StructuredOutputs, size_bytes: int) -> Matcher:
         if size_bytes > MAX_BYTES:
             raise _wrong(said, f"it may have at most {MAX_BYTES} bytes, got {size_bytes}")
         from llguidance import LLMatcher, LLParserLimits
@@ -88,26 +104,29 @@ class Grammars:
         found = LLMatcher(self._tokenizer.result(), lark, log_level=0, limits=limits)
         if found.is_error():
             raise _wrong(said, found.get_error().strip().partition("\n")[0])
-        first = _Matcher(found, said)
+        first = _Matcher(found, said, self._count, ended=True)
         first.fill(np.zeros((self._vocab + 31) // 32, np.uint32))  # the longest of all, and kept for the copies
         return first
 
 
 class _Matcher:
-    """`engine.grammar.Matcher` of llguidance. In its error state it would allow the end alone, so that is asked after each call."""
+    """`engine.grammar.Matcher` of llguidance. In its error state it would allow the end alone, so that is asked after each call.
+    `ended`: that is counted already, or no output is."""
 
-    def __init__(self, found: Any, said: StructuredOutputs) -> None:
-        self._found, self._said = found, said
+    def __init__(self, found: Any, said: StructuredOutputs, count: Callable[[str, float], None], ended: bool = False) -> None:
+        self._found, self._said, self._count, self._ended = found, said, count, ended
 
     def copy(self) -> Matcher:
-        return _Matcher(self._found.deep_copy(), self._said)
+        return _Matcher(self._found.deep_copy(), self._said, self._count)
 
     def consume(self, ids: list[int]) -> None:
         self._found.consume_tokens(ids)
         self._sound()
 
     def fill(self, mask: Mask) -> None:
+        began = time.perf_counter()
         self._found.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._count("mask_s", time.perf_counter() - began)
         self._sound()
 
     def allows(self, ids: list[int]) -> int:
@@ -119,6 +138,9 @@ class _Matcher:
 
     def _sound(self) -> None:
         if self._found.is_error():
+            if not self._ended:
+                self._ended = True
+                self._count("ended", 1)
             why = self._found.get_error().strip().partition("\n")[0]
             raise RequestError(f"{self._said.field}: the output cannot go on: {why}", param=self._said.field)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -16,6 +16,10 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,}\]]+(?=[\s,}\]])")
 _CALLED = re.compile(r"[A-Za-z_][\w.]*\(")
 _NAMED = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+
+
+def _nobody(parser: str, whole: int, broken: int) -> None:
+    """Nobody counts."""
 
 
 class Event(NamedTuple):
@@ -30,6 +34,7 @@ class Scan(NamedTuple):
     """What is looked for. `opened`: the prompt ends inside reasoning.
 
     `shown`: whether reasoning is for the client; `many`: whether calls after the first are. `kept`: special tokens that are markers.
+    `counted`: told of each answer with calls how many are whole, and how many are not.
     """
 
     tools: str | None = None
@@ -38,6 +43,7 @@ class Scan(NamedTuple):
     shown: bool = True
     many: bool = True
     kept: frozenset[int] = frozenset()
+    counted: Callable[[str, int, int], None] = _nobody
 
     @property
     def on(self) -> bool:
@@ -84,6 +90,8 @@ class Scanner(Lookahead):
         self._text += text
         self._last = last
         next(self._reading, None)
+        if last and self.calls and self._scan.tools:
+            self._scan.counted(self._scan.tools, self.whole, (self.calls if self._scan.many else 1) - self.whole)
         events, self._events = self._events, []
         return events
 

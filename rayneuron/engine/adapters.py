@@ -109,6 +109,12 @@ class Adapters:
         """The names of adapters that lie in slots."""
         return [name for name, identity in self.names.items() if identity in self._places]
 
+    def states(self) -> dict[str, int]:
+        """How many slots are free, idle (of an adapter that nobody runs with) and used. For any thread."""
+        places = list(self._places)
+        used = sum([self._pins[identity] > 0 for identity in places])
+        return {"free": self.slots - len(places), "idle": len(places) - used, "used": used}
+
     def check_ledger(self, running: Sequence[Choice], requests: Sequence[Request]) -> None:
         """Raise AssertionError where a slot is held twice or by nobody, or somebody is counted who is not there."""
         held = [*self._places.values(), *self._free]

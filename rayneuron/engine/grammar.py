@@ -43,6 +43,10 @@ class Compiles(Protocol):
 
     wake: Callable[[], None]
 
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """compile_s and mask_s: seconds; refused and ended: how often a constraint was, or an output by one."""
+
     def check(self, said: StructuredOutputs) -> None:
         """RequestError where nothing can be compiled here at all."""
 
@@ -226,6 +230,11 @@ class Constraining:
             ahead = self._compiles.aside(work)
             for grammar in grammars:
                 grammar.begin(ahead)
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Of what compiles; for any thread."""
+        return self._compiles.counts if self._compiles is not None else {}
 
     def close(self) -> None:
         """End what compiles."""

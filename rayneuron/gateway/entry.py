@@ -237,7 +237,7 @@ class CatalogueEntry(Handles):
     def _changed(self, key: str, card: Card) -> None:
         """The replicas have taken another user_config."""
         era = self._eras[key]
-        read = hot(era.config, era.opened, card.user_config)
+        read = hot(era.config, era.opened, card.user_config, self.telemetry)
         self._eras[key] = self._named(replace(era, context=read.context, limits=read.limits))
         self._user_config = card.user_config
 

@@ -25,7 +25,7 @@ class Measured:
     def collect(self) -> Iterator[Family]:
         """Every family, for prometheus_client."""
         series = {metric: Series(metric) for metric in (GATEWAY.requests, GATEWAY.replicas, GATEWAY.refusals, GATEWAY.replays)}
-        series |= {metric: Series(metric) for metric in (GATEWAY.replayed, GATEWAY.misdirected, GATEWAY.frames)}
+        series |= {metric: Series(metric) for metric in (GATEWAY.replayed, GATEWAY.misdirected, GATEWAY.frames, GATEWAY.tool_calls)}
         for engine in self._engines:
             waiting, placed = engine.under_way()
             series[GATEWAY.requests].add(waiting, "waiting")
@@ -38,6 +38,7 @@ class Measured:
                 series[GATEWAY.replays].add(count, cause, outcome)
         for labels, refused in self._telemetry.series[metrics.REJECTIONS].values.items():
             series[GATEWAY.refusals].set(refused, *labels)
+        series[GATEWAY.tool_calls].values.update(self._telemetry.series[metrics.TOOL_CALLS].values)
         for each in series.values():
             yield each.family(self._base)
         ttft = Histogram(GATEWAY.ttft)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from rayneuron import metrics
 from rayneuron.api.adapters import Change
 from rayneuron.config import Deployment
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import CheckpointError, Conflict, NoRoom, RequestError, UnknownModel
+from rayneuron.serve.telemetry import Values
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import Engine
+    from rayneuron.engine.sequence import Sequence
 
 RETRY_S = 5.0  # what a client is told where there is no room
 
@@ -46,6 +51,19 @@ async def change(config: Deployment, loop: EngineLoop, wanted: Change) -> None:
         await asyncio.wrap_future(loop.ask(partial(_load, wanted=wanted, path=path, identity=identity, most=most)))
     except CheckpointError as bad:
         raise RequestError(bad.message, param="lora_path") from None
+
+
+def told(engine: Engine) -> Values:
+    """The slots by state, and the names of whom running and waiting requests ask for. For any thread."""
+    ledger, scheduler = engine.adapters, engine.scheduler
+    names = {identity: name for name, identity in ledger.names.items()}
+
+    def asked(sequences: Iterable[Sequence]) -> str:
+        return ",".join(sorted({names[s.request.adapter] for s in sequences if s.request.adapter in names}))
+
+    labels = str(ledger.slots), asked(list(scheduler.waiting)), asked(list(scheduler.running))
+    slots: dict[tuple[str, ...], float] = {(state,): count for state, count in ledger.states().items()}
+    return {metrics.LORA_REQUESTS: {labels: time.time()}, metrics.LORA_SLOTS: slots}
 
 
 def confined(path: str, directory: str, field: str = "lora_path", key: str = "lora.directory") -> Path:

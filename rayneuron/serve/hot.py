@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,9 @@ from rayneuron.api.scan import Scan
 from rayneuron.api.vectors import Pooling
 from rayneuron.config import Deployment, Limits
 from rayneuron.errors import ConfigError
+from rayneuron.metrics import TOOL_CALLS
 from rayneuron.models.config_json import pooling
+from rayneuron.serve.telemetry import Series, Telemetry
 from rayneuron.text.text import Text
 
 if TYPE_CHECKING:
@@ -91,18 +94,22 @@ class Hot:
     limits: Limits
 
 
-def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None = None) -> Hot:
-    """What `args` and `user_config` together say; a key that is in both is user_config's. Raises ConfigError."""
+def hot(
+    config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None = None, telemetry: Telemetry | None = None
+) -> Hot:  # fmt: skip
+    """What `args` and `user_config` together say; a key that is in both is user_config's. Raises ConfigError. `telemetry` counts calls of
+    tools."""
     said = deployment.parse_hot(user_config)
     limits = said.limits.model_dump(exclude_unset=True) if said.limits is not None else {}
     merged = config.limits.model_copy(update=limits)
+    scan = Scan(_form(config, opened.text), config.serving.reasoning_parser)
     context = api.Context(
         models=config.model.served_names,
         text=opened.text,
         max_model_len=opened.engine.capacity.length,
         vocab_size=opened.engine.vocab,
         defaults=openai.sampling_defaults(opened.generation, {**config.sampling_defaults, **(said.sampling_defaults or {})}),
-        scan=Scan(_form(config, opened.text), config.serving.reasoning_parser),
+        scan=scan if telemetry is None else scan._replace(counted=partial(_count, telemetry.series[TOOL_CALLS])),
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
@@ -112,6 +119,12 @@ def hot(config: Deployment, opened: Reads, user_config: Mapping[str, Any] | None
     )
     openai.check_defaults(context)
     return Hot(context, merged)
+
+
+def _count(series: Series, parser: str, whole: int, broken: int) -> None:
+    for complete, calls in (("true", whole), ("false", broken)):
+        if calls:
+            series.add(calls, parser, complete)
 
 
 def _form(config: Deployment, text: Text) -> str | None:

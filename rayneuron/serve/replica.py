@@ -186,7 +186,7 @@ class Replica(Handles):
         """
         served = self.served
         try:
-            changed = hot(self.config, served.opened, user_config)
+            changed = hot(self.config, served.opened, user_config, served.telemetry)
         except Exception as wrong:
             refused = wrong.message if isinstance(wrong, RayNeuronError) else f"{type(wrong).__name__}: {wrong}"
             log.error("user_config is refused, what was before holds: %s", refused)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from rayneuron import metrics
@@ -22,18 +22,22 @@ from rayneuron.errors import Busy, NotReady, RayNeuronError
 from rayneuron.loading import Opened
 from rayneuron.policies import admission
 from rayneuron.seeds import Seeds
+from rayneuron.serve import adapters
 from rayneuron.serve.flight import STOPPED, ActiveRequest, Flight, Flights
 from rayneuron.serve.health import Heart
 from rayneuron.serve.hot import Known, hot
 from rayneuron.serve.pools import borrowed
 from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.startup import events_per_s
-from rayneuron.serve.telemetry import Load, Telemetry
+from rayneuron.serve.telemetry import Load, Telemetry, Values
 from rayneuron.serve.trace import Tracer
 from rayneuron.serve.verbs import NO_HEADERS, Json, Read, Result
 from rayneuron.text.assembler import Assembler
 from rayneuron.transfer.pulls import Pulls
 from rayneuron.types import Delta, Request
+
+if TYPE_CHECKING:
+    from rayneuron.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +162,9 @@ class Served:
         """The engine's snapshot and the calls in flight."""
         timing, pulls = self.opened.engine.timing, self.opened.engine.prefills
         profile = timing.profile() if timing is not None else None
-        told = borrowed(pulls) if isinstance(pulls, Pulls) else {}
+        told = dict(borrowed(pulls)) if isinstance(pulls, Pulls) else {}
+        if isinstance(self.opened, Opened):
+            told |= {**adapters.told(self.opened.engine), **_constrained(self.opened.engine)}
         return Load(self.engine.snapshot(), len(self.flights), self.flights.sequences, self.refused, self.opened.chosen, profile, told)
 
     async def end(self, within_s: float, error: RayNeuronError) -> None:
@@ -175,6 +181,16 @@ class Served:
         self.watch.cancel()
         await asyncio.to_thread(self.engine.close)
         self.aside.shutdown(wait=False, cancel_futures=True)
+
+
+def _constrained(engine: Engine) -> Values:
+    """What there is to tell of constraints."""
+    counts = engine.constraining.counts
+    return {
+        metrics.GRAMMAR_COMPILE: {(): counts.get("compile_s", 0.0)},
+        metrics.GRAMMAR_MASK: {(): counts.get("mask_s", 0.0)},
+        metrics.GRAMMAR_ERRORS: {(why,): counts.get(why, 0.0) for why in ("refused", "ended")},
+    }
 
 
 async def start(config: Deployment, opened: Opened, telemetry: Telemetry, tracer: Tracer | None, limits: Callable[[], Limits]) -> Served:
@@ -201,7 +217,7 @@ def around(
     limits: Callable[[], Limits], user_config: Mapping[str, Any] | None = None,
 ) -> Made:  # fmt: skip
     """What is around an engine, here or elsewhere. Raises ConfigError."""
-    read = hot(config, opened, user_config)
+    read = hot(config, opened, user_config, telemetry)
     watch = asyncio.get_running_loop().create_task(_watch(engine, flights, limits))
     aside = ThreadPoolExecutor(1, thread_name_prefix="rayneuron-text")
     parts = (config, opened, int(time.time()), engine, flights, telemetry, tracer, aside)

@@ -5,7 +5,6 @@ Updating is a few additions on the event loop, once a step or once a request; al
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -206,7 +205,6 @@ class Telemetry:
         series[metrics.WAITING].set(snapshot.waiting + snapshot.remote)
         series[metrics.WAITING_BY_REASON].set(snapshot.waiting, "capacity")
         series[metrics.WAITING_BY_REASON].set(snapshot.remote, "deferred")
-        series[metrics.LORA_REQUESTS].set(time.time(), "0", "", "")
         series[metrics.KV_USAGE].set(snapshot.kv_tokens_used / snapshot.kv_tokens_total if snapshot.kv_tokens_total else 0.0)
         series[metrics.PREEMPTIONS].set(snapshot.preemptions)
         series[metrics.SLOTS_FREE].set(snapshot.slots_free)
@@ -219,8 +217,7 @@ class Telemetry:
             series[metrics.KV_BLOCKS].set(blocks, state)
         series[metrics.KV_PINNED].set(snapshot.blocks_pinned)
         for metric, values in load.told.items():
-            for labels, value in values.items():
-                series[metric].set(value, *labels)
+            series[metric].values = dict.fromkeys(metric.known, 0.0) | dict(values)
         series[metrics.KV_LEDGER_WRONG].set(snapshot.ledger_wrong)
         series[metrics.PREFIX_EVICTIONS].set(snapshot.prefix_evictions)
         series[metrics.WAITING_TOKENS].set(snapshot.waiting_tokens)

@@ -137,6 +137,8 @@ async def test_what_it_measures(tiny: Path) -> None:
     async with house(two(tiny), {"default_model": "chat"}) as made, client(application(made.catalogue)) as http:
         for _ in range(3):
             await http.post("/v1/completions", json=GO)
+        entry = next(entry for entry in made.catalogue.entries if "chat" in entry.names)
+        entry.now.context.scan.counted("hermes", 2, 0)  # as whoever reads an answer does
         lines = (await http.get("/metrics")).text.splitlines()
         heads = [line for line in lines if line.startswith("# HELP")]
         assert len(heads) == len(set(heads)), "every family once"
@@ -145,6 +147,7 @@ async def test_what_it_measures(tiny: Path) -> None:
             return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{") and f'model_name="{model}"' in line)
 
         assert value("rayneuron:gateway_ttft_seconds_count", "chat") == 3 and value("rayneuron:gateway_ttft_seconds_count", "coder") == 0
+        assert value("rayneuron:gateway_tool_calls_total", "chat") == 2 and value("rayneuron:gateway_tool_calls_total", "coder") == 0
         assert value("rayneuron:gateway_replicas", "chat") == value("rayneuron:gateway_replicas", "coder") == 1
         assert value("rayneuron:gateway_requests", "chat") == 0 and value("rayneuron:gateway_link_frames_total", "chat") > 3
         assert value("vllm:time_to_first_token_seconds_count", "chat") == 3, "the replica's own, once"

@@ -70,7 +70,7 @@ class Server:
         """Assert that the engine lives and everything returns to its baseline."""
         engine, flights = self.server.served.opened.engine, self.server.served.flights
         async with asyncio.timeout(PATIENCE_S):
-            while engine.has_work or self.server.served.engine.pending():
+            while engine.has_work or self.server.served.engine.pending() or len(flights):  # whose last words are under way
                 await asyncio.sleep(0.001)
         self.server.check_health()
         engine.check_ledger()

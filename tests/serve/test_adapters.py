@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayneuron import metrics
 from tests.models import adapters as made
 from tests.serve.real import Server, serving
 
@@ -46,6 +47,13 @@ async def tokens(server: Server, model: str | None = None, **more: Any) -> list[
 async def change(server: Server, name: str, path: str | None = None, **more: Any) -> tuple[int, Any]:
     verb = "unload" if path is None else "load"
     return await post(server, f"/v1/{verb}_lora_adapter", lora_name=name, **({} if path is None else {"lora_path": path}), **more)
+
+
+def lora(server: Server) -> tuple[dict[tuple[str, ...], float], list[tuple[str, ...]]]:
+    """What /metrics says: slots by state, and the labels of who runs and waits."""
+    server.server.telemetry.refresh()
+    series = server.server.telemetry.series
+    return dict(series[metrics.LORA_SLOTS].values), list(series[metrics.LORA_REQUESTS].values)
 
 
 async def test_every_dialect_names_adapters(tiny: Path, root: Path) -> None:
@@ -112,12 +120,16 @@ async def test_who_streams_ends_with_what_it_began_with(tiny: Path, root: Path) 
 
         streams = [asyncio.create_task(stream(name)) for name in ("a", "b")]
         await begun.wait()
+        slots, (asked,) = lora(server)
+        assert asked[0] == str(sum(slots.values())) and {*",".join(asked[1:]).split(",")} - {""} <= {"a", "b"} and slots["used",] > 0
         assert (await change(server, "a"))[0] == 200
         assert (await change(server, "b", "c", load_inplace=True))[0] == 200
         assert not any(task.done() for task in streams)
         assert await tokens(server, "b") != replaced  # once a slot is free
         assert [await task for task in streams] == wanted
         await server.settle()
+        slots, asked = lora(server)
+        assert slots["used",] == 0 and [labels[1:] for labels in asked] == [("", "")]
         assert len(server.server.served.engine.engine.runner.shelf.kept) == 1
         server.server.served.engine.engine.check_ledger()
 

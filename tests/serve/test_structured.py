@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rayneuron import metrics
 from tests.serve.real import beside, serving
 
 PATTERN = "[a-f]{3,9}-[0-9]{2}"
@@ -59,6 +60,10 @@ async def test_texts_match_and_errors_come_before_headers(tiny: Path) -> None:
                     assert status == 400 and json.loads(reply)["error"]["param"] == field, reply
             assert min(rounds) >= 0
         await server.settle()
+        server.server.telemetry.refresh()
+        series = server.server.telemetry.series
+        assert series[metrics.GRAMMAR_ERRORS].values == {("refused",): len(bad) + 1, ("ended",): 0}  # each once: it is kept
+        assert all(0 < series[metric].values[()] < 60 for metric in (metrics.GRAMMAR_MASK, metrics.GRAMMAR_COMPILE))
 
 
 async def test_a_handle_may_constrain(tiny: Path) -> None:

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI
 
+from rayneuron import metrics
 from rayneuron.errors import ConfigError
 from tests.serve.real import Server, serving
 
@@ -165,6 +166,33 @@ async def test_the_chat_template_tells_the_form(tiny: Path, template: str, form:
         with pytest.raises(ConfigError, match="tool_call_parser: auto"):
             async with serving(tiny, model=model, serving={"tool_call_parser": "auto"}):
                 pass
+
+
+async def test_calls_are_counted(hermes: Server) -> None:
+    """By what the client was told: whole where the arguments came to their end, else not; once, streamed or not."""
+    wanted = {("hermes", "true"): 0, ("hermes", "false"): 0}
+    series = hermes.server.telemetry.series[metrics.TOOL_CALLS]
+    assert not series.values
+    ask: Any = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": "required", "temperature": 1}
+    for seed in range(3):
+        for most in (12, 200):
+            for stream in (False, True):
+                body = ask | {"seed": seed, "max_tokens": most, "stream": stream, "parallel_tool_calls": bool(seed)}
+                status, reply = await hermes.post("/v1/chat/completions", json.dumps(body).encode())
+                assert status == 200
+                if not stream:
+                    choice = json.loads(reply)["choices"][0]
+                    for call in choice["message"].get("tool_calls") or ():
+                        wanted["hermes", str(_whole(call["function"]["arguments"])).lower()] += 2  # streamed it is the same
+    assert wanted["hermes", "true"] and series.values == {labels: count for labels, count in wanted.items() if count}
+    assert b'rayneuron:tool_calls_total{complete="true"' in hermes.server.telemetry.text()
+
+
+def _whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
 
 
 async def test_the_dialects_tell_the_same_call(hermes: Server) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rayneuron import LLM, SamplingParams, demo, devices
+from rayneuron.constraints import Beams
 from rayneuron.devices.base import LIKELIEST, SAMPLED, Shape
 from rayneuron.devices.neuron import artifact, releases
 from rayneuron.devices.neuron.releases import CompilerOptions
@@ -111,6 +112,27 @@ def test_drafts_change_no_token(standin: Path, tiny: Path, more: dict[str, Any],
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == want
     tried, true = map(sum, zip(*drafts, strict=True))
     assert 10 < true < tried - 10
+
+
+SHARED = {"enable_prefix_caching": True, "block_size": 16, "compile": {"async_mode": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, SHARED, {"tensor_parallel": 2}], ids=str)
+def test_beams_are_the_cpu_devices(standin: Path, tiny: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of several widths beside each other and beside a plain row: where a row is one block, its KV is computed anew for a fork."""
+    cores(monkeypatch, more.get("tensor_parallel", 1))
+    options = OPTIONS | {"max_num_seqs": 5, "buckets": {**OPTIONS["buckets"], "batch": [5]}} | more
+    kinds = [(3, 2, 0.0), (2, 2, 1.0), (4, 1, -0.5)]
+    params = [SamplingParams(n=n, max_tokens=9, beams=Beams(width=width, length_penalty=penalty)) for width, n, penalty in kinds]
+    prompts, params = [*PROMPTS, {"prompt_token_ids": [30, 40]}], [*params, SamplingParams(max_tokens=9, temperature=0.0)]
+    said = []
+    for device in ("cpu", "neuron"):
+        with LLM(str(tiny), device=device, **{**options, **({} if device == "neuron" else {"tensor_parallel": 1})}) as llm:
+            said.append([[choice.token_ids for choice in o.outputs] for o in llm.generate(prompts, params)])
+            assert llm.engine.scheduler.blocks.free_rows == 5
+    assert said[0] == said[1] and [len(choices) for choices in said[0]] == [2, 2, 1, 1]
+    assert len({tuple(ids) for choices in said[0] for ids in choices}) == 6
 
 
 def test_neuron_compat_on_both_devices(standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
