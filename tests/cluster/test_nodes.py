@@ -97,11 +97,11 @@ def test_a_silent_rank_makes_the_replica_unhealthy(clean: Cluster, tiny: Path, e
 
 def test_a_slow_rank_does_not(clean: Cluster, tiny: Path, expected: dict[str, str]) -> None:  # noqa: F811
     """The rank stands still again and again, each time for less than the limit and longer than a health check; it is work, not a fault."""
-    args = arguments(tiny, **SHAPES["tp2 on one node"])
-    args["serving"]["stall_timeout_s"] = 4.0
+    args = arguments(tiny, **SHAPES["tp2 on one node"]) | {"max_model_len": 1024}
+    args["buckets"]["token_generation"], args["serving"]["stall_timeout_s"] = [1024], 4.0
     assert deploy(clean, args) == "RUNNING", status()
     replicas, (rank,) = ever()[0], clean.workers
-    client = Client(clean, LONG)
+    client = Client(clean, LONG | {"max_tokens": 1000})  # it must not have ended before the last stop
     assert client.begun.wait(60)
     try:
         for _ in range(4):  # 10 s altogether, several health checks, and a step between two stops
