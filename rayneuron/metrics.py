@@ -69,9 +69,10 @@ SPEC_ACCEPTED_BY_PLACE = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "Draft tokens that came true, by their place among a sequence's.",
     ("position",), known=(("0",),),
 )  # fmt: skip
+_FORMS = ("hermes", "llama3_json", "mistral", "pythonic")  # in which models call tools (`api/forms.py`)
 TOOL_CALLS = Metric(
     "rayneuron:tool_calls", "counter", "Calls of tools that models have begun, by their form; complete: up to the end of their arguments.",
-    ("parser", "complete"),
+    ("parser", "complete"), known=tuple((form, whole) for form in _FORMS for whole in ("true", "false")),
 )  # fmt: skip
 GRAMMAR_COMPILE = Metric("rayneuron:grammar_compile_seconds", "counter", "Time in which constraints were compiled, beside steps.")
 GRAMMAR_MASK = Metric("rayneuron:grammar_mask_seconds", "counter", "Time in which masks of what may come next were made, beside steps.")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayneuron import metrics
 from rayneuron.api.fields import Fields
 from rayneuron.api.forms import FORMS, read_python, recognised
 from rayneuron.api.openai.tools import read_tools
@@ -140,3 +141,7 @@ def test_limits_of_tools() -> None:
     for name in ("", "a b", "f" * 65, "é", 'f"'):
         with pytest.raises(RequestError, match="1 to 64 letters, digits, _ and -"):
             read_tools(Fields({"tools": [{"type": "function", "function": {"name": name}}]}), True)
+
+
+def test_calls_of_every_form_are_counted_from_the_start() -> None:
+    assert {form for form, _ in metrics.TOOL_CALLS.known} == {*FORMS}
