@@ -293,4 +293,5 @@ async def _leave(rounds: Sequence[Sequence[str]], within_s: float) -> None:
             if wrong is not None:
                 log.warning("%s did not say that its streams have ended: %r", name, wrong)
     await asyncio.sleep(LAST_BYTES_S)
+    ray._private.worker._worker_logs_enabled = False  # it calls the end of Serve's controller, which is meant, a failure
     await serve.shutdown_async()  # here: in the profile `fast` handles belong to the event loop they were made in

@@ -271,7 +271,7 @@ def test_a_model_alone_starts_only_what_serves_it(tiny: Path) -> None:
         assert sorted(line.split(".")[0].split(":")[2] for line in workers) == ["ProxyActor", "ServeController", "ServeReplica"], below
         assert [line for line in below.values() if re.search("dashboard.py|autoscaler", line)] == []
         os.kill(running.pid, signal.SIGTERM)
-        assert running.process.wait(2 * GRACE_S) == 0
+        assert running.process.wait(2 * GRACE_S) == 0 and "raylet" not in running.said("err"), running.said("err")
         eventually(lambda: not any(map(lives, below)), PATIENCE_S, lambda: [pid for pid in below if lives(pid)])
 
 
