@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,4 +144,8 @@ def test_killed_while_starting(
 
 def _joined(pid: int) -> bool:
     """Whether a worker has said hello: its watch over the leader is on, which begins right after."""
-    return any(os.readlink(entry.path) == "anon_inode:[pidfd]" for entry in os.scandir(f"/proc/{pid}/fd"))
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry.path) == "anon_inode:[pidfd]":
+                return True
+    return False
