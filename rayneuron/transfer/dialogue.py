@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rayneuron import wire
 from rayneuron.transfer.base import AHEAD_BYTES, Damaged, Halted, Lost, Pull
 from rayneuron.transfer.messages import Get, Knock
-from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, KvPiece, digest, pieces, said, summed
+from rayneuron.transfer.pieces import HEAD_BYTES, PIECE, PLACES, SUMS, KvPiece, digest, pieces, places_of, said, summed
 
 CONNECT_S = 2.0
 
@@ -57,7 +57,17 @@ class Dialogue:
         """The sum of the next piece, which must be this one. Raises Damaged, Stale."""
         return said(self.receive(HEAD_BYTES, stop), want.epoch, want.ticket, piece, size, kind)
 
-    def numbers(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> NDArray[Any]:
+    def places(self, want: Pull, stop: threading.Event) -> NDArray[Any]:
+        """Where the blocks of `want` lie there, where only sums come. Raises Damaged, Stale."""
+        n = want.end - want.first
+        return self._numbers(want, places_of(want.first, n), n, "<i4", PLACES, stop)
+
+    def agree(self, want: Pull, piece: KvPiece, found: NDArray[Any], stop: threading.Event) -> None:
+        """Hear the sums of a piece, which must be those found here. Raises Damaged, Stale."""
+        if not np.array_equal(found, self._numbers(want, piece, len(found), "<u8", SUMS, stop)):
+            raise Damaged(f"piece {piece.number} is not what was meant")
+
+    def _numbers(self, want: Pull, of: KvPiece, count: int, kind: str, what: int, stop: threading.Event) -> NDArray[Any]:
         """So many of numpy's `kind`, whole or not at all. Raises Damaged, Stale."""
         size = count * np.dtype(kind).itemsize
         check = self.head(want, of, size, stop, what)

@@ -24,7 +24,7 @@ from rayneuron.errors import ConfigError
 from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import CONNECT_S, Dialogue
 from rayneuron.transfer.messages import AgentHere, Knock
-from rayneuron.transfer.pieces import PLACES, SUMS, KvPiece, carry, layers_at_once, places_of
+from rayneuron.transfer.pieces import KvPiece, carry, check_places, layers_at_once
 
 LOOK_S = 2e-4  # between two looks at a read, with each of which it goes on
 
@@ -79,10 +79,9 @@ class Nixl:
     def _pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> int:
         talk, read, unit, n, size = self._talk, want.read, into.units[0].shape[-1], want.end - want.first, 0
         with talk.begun(want, sums_only=True):
-            places = talk.numbers(want, places_of(want.first, n), n, "<i4", PLACES, stop)
+            places = talk.places(want, stop)
             reader = self._reader = self._reader or _Reader(self._introduced())
-            if not 0 <= places.min() <= places.max() < reader.shape[0] or reader.shape[-1] != unit:
-                raise Damaged("a block outside the memory, or of another size")
+            check_places(places, reader.shape, unit)
             ours, how, carried = into.units[read.here : read.here + read.count], into.carry or carry, {}
             shapes = {run: (min(layers_at_once(n * run.count * unit), read.count), n, run.count, unit) for run in read.runs}
             place = reader.landing(max(prod(shape) for shape in shapes.values()))
@@ -93,8 +92,7 @@ class Nixl:
             for piece in talk.summed(want, unit):
                 reader.read(piece, places, stop, self._stall_s)
                 found = carried[piece.head](*piece.within(want.first, want.end, read.there))
-                if not np.array_equal(found, talk.numbers(want, piece, len(found), "<u8", SUMS, stop)):
-                    raise Damaged(f"piece {piece.number} is not what was meant")
+                talk.agree(want, piece, found, stop)
                 size += len(found) * piece.heads * unit
         return size
 

@@ -82,6 +82,12 @@ def places_of(first: int, blocks: int) -> KvPiece:
     return KvPiece(0, 0, 0, 0, first, blocks)
 
 
+def check_places(places: NDArray[Any], shape: Sequence[int], unit: int) -> None:
+    """Raise Damaged unless these blocks are of a memory [blocks, heads, unit] whose units are ours."""
+    if not 0 <= places.min() <= places.max() < shape[0] or shape[-1] != unit:
+        raise Damaged("a block outside the memory, or of another size")
+
+
 def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
     """(first, count) of those that lie side by side."""
     made: list[tuple[int, int]] = []

@@ -17,10 +17,10 @@ import numpy as np
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory, KvRuns
-from rayneuron.transfer.base import Damaged, Lost, Pull, Receipt
+from rayneuron.transfer.base import Lost, Pull, Receipt
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
-from rayneuron.transfer.pieces import PLACES, SUMS, carry, places_of
+from rayneuron.transfer.pieces import carry, check_places
 
 
 class Shared:
@@ -34,17 +34,14 @@ class Shared:
         """As `Transport`."""
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
-            n = want.end - want.first
-            places = talk.numbers(want, places_of(want.first, n), n, "<i4", PLACES, stop)
-            if not 0 <= places.min() <= places.max() < len(self._units[0]) or self._units[0].shape[-1] != unit:
-                raise Damaged("a block outside the memory, or of another size")
+            places = talk.places(want, stop)
+            check_places(places, self._units[0].shape, unit)
             theirs, ours = self._units[read.there : read.there + read.count], into.units[read.here : read.here + read.count]
             at, how = places.tolist(), into.carry or carry
             carried = {r.there: how(KvRuns(theirs, at, r.there, r.count), KvRuns(ours, want.blocks, r.here, r.count)) for r in read.runs}
             for piece in talk.summed(want, unit):
                 found = carried[piece.head](*piece.within(want.first, want.end, read.there))  # they hash the same meanwhile
-                if not np.array_equal(found, talk.numbers(want, piece, len(found), "<u8", SUMS, stop)):
-                    raise Damaged(f"piece {piece.number} is not what was meant")
+                talk.agree(want, piece, found, stop)
                 size += len(found) * piece.heads * unit
         return Receipt(size, "shared")
 
