@@ -197,6 +197,25 @@ def inside(path: str, places: Iterable[str]) -> bool:
     return any(path == place or (place.endswith("/") or not place) and path.startswith(place) for place in places)
 
 
+def missing(user: Module, modules: list[Module]) -> list[str]:
+    """What a file outside the package imports of it and is not there, which otherwise only running that line would tell."""
+    there = {module.name for module in modules} | {f"{module.name}.{name}" for module in modules for name in _held(module.tree)}
+    wanted = [each for each in user.imports if each.module.startswith(f"{PACKAGE}.")]
+    return [f"{user.path}:{each.line}: {each.module} is not there" for each in wanted if each.module not in there]
+
+
+def _held(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value  # what a package offers by name and imports when it is asked for
+
+
 # The checks. Each takes modules and returns what is wrong, one line a finding.
 
 
@@ -439,6 +458,20 @@ def test_every_public_name_is_used() -> None:
 def test_the_name_of_a_type_has_one_meaning() -> None:
     found = defined_twice(package_modules())
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["examples", "cluster"])
+def test_programs_import_what_there_is(folder: str) -> None:
+    users = [Module(str(file.relative_to(ROOT)), file.read_text()) for file in sorted((ROOT / folder).rglob("*.py"))]
+    found = [line for user in users for line in missing(user, package_modules())]
+    assert users and not found, "\n" + "\n".join(found)
+
+
+def test_imports_of_what_is_not_there_are_found() -> None:
+    some = [Module("a.py", "def f(): ...\nAT = 1"), Module("b/__init__.py", "_LAZY = ('Late',)")]
+    user = "from rayneuron.a import f, AT\nfrom rayneuron.b import Late\nfrom rayneuron import a\nimport os\n"
+    user += "def g():\n    from rayneuron.a import gone"
+    assert missing(Module("examples/u.py", user), some) == ["examples/u.py:6: rayneuron.a.gone is not there"]
 
 
 def test_most_functions_are_short() -> None:

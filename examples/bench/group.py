@@ -271,10 +271,8 @@ def main() -> None:
             ratio = statistics.median(v / base for v, base in zip(values, rates["TP 1"], strict=True))
             print(f"decode {args.rows} rows, {name}: {statistics.median(values):.1f} tokens/s, {ratio:.2f} x TP 1")
     if "bubble" in args.parts:
-        from rayneuron.group.pipeline import bubble
-
         for count, shares in bubbles(args.bubble_model, (1, 2, 4), args.rounds).items():
-            words = f"median {statistics.median(shares):.1%} idle of {len(shares)} rounds, {bubble(2, count):.0%} in theory"
+            words = f"median {statistics.median(shares):.1%} idle of {len(shares)} rounds, {1 / (1 + count):.0%} in theory"
             print(f"prefill of 4 x 128 tokens on 2 stages, {count} micro-batches, {args.bubble_model}: {words}")
 
 
