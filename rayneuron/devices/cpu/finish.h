@@ -2,6 +2,8 @@
 #pragma once
 #include "matmul.h"
 
+#include <type_traits>
+
 namespace rn {
 
 // One row of `vectors` vectors of sums that begin at panel p; `slot`: where BEST keeps the row's largest; `more`: what is added to the
@@ -39,6 +41,17 @@ template <Kind KIND, How HOW> inline void finish_panel(const Matrix& w, const In
             if constexpr (HOW == ADDS) store(to, add(load(to), a)), store(to + LANES, add(load(to + LANES), b));
             else store(to, a), store(to + LANES, b);
         }
+    }
+}
+
+// f(HOW) with what `how` says as a constant.
+template <class F> inline void by_how(const Matrix& w, const Output& out, const F& f) {
+    switch (how(w, out)) {
+        case STORES: return f(std::integral_constant<How, STORES>());
+        case ADDS: return f(std::integral_constant<How, ADDS>());
+        case SILU_GATED: return f(std::integral_constant<How, SILU_GATED>());
+        case SILU_GATED_FLOAT: return f(std::integral_constant<How, SILU_GATED_FLOAT>());
+        default: return f(std::integral_constant<How, ANY>());
     }
 }
 

@@ -99,13 +99,7 @@ template <Kind KIND, How HOW> void groups(Pool& pool, const Matrix& w, const Inp
 }
 
 template <Kind KIND> void many(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
-    switch (how(w, out)) {
-        case STORES: return groups<KIND, STORES>(pool, w, x, rows, out, more);
-        case ADDS: return groups<KIND, ADDS>(pool, w, x, rows, out, more);
-        case SILU_GATED: return groups<KIND, SILU_GATED>(pool, w, x, rows, out, more);
-        case SILU_GATED_FLOAT: return groups<KIND, SILU_GATED_FLOAT>(pool, w, x, rows, out, more);
-        default: return groups<KIND, ANY>(pool, w, x, rows, out, more);
-    }
+    by_how(w, out, [&](auto how) { groups<KIND, how>(pool, w, x, rows, out, more); });
 }
 
 }  // namespace

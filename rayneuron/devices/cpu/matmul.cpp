@@ -19,6 +19,7 @@ constexpr int MOST_WIDE = 64;    // vectors of finished values kept before they 
 constexpr int TILE_ROWS = 14;    // the most one tile takes
 constexpr int CHUNK = 32;        // steps that both tiles of a block do before the next: from memory, then from the first cache
 constexpr size_t AHEAD = 4096;   // bytes of a panel asked for early
+constexpr int SHORT = 32;        // steps of attention's products in bf16: 64 positions, a head of 64; where a loop's end costs a twentieth
 constexpr int FEW_ROWS = 4;      // of int8, for which vector instructions read memory faster than tiles
 #ifdef __AVX512VNNI__
 constexpr bool VNNI = true;
@@ -41,8 +42,9 @@ template <int KIND> static inline typename Acc<KIND>::T step(typename Acc<KIND>:
 #endif
 }
 
-template <int KIND, int M, int N, size_t BY = STEP>  // BY: bytes from one step to the next
+template <int KIND, int M, int N, size_t BY = STEP, int STEPS = 0>  // BY: bytes from one step to the next; STEPS: how many, where that is known
 __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
+    if constexpr (STEPS) steps = STEPS;
     using A = typename Acc<KIND>::T;
     A acc[M][N];
 #pragma GCC unroll 16
@@ -81,6 +83,8 @@ __attribute__((noinline)) void tile(const char* w, size_t panel, const char* x, 
 // M rows x N vectors: one tile, or two over half of the rows each, a chunk of the panel after the other.
 template <int KIND, int M, int N>
 void block(const char* w, size_t panel, const char* x, size_t stride, int steps, float* out, size_t ldo, bool more, size_t ahead) {
+    if constexpr (N > 2)
+        if (steps == SHORT) return tile<KIND, M, N, STEP, SHORT>(w, panel, x, stride, steps, out, ldo, more, ahead);
     if constexpr (M <= TILE_ROWS) return tile<KIND, M, N>(w, panel, x, stride, steps, out, ldo, more, ahead);
     constexpr int HALF = M / 2;
     for (int s = 0; s < steps; s += CHUNK, w += CHUNK * STEP, x += CHUNK * 4, more = true) {
@@ -175,6 +179,31 @@ void few(const Matrix& w, int rows, const char* at, int vectors, const char* x, 
     else tile_strip(kind, rows, at, w.panel_bytes(), vectors, x, stride, w.steps, acc, vectors * LANES, ahead);
 }
 
+// Finishes rows [row, row + count) of sums [count][vectors * LANES] that begin at panel p; null: what only `finish` can.
+using Finisher = void (*)(const Matrix&, const Input&, const Output&, int, int, int, int, const float*);
+
+template <Kind KIND, How HOW> void finish_rows(const Matrix& w, const Input& x, const Output& out, int row, int count, int p, int vectors, const float* acc) {
+    for (int i = 0; i < count; i++)
+        for (int v = 0; v < vectors; v += 2, acc += PANEL) finish_panel<KIND, HOW>(w, x, out, row + i, p + v / 2, 2, acc);
+}
+
+template <Kind KIND> Finisher finisher_of(const Matrix& w, const Output& out) {
+    Finisher found = nullptr;
+    by_how(w, out, [&](auto how) { if (how != ANY) found = finish_rows<KIND, how>; });
+    return found;
+}
+
+Finisher finisher_of(const Matrix& w, const Output& out) {
+    return w.kind == F32 ? finisher_of<F32>(w, out) : w.kind == BF16 ? finisher_of<BF16>(w, out) : finisher_of<S8>(w, out);
+}
+
+// Ask for what the values of one panel are added to, or replace: a few lines of every row, which no processor foresees.
+void expect(const Matrix& w, const Output& out, int row, int count, int p) {
+    const int bytes = PANEL * (out.kind == F32 ? 4 : 2) / (out.finish == ACT && w.gated ? 2 : 1);
+    const char* y = out.y + row * out.stride + (size_t)p * bytes;
+    for (int i = 0; i < count; i++, y += out.stride) __builtin_prefetch(y, 1), __builtin_prefetch(y + bytes - 1, 1);
+}
+
 }  // namespace
 
 void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot, const float* more) {
@@ -262,6 +291,7 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
     if (tiled(w.kind) && rows > MOST_ROWS && out.finish != BEST) return matmul_many(pool, w, x, rows, out, more);
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
     const int blocks = tiled(w.kind) ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
+    const Finisher usual = finisher_of(w, out);
     const int group = blocks == 1 ? MOST_WIDE / 2 : tiled(w.kind) ? 2 : 1;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES], added[MOST_ROWS * MOST_WIDE * LANES];
@@ -274,9 +304,11 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
                 if (more && blocks == 1) more->fetch(0, rows, 2 * p, vectors);
+                if (blocks > 1 && out.finish != BEST) expect(w, out, m, count, p);
                 few(w, count, w.data + p * w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, acc, ahead);
                 if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
-                for (int i = 0; i < count; i++) {
+                if (usual && !more) usual(w, x, out, m, count, p, vectors, acc);
+                else for (int i = 0; i < count; i++) {
                     const int at = i * vectors * LANES;
                     finish(w, x, out, m + i, p, vectors, acc + at, piece * rows + m + i, more && more->has(m + i) ? added + at : nullptr);
                 }
