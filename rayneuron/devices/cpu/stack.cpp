@@ -2,6 +2,8 @@
 // true tokens cost, whatever the bucket.
 #include "stack.h"
 
+#include "ahead.h"
+
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -39,7 +41,8 @@ class Room {
 
 class Stack {
    public:
-    Stack(Pool& pool, const Model& model) : pool_(pool), m_(model), layer_(model.layer, model.layer + model.layers) {}
+    Stack(Pool& pool, const Model& model)
+        : pool_(pool), m_(model), layer_(model.layer, model.layer + model.layers), ahead_(units(), block_bytes(), model.blocks) {}
 
     int run(const Call& c, int first, int last, int parts) {
         if (parts & BEGIN) begin(c);
@@ -57,6 +60,7 @@ class Stack {
     Pool& pool_;
     const Model m_;
     const std::vector<Layer> layer_;
+    Ahead ahead_;
     std::vector<Span> spans_;
     std::vector<int32_t> where_, position_, slot_;  // of every true token: its place in the batch, its position, where its KV goes
     Blocks blocks_{};
@@ -65,6 +69,13 @@ class Stack {
     std::vector<int> order_;
     Adapting adapting_;
     float* x() { return x_.floats((size_t)tokens_ * m_.hidden); }
+
+    size_t block_bytes() const { return (size_t)m_.kv_heads * 2 * m_.block * m_.head_dim * (m_.kind == F32 ? 4 : 2); }
+    std::vector<char*> units() const {
+        std::vector<char*> all;
+        for (const Layer& layer : layer_) all.push_back(layer.kv);
+        return all;
+    }
 
     int qkv_width() const { return (m_.heads + 2 * m_.kv_heads) * m_.head_dim; }
 
@@ -101,6 +112,9 @@ class Stack {
             else runs.push_back({c.adapters[b], first, count});
         }
         tokens_ = (int)where_.size();
+        int last = -1;
+        for (int slot : slot_) last = slot < m_.blocks * m_.block ? std::max(last, slot) : last;
+        if (last >= 0) ahead_.reach(last / m_.block);
         float* to = x();
         const size_t bytes = (size_t)m_.hidden * (m_.kind == F32 ? 4 : 2);
         each(tokens_, [&](int i) { widen_row((const char*)c.x + where_[i] * bytes, (Kind)m_.kind, m_.hidden, to + (size_t)i * m_.hidden); });
