@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read in one place, and checked whole by the format's own rules before any of it is believed; no torch."""
+"""The header of a safetensors file: read in one place, and checked whole by the format's rules before any of it is believed; no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Header:
 
 
 def read(path: Path, rest: Callable[[], None] = lambda: None) -> Header:
-    """The header of a file, `rest` called on the way. Raises CheckpointError: no such file, a header that is none, bytes that do not fit."""
+    """The header of a file, `rest` called on the way. Raises CheckpointError: no such file, no header, bytes that do not fit it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
