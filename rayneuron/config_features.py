@@ -170,8 +170,6 @@ def unadapted(config: Any) -> str | None:
 def undrafted(config: Any) -> str | None:
     """The key of a Deployment with which nothing is speculated, and why; None where there is none."""
     said = config.speculative_config
-    if config.few_graphs and said.within:
-        return f"device {config.device} with {_MAKERS[said.within]}, which its graphs do not have yet; write method: ngram"
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before the tokens of the last are known; leave one out"
     if config.pipeline_parallel > 1:
@@ -180,6 +178,8 @@ def undrafted(config: Any) -> str | None:
         return "capacity_factor, by which tokens depend on what shares a step with them; leave one out"
     if said.within and config.shard_over_sequence:
         return f"shard_over_sequence, which {_MAKERS[said.within]} is not cut by; write method: ngram"
+    if said.within and config.sequence_parallel:
+        return f"sequence_parallel, whose prefills take layers apart, with {_MAKERS[said.within]}; leave one out"
     if said.by_heads and config.pools is not None:
         return f"pools, which do not hand over what {said.method} heads need of a prompt; write method: ngram"
     degree = said.draft_tensor_parallel_size

@@ -5,7 +5,8 @@ Shapes: B prompts, N sequences a prompt, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ _SAME = {
 _LENGTHS = ("max_length", "max_new_tokens", "min_length")
 _OTHER = ("do_sample", "num_return_sequences", "eos_token_id", "pad_token_id", "bos_token_id", "bad_words_ids", "suppress_tokens", "seed")
 _BEAMS = ("num_beams", "length_penalty", "early_stopping")
-_SET = {*_SAME, *_LENGTHS, *_OTHER, *_BEAMS}
+_ENDS = ("max_time", "stop_strings")
+_SET = {*_SAME, *_LENGTHS, *_OTHER, *_BEAMS, *_ENDS}
+Criterion = Callable[..., Any]  # (ids [1, tokens so far], None) -> whether it ends here
 # How transformers drafts, which changes no token; here the deployment says it, by speculative_config.
 _DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule")
 # What a GenerationConfig may hold that changes nothing here when it has this value.
@@ -72,8 +75,10 @@ class HuggingFaceGenerationAdapter:
         Without `attention_mask`, a pad_token_id that is no EOS marks padding.
 
         Settings come from the model's generation_config, then `generation_config`, then keywords. `streamer` (put, end) needs one sequence.
-        `stopping_criteria` are called after every token with ([1, tokens so far], None). Raises RequestError for what cannot be honoured.
+        `stopping_criteria` are called after every token with ([1, tokens so far], None), those of `max_time` (seconds) and `stop_strings`
+        too; `tokenizer` decodes for the latter, where it is not the model's own. Raises RequestError for what cannot be honoured.
         """
+        tokenizer = kwargs.pop("tokenizer", None) or self.llm.text
         if kwargs.pop("assistant_model", None) is not None:
             _check_drafts(self.llm)
         settings = _merge(self.llm.generation, self.generation_config, generation_config, kwargs)
@@ -84,18 +89,19 @@ class HuggingFaceGenerationAdapter:
         copies = settings.get("num_return_sequences") or 1
         if streamer is not None and len(prompts) * copies > 1:
             raise RequestError(f"a streamer needs one sequence, got {len(prompts)} prompts x {copies}", param="streamer")
-        if requests[0].params.beams is not None and (streamer is not None or stopping_criteria):
-            name = "streamer" if streamer is not None else "stopping_criteria"
+        criteria = [*(stopping_criteria or ()), *_ends(settings, tokenizer.decode)]
+        if requests[0].params.beams is not None and (streamer is not None or criteria):
+            name = "streamer" if streamer is not None else next((n for n in _ENDS if settings.get(n)), "stopping_criteria")
             raise RequestError(f"{name} sees tokens as they come, and those of a beam search come at its end; leave it out", param=name)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        made = self._run(requests, streamer, list(stopping_criteria or ()))
+        made = self._run(requests, streamer, criteria)
         if streamer is not None:
             streamer.end()
         rows = [made[r.id, i] for r in requests for i in range(copies)]
         return _padded(input_ids, rows, copies, pad_id(settings, self.llm))
 
-    def _run(self, requests: list[Request], streamer: Any, criteria: list[Callable[..., Any]]) -> dict[tuple[str, int], list[int]]:
+    def _run(self, requests: list[Request], streamer: Any, criteria: list[Criterion]) -> dict[tuple[str, int], list[int]]:
         prompts = {r.id: r.prompt_ids for r in requests}
         made: dict[tuple[str, int], list[int]] = {(r.id, i): [] for r in requests for i in range(r.params.n)}
         stopped = set()
@@ -204,7 +210,29 @@ def _inferred(input_ids: Tensor, settings: dict[str, Any]) -> Tensor | None:
     return mask
 
 
-def _stop(criteria: list[Callable[..., Any]], ids: list[int]) -> bool:
+def _ends(settings: dict[str, Any], decode: Callable[..., str]) -> Iterator[Criterion]:
+    """The criteria of `max_time` and `stop_strings`, by transformers' rules: the token that is late, or completes a string, is the last."""
+    most_s, strings = (settings.get(name) for name in _ENDS)
+    if most_s is not None:
+        if isinstance(most_s, bool) or not isinstance(most_s, int | float) or not most_s > 0:
+            raise RequestError(f"max_time must be a number of seconds above 0, got {most_s!r:.80}", param="max_time")
+        late = time.monotonic() + most_s
+        yield lambda ids, scores: time.monotonic() > late
+    strings = [strings] if isinstance(strings, str) else list(strings or ())
+    if not all(isinstance(text, str) and text for text in strings):
+        raise RequestError(f"stop_strings must be texts that are not empty, got {strings!r:.80}", param="stop_strings")
+    if strings:
+        yield lambda ids, scores: _completes(strings, ids[0].tolist(), decode)
+
+
+def _completes(strings: list[str], ids: list[int], decode: Callable[..., str]) -> bool:
+    """Whether the last of the ids completes one of the strings."""
+    tail = ids[-8 - max(len(text.encode()) for text in strings) :]  # of an id that is text a byte at least
+    now, before = decode(tail), len(decode(tail[:-1]))
+    return any(now.find(text, max(0, before - len(text) + 1)) >= 0 for text in strings)
+
+
+def _stop(criteria: list[Criterion], ids: list[int]) -> bool:
     if not criteria:
         return False
     so_far = torch.tensor([ids])

@@ -69,6 +69,11 @@ SPEC_ACCEPTED_BY_PLACE = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "Draft tokens that came true, by their place among a sequence's.",
     ("position",), known=(("0",),),
 )  # fmt: skip
+SPEC_PAUSED = Metric(
+    "rayneuron:spec_decode_paused", "counter", "Decode steps that tried no draft: none found; none looked for, since too few come true;"
+    " what is there does not pay; a draft model is behind with reading; no KV is free.",
+    ("why",), known=(("none",), ("rest",), ("cost",), ("behind",), ("room",)),
+)  # fmt: skip
 _FORMS = ("hermes", "llama3_json", "mistral", "pythonic")  # in which models call tools (`api/forms.py`)
 TOOL_CALLS = Metric(
     "rayneuron:tool_calls", "counter", "Calls of tools that models have begun, by their form; complete: up to the end of their arguments.",

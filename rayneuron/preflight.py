@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rayneuron.devices.neuron.releases import parse_visible
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.group_config import prefill_of
+from rayneuron.models import safe_header
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
 from rayneuron.placement import cores, hosting
@@ -222,19 +222,4 @@ def _check_weights(path: Path, allow_pickle: bool) -> None:
     else:
         raise CheckpointError(f"{path} holds neither {WHOLE} nor {INDEX}; name a directory with weights", param="model.path")
     for file in files:
-        _check_length(file)
-
-
-def _check_length(file: Path) -> None:
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            head = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(head)) if head <= size - 8 else None
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"] if isinstance(header, dict) else None
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist, but the index names it; download it again") from None
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as damaged:
-        raise CheckpointError(f"{file} is no safetensors file: {damaged}; download it again") from None
-    if ends is None or 8 + head + max(ends, default=0) != size:
-        raise CheckpointError(f"{file} is not as long as its header says ({size} bytes); download it again")
+        safe_header.read(file)

@@ -317,6 +317,23 @@ class TestAdapter:
         assert out.shape[1] == 9 and streamer.ended
         assert [t for part in streamer.seen for t in part] == out[0].tolist()
 
+    def test_strings_and_time_end_what_they_end_in_transformers(self, llm, reference):
+        """A string within a token, over several, one that stands in the prompt too, and one that never comes."""
+        model, tokenizer = reference
+        adapter, ids = HuggingFaceGenerationAdapter(llm), tokenizer("The capital of France is", return_tensors="pt").input_ids
+        plain = model.generate(ids, max_new_tokens=24, do_sample=False)
+        text = tokenizer.decode(plain[0, ids.shape[1] :])
+        for strings in (text[2:4], [text[5:17], "nowhere"], text[18:23], ["France", text[25:28]], ["nowhere"]):
+            how = {"max_new_tokens": 24, "do_sample": False, "stop_strings": strings, "tokenizer": tokenizer}
+            got = adapter.generate(ids, **how)
+            assert torch.equal(got, model.generate(ids, **how)), strings
+            assert torch.equal(got, adapter.generate(ids, **{**how, "tokenizer": None}))
+        assert adapter.generate(ids, max_new_tokens=200, max_time=1e-6).shape[1] == ids.shape[1] + 1
+        assert torch.equal(adapter.generate(ids, max_new_tokens=24, max_time=600.0), plain)
+        for wrong in ({"max_time": -1}, {"max_time": "soon"}, {"stop_strings": ""}, {"stop_strings": [3]}, {"max_time": 1, "num_beams": 2}):
+            with pytest.raises(RequestError, match=next(iter(wrong))):
+                adapter.generate(ids, max_new_tokens=4, **wrong)
+
     def test_sampling_repeats_and_groups_of_beams_are_refused(self, llm):
         adapter, ids = HuggingFaceGenerationAdapter(llm), torch.tensor([llm.text.encode("Once")])
         draw = lambda: adapter.generate(ids, do_sample=True, temperature=0.9, max_new_tokens=5, num_return_sequences=2, seed=3)  # noqa: E731

@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str, str]] = {
     "config is no JSON": (replaced("config.json", "{"), {}, "config.json cannot be read as JSON", "path"),
     "unknown family": (edited("config.json", model_type="lama"), {}, "did you mean 'llama'?", "path"),
     "no weights": (removed("model.safetensors"), {}, "holds neither model.safetensors nor", "path"),
-    "weights cut short": (truncated, {}, "is not as long as its header says", "path"),
+    "weights cut short": (truncated, {}, "is truncated: tensor", "path"),
     "weights are text": (replaced("model.safetensors", "<html>not found</html>"), {}, "download it again", "path"),
     "index without a map": (replaced(INDEX, "{}"), {}, "has no weight_map", "path"),
     "index names what is absent": (replaced(INDEX, '{"weight_map": {"a": "b.safetensors"}}'), {}, "does not exist", "path"),

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,23 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from rayneuron import models  # noqa: E402
 from rayneuron.config import parse  # noqa: E402
-from rayneuron.devices.base import FOLLOWS, HIDDEN, LIKELIEST, LOGITS, SCORES, Shape  # noqa: E402
+from rayneuron.devices.base import DRAFTED, FOLLOWS, HIDDEN, LIKELIEST, LOGITS, NOTHING, SCORES, Shape  # noqa: E402
 from rayneuron.devices.idle import idle  # noqa: E402
 from rayneuron.devices.neuron import graphs, targets  # noqa: E402
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move  # noqa: E402
+from rayneuron.engine import draft_step, head_step  # noqa: E402
 from rayneuron.engine.buckets import EVERY, inventory  # noqa: E402
 from rayneuron.engine.neuron_sampling import NeuronSampling  # noqa: E402
 from rayneuron.group import pipeline  # noqa: E402
 from rayneuron.group.pipeline import Stage  # noqa: E402
-from rayneuron.models import weights  # noqa: E402
+from rayneuron.models import head_layers, heads, weights  # noqa: E402
 from rayneuron.models.collectives import Solo  # noqa: E402
 from rayneuron.models.kv import KvSpace  # noqa: E402
 from rayneuron.models.memory import kv_shape, parameters, share  # noqa: E402
 from rayneuron.neuron_check import probes  # noqa: E402
 from rayneuron.placement.fitting import capacity_of  # noqa: E402
 from rayneuron.placement.memory import arch_of  # noqa: E402
+from tests.models import published  # noqa: E402
 from tests.models.checkpoint import checkpoint_shapes  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads((HERE / "families.json").read_text())
@@ -64,6 +67,7 @@ BLOCKS = KvSpace(rows=3, limit=32, blocks=8, block=8)
 DECODE = Shape("decode", 2, 1, 32, LOGITS)
 KINDS = (Shape("prefill", 1, 16, 32, LOGITS), DECODE, Shape("verify", 2, 3, 32, EVERY[LOGITS]))
 ONCE = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 3, 1, 32, LIKELIEST), Shape("prefill", 1, 16, 32, SCORES))
+FILL = Shape("fill", 1, 16, 32, NOTHING)
 MOVES = (Move("kv_export", 4), Move("kv_import", 4), Move("kv_copy", 4))
 STAGES = (  # of async mode, and of the two stages of a pipeline
     *((shape, Border(feedback=True)) for shape in (DECODE, KINDS[0], ONCE[2], MOVES[0])),
@@ -138,7 +142,9 @@ class Groups:
 
 
 def graph_of(raw: dict[str, Any], comm: Any, border: Border = WHOLE, **how: Any) -> graphs.Graph:
-    """One rank's graph. how: dtype, kv_dtype, quantization, space, rule, arch, empty, sequence_parallel."""
+    """One rank's graph. how: dtype, kv_dtype, quantization, space, rule, arch, empty, sequence_parallel; drafts: what makes some in it."""
+    if how.get("drafts"):
+        return drafting(raw, comm, how["drafts"])
     arch, family, dtype = how.get("arch") or models.architecture(raw), models.family(raw), how.get("dtype", torch.float32)
     stages = 1 if border.first and border.last else 2
     loaded = weights.load(
@@ -149,6 +155,24 @@ def graph_of(raw: dict[str, Any], comm: Any, border: Border = WHOLE, **how: Any)
     stage = Stage(dtype, border.first, border.last, how.get("sequence_parallel", False))
     border = Border(border.first, border.last, border.hidden, dtype, border.feedback)
     return graphs.Graph(pipeline.program(arch, stage, how.get("rule")), comm, loaded, kv, how.get("kv_dtype", dtype), border)
+
+
+def drafting(raw: dict[str, Any], comm: Any, kind: str) -> graphs.Graph:
+    """One rank's graph of a model with a draft model of other heads, or with heads of some kind, that drafts in its steps."""
+    arch, family, dtype = models.architecture(raw), models.family(raw), torch.float32
+    held = weights.load(arch, family, Checkpoint(arch, family, False), dtype=dtype, ranks=comm.ranks)
+    shape = kv_shape(arch, SPACE, comm.ranks)
+    if kind == "model":
+        other = models.architecture({**raw, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 1})
+        held["draft"] = weights.load(other, family, Checkpoint(other, family, False), dtype=dtype, ranks=comm.ranks)
+        made = replace(shape, draft=kv_shape(other, SPACE, comm.ranks))
+        return graphs.Graph(partial(draft_step.step, arch, other), comm, held, made, dtype)
+    made_by = {"medusa": published.medusa, "eagle": partial(published.eagle, groups=1), "eagle3": partial(published.eagle3, known=60)}
+    said, tensors = made_by[kind](raw)
+    data = heads.read(kind, said, {name: tuple(t.shape) for name, t in tensors.items()}, arch)
+    held["draft"] = head_layers.load(data, tensors, dtype=dtype, ranks=comm.ranks)
+    made = replace(shape, draft=kv_shape(data.arch, SPACE, comm.ranks, data.layers), features=data.width)
+    return graphs.Graph(partial(head_step.step, arch, data), comm, held, made, dtype)
 
 
 def inputs(graph: graphs.Graph, target: targets.Target, top_k: int = 0) -> dict[str, Tensor]:
@@ -174,6 +198,10 @@ def inputs(graph: graphs.Graph, target: targets.Target, top_k: int = 0) -> dict[
     batch.temperature[:], batch.top_p[:], batch.uniform[:] = 0.8, torch.linspace(0.9, 1, target.rows), 0.4
     if border.feedback and target.tokens == 1:
         batch.tokens[1:] = FOLLOWS
+    if graph.kv.draft is not None and target.tag == "verify":  # one row makes all of its drafts, the others were given theirs
+        batch.positions += 4
+        batch.slots += 4
+        batch.tokens[0, 1:] = DRAFTED - 3
     if not border.first:
         batch.hidden = torch.linspace(-1, 1, border.hidden, dtype=border.dtype).expand(target.rows, target.tokens, -1).contiguous()
     return graphs.pack(batch, target, border)
@@ -297,10 +325,11 @@ def checks(families: list[str], small: bool, large: bool) -> Iterator[tuple[str,
             yield from ((f"{family} int8 {targets.name(t)}", partial(check_one, raw, t, quantization="int8")) for t in KINDS[:2])
         mixed = {"quantization": "f8e4m3", "kv_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16}
         yield f"gpt_oss float8, float8 KV, bfloat16 {targets.name(DECODE)}", partial(check_one, FAMILIES["gpt_oss"], DECODE, **mixed)
+        for kind in ("model", "medusa", "eagle", "eagle3"):
+            drawn = [*KINDS, MOVES[2], Shape("verify", 2, 3, 32, EVERY[LIKELIEST]), *([FILL] if kind == "model" else [])]
+            yield from ((f"llama drafts by {kind} {targets.name(t)}", partial(check_one, llama, t, drafts=kind)) for t in drawn)
         yield from ((f"neuron-check: {n}", partial(check_probe, n)) for n in probes.ours())
         capped = arch_of(parse({"model": {"path": "x"}, "capacity_factor": 1.0}), moe, 1)
-        from dataclasses import replace
-
         yield "mixtral capacity " + targets.name(KINDS[0]), partial(check_one, moe, KINDS[0], arch=replace(capped, capacity_factor=1.0))
         yield from ((f"llama {n} ranks", partial(check_groups, n)) for n in (8, 32))
         yield from ((f"llama sequence parallel, {n} ranks", partial(check_groups, n, True)) for n in (8, 32))

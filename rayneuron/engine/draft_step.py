@@ -1,6 +1,6 @@
 """A step of a model that has a draft model beside it, which reads the same ids and says what may come next; the model itself decides.
 
-Shapes: B rows, T new tokens, R rows that draft.
+Shapes: B rows, T new tokens, R rows of a pass.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from rayneuron.devices.base import DRAFTED, Batch, Shape, StepOutput, Weights
 from rayneuron.engine import step as plain
 from rayneuron.engine.neuron_sampling import NeuronSampling
+from rayneuron.engine.passes import Pass, passes, slot_of
 from rayneuron.models import decoder
 from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
@@ -25,7 +26,7 @@ def step(
     *, rule: NeuronSampling | None = None,
 ) -> StepOutput:  # fmt: skip
     """As `engine.step.step`. Where the batch says DRAFTED, the draft model fills in what is then verified; a step that only fills its KV
-    computes nothing else. Only on devices whose ops are dynamic."""
+    computes nothing else."""
     if shape.tag == "fill":
         decoder.forward(draft, ops, comm, weights["draft"], _own(kv), batch.tokens, plain.places(batch, shape, weights["draft"]))
         return StepOutput()
@@ -47,40 +48,23 @@ def _drafted(
 ) -> Tensor:
     """The tokens [B,T], each row's drafts made one after the other. A first pass reads the last known id and the one before it, whose KV
     is missing where the last draft of the step before came true; where it is not, that writes the same again."""
-    wanted = (batch.tokens <= DRAFTED).sum(1)  # B
-    tokens = batch.tokens.clone()
-    for j in range(int(wanted.max())):
-        rows = (wanted > j).nonzero()[:, 0]
-        new, at, slots = tokens[rows, j, None], batch.positions[rows, j, None], batch.slots[rows, j, None]  # R 1
-        if not j:
-            before = at - 1
-            slots = torch.cat((_slots(kv, batch, rows, before), slots), 1)
-            new, at = torch.cat((_before(tokens, rows), new), 1), torch.cat((before, at), 1)
-        where = Places(at, batch.rows[rows], batch.blocks[rows], slots, shape.length)
-        hidden = decoder.forward(draft, ops, comm, weights, kv, new, where)[:, -1]
-        tokens[rows, j + 1] = _chosen(draft, ops, comm, weights, hidden, batch, rows, j, shape, rule)
-    return tokens
+    columns = list(batch.tokens.unbind(1))
+    for turn in passes(ops, batch, shape, kv.shape.space, columns):
+        ids, where = turn.new()
+        if not turn.j:
+            ids, where = _two(turn, ids, where)
+        hidden = decoder.forward(draft, ops, comm, weights, kv, ids, where)[:, -1]
+        if shape.want.ids == "likeliest":
+            turn.put(decoder.greedy(draft, ops, comm, weights, hidden))
+        else:
+            turn.put(turn.sample(ops, decoder.logits(draft, ops, comm, weights, hidden), rule))
+    return torch.stack(columns, 1)
 
 
-def _before(tokens: Tensor, rows: Tensor) -> Tensor:
-    """The id before the last known one [R,1], which the first of the drafts to be made tells."""
-    return DRAFTED - tokens[rows, 1, None]
-
-
-def _slots(kv: Kv, batch: Batch, rows: Tensor, at: Tensor) -> Tensor:
-    """The slots of positions at [R,1]."""
-    size = kv.shape.space.block
-    return batch.blocks[rows].gather(1, (at // size).long()) * size + at % size
-
-
-def _chosen(
-    draft: Arch, ops: Any, comm: Collectives, weights: Weights, hidden: Tensor, batch: Batch, rows: Tensor, j: int, shape: Shape,
-    rule: NeuronSampling | None,
-) -> Tensor:  # fmt: skip
-    """hidden [R,E] -> ids [R]: as the model itself chooses, with the same random number, which for logits that are much alike gives much
-    the same ids; so drafts of sampled rows come true nearly as often as those of others."""
-    if shape.want.ids == "likeliest":
-        return decoder.greedy(draft, ops, comm, weights, hidden)
-    logits = decoder.logits(draft, ops, comm, weights, hidden)
-    ids, _ = plain.sample(ops, logits, [getattr(batch, name)[rows] for name in plain.HOW], batch.uniform[rows, j], rule)
-    return ids
+def _two(turn: Pass, ids: Tensor, where: Places) -> tuple[Tensor, Places]:
+    """With the id before the last known one, which the first of the drafts to be made tells."""
+    told = turn.true(DRAFTED - turn.of(turn.batch.tokens[:, 1, None]), 0)
+    at = where.positions - 1
+    slots = turn.true(slot_of(where.blocks, at, turn.space, where.length), turn.space.nowhere)
+    where = replace(where, positions=torch.cat((at, where.positions), 1), slots=torch.cat((slots, where.slots), 1))
+    return torch.cat((told, ids), 1), where

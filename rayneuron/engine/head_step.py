@@ -1,6 +1,6 @@
 """A step of a model that has heads beside it, which draft from its hidden states; the model itself decides.
 
-Shapes: B rows, T new tokens, R rows that draft, F features of a position.
+Shapes: B rows, T new tokens, R rows of a pass, F features of a position.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import DRAFTED, Batch, Shape, StepOutput, Weights
+from rayneuron.devices.base import Batch, Shape, StepOutput, Weights
 from rayneuron.engine import step as plain
 from rayneuron.engine.neuron_sampling import NeuronSampling
+from rayneuron.engine.passes import Pass, passes, slot_of
 from rayneuron.models import decoder, head_layers
 from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.heads import Heads
-from rayneuron.models.kv import Kv, Places
+from rayneuron.models.kv import Kv, KvSpace
 
-Choose = Callable[[Weights, Tensor, Tensor, int], Tensor]  # (weights of a head, hidden [R,E], rows [R], which draft) -> ids [R]
+Choose = Callable[[Weights, Tensor, Pass], None]  # the drafts of a pass, by the weights of a head and hidden [R,E]
 
 
 def step(
@@ -29,15 +30,14 @@ def step(
     *, rule: NeuronSampling | None = None,
 ) -> StepOutput:  # fmt: skip
     """As `engine.step.step`. Where the batch says DRAFTED, the heads fill in what is then verified. Of every token its features are kept in
-    its slot, and the KV of its entry, with the true features before it instead of those that were guessed. Only on devices whose ops are
-    dynamic."""
-    own, before, drafted = _own(weights), _before(kv, batch, shape), None
+    its slot, and the KV of its entry, with the true features before it instead of those that were guessed."""
+    own, before, drafted = _own(weights), _before(ops, kv, batch, shape), None
     if shape.tag == "verify":
-        choose = _chooser(arch, heads, ops, comm, batch, shape, rule)
+        choose = _chooser(arch, heads, ops, comm, shape, rule)
         if heads.chained:
             drafted = _chain(heads, ops, comm, own, _draft_kv(kv), batch, shape, before, choose)
         else:
-            drafted = _at_once(ops, own, batch, before, choose)
+            drafted = _at_once(heads, ops, own, batch, shape, kv.shape.space, before, choose)
         batch = replace(batch, tokens=drafted)
     taps, where = decoder.Taps(heads.taps), plain.places(batch, shape, weights)
     hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, where, taps=taps)
@@ -45,7 +45,7 @@ def step(
     if heads.chained:
         shifted = torch.cat((before[:, None], found[:, :-1]), 1)
         head_layers.enter(heads, ops, comm, own, _draft_kv(kv), batch.tokens, shifted, replace(where, adapters=None))
-    _store(kv)[batch.slots.flatten()] = found.flatten(0, 1)
+    kv.features = ops.write_features(kv.features, batch.slots, found)
     out = plain.finish(arch, ops, comm, weights, hidden, batch, shape, rule)
     out.drafts = drafted
     return out
@@ -63,60 +63,46 @@ def _draft_kv(kv: Kv) -> Kv:
     return kv.draft
 
 
-def _store(kv: Kv) -> Tensor:
-    """The features of every slot."""
-    assert kv.features is not None
-    return kv.features.view(-1, kv.shape.features)
-
-
-def _before(kv: Kv, batch: Batch, shape: Shape) -> Tensor:
+def _before(ops: Any, kv: Kv, batch: Batch, shape: Shape) -> Tensor:
     """The features of the position before each row's first new token [B,F]; zero where there is none."""
-    size, first = kv.shape.space.block, batch.positions[:, :1]
-    at = (first - 1).clamp(0, shape.length - 1)
-    slots = batch.blocks.gather(1, (at // size).long()) * size + at % size
-    return _store(kv)[slots[:, 0]] * (first > 0)
+    first = batch.positions[:, :1]
+    slots = slot_of(batch.blocks, first - 1, kv.shape.space, shape.length)
+    return torch.where(first > 0, ops.read_features(kv.features, slots[:, 0]), 0.0)
 
 
-def _chooser(
-    arch: Arch, heads: Heads, ops: Any, comm: Collectives, batch: Batch, shape: Shape, rule: NeuronSampling | None
-) -> Choose:  # fmt: skip
-    """How a draft is chosen: as the model itself chooses, with the same random number."""
+def _chooser(arch: Arch, heads: Heads, ops: Any, comm: Collectives, shape: Shape, rule: NeuronSampling | None) -> Choose:
+    """How a draft is chosen: as the model itself chooses, with the same random number. Of a smaller vocabulary the ids rise with those of
+    the model, and so what is drawn by sums over them is what would be drawn of the whole."""
     arch = replace(heads.arch, vocab=heads.arch.spoken or heads.arch.vocab) if heads.headed else arch
 
-    def choose(w: Weights, hidden: Tensor, rows: Tensor, j: int) -> Tensor:
+    def choose(w: Weights, hidden: Tensor, turn: Pass) -> None:
         known = w["top"].get("ids")  # of a smaller vocabulary: what the model calls them
         if shape.want.ids == "likeliest":
             ids = decoder.greedy(arch, ops, comm, w, hidden)
-            return ids if known is None else known[ids.long()]
-        logits = decoder.logits(arch, ops, comm, w, hidden)
-        if known is not None:
-            logits = logits.new_full((len(logits), heads.arch.vocab), -torch.inf).index_copy(1, known.long(), logits)
-        how = [getattr(batch, name)[rows] for name in plain.HOW]
-        return plain.sample(ops, logits, how, batch.uniform[rows, j], rule)[0]
+        else:
+            ids = turn.sample(ops, decoder.logits(arch, ops, comm, w, hidden), rule)
+        turn.put(ids if known is None else known[ids.long()])
 
     return choose
 
 
-def _at_once(ops: Any, own: Weights, batch: Batch, before: Tensor, choose: Choose) -> Tensor:
+def _at_once(heads: Heads, ops: Any, own: Weights, batch: Batch, shape: Shape, space: KvSpace, before: Tensor, choose: Choose) -> Tensor:
     """The tokens [B,T], each row's drafts by as many Medusa heads."""
-    tokens, wanted = batch.tokens.clone(), (batch.tokens <= DRAFTED).sum(1)
-    for j in range(int(wanted.max())):
-        rows, w = (wanted > j).nonzero()[:, 0], own["layers"][min(j, len(own["layers"]) - 1)]  # more are wanted when times are measured
-        head = {"top": w} if "head.w" in w else own
-        tokens[rows, j + 1] = choose(head, head_layers.blocks(ops, w, before[rows]), rows, j)
-    return tokens
+    columns = list(batch.tokens.unbind(1))
+    for turn in passes(ops, batch, shape, space, columns, heads.most):
+        w = own["layers"][min(turn.j, len(own["layers"]) - 1)]  # more are wanted when times are measured
+        choose({"top": w} if "head.w" in w else own, head_layers.blocks(ops, w, turn.of(before)), turn)
+    return torch.stack(columns, 1)
 
 
 def _chain(
     heads: Heads, ops: Any, comm: Collectives, own: Weights, kv: Kv, batch: Batch, shape: Shape, before: Tensor, choose: Choose
 ) -> Tensor:
     """The tokens [B,T], each row's drafts one after the other: the first with true features, the others with those guessed before."""
-    tokens, wanted = batch.tokens.clone(), (batch.tokens <= DRAFTED).sum(1)
-    guessed = before.clone()
-    for j in range(int(wanted.max())):
-        rows = (wanted > j).nonzero()[:, 0]
-        where = Places(batch.positions[rows, j, None], batch.rows[rows], batch.blocks[rows], batch.slots[rows, j, None], shape.length)
-        said, found = head_layers.draft(heads, ops, comm, own, kv, tokens[rows, j, None], guessed[rows, None], where)
-        guessed[rows] = found[:, 0]
-        tokens[rows, j + 1] = choose(own, said[:, 0], rows, j)
-    return tokens
+    columns, guessed = list(batch.tokens.unbind(1)), before
+    for turn in passes(ops, batch, shape, kv.shape.space, columns):
+        ids, where = turn.new()
+        said, found = head_layers.draft(heads, ops, comm, own, kv, ids, turn.of(guessed)[:, None], where)
+        guessed = found[:, 0] if turn.which is None else guessed.index_copy(0, turn.which, found[:, 0])
+        choose(own, said[:, 0], turn)
+    return torch.stack(columns, 1)

@@ -39,8 +39,8 @@ _RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 
 @dataclass(slots=True)
 class StepInfo:
-    """What the last step did: rows and new tokens, the seconds of planning, running and committing, and by row with drafts how many there
-    were and how many came true."""
+    """What the last step did: rows and new tokens, the seconds of planning, running and committing, by row with drafts how many there were
+    and how many came true, and why there were none (`Plan.paused`)."""
 
     tag: str = ""
     rows: int = 0
@@ -49,6 +49,7 @@ class StepInfo:
     run_s: float = 0.0
     commit_s: float = 0.0
     drafts: list[tuple[int, int]] = field(default_factory=list)
+    paused: str = ""
 
     @classmethod
     def of(cls, plan: Plan, plan_s: float, run_s: float, commit_s: float) -> StepInfo:
@@ -56,7 +57,7 @@ class StepInfo:
         works = plan.works
         drafts = [(len(w.drafts), w.accepted) for w in works if w.drafts] if plan.tag == "verify" else []
         tokens = sum([w.count for w in works]) + sum([tried for tried, _ in drafts])
-        return cls(plan.tag, len(works), tokens, plan_s, run_s, commit_s, drafts)
+        return cls(plan.tag, len(works), tokens, plan_s, run_s, commit_s, drafts, plan.paused)
 
 
 @dataclass(frozen=True, slots=True)

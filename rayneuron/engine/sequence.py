@@ -157,7 +157,8 @@ class Work(Struct, eq=False):
 
 class Plan(Struct):
     """What one step does. `copies`: (from, to) blocks of prompt KV that choices of one request share in part, copied before the step;
-    `installs`: (slot, adapter) to be put before it; `begins`: whose first it is; `fills`: what a draft model reads before it."""
+    `installs`: (slot, adapter) to be put before it; `begins`: whose first it is; `fills`: what a draft model reads before it; `paused`: why
+    it tries no draft, where drafts are tried at all."""
 
     tag: Literal["prefill", "decode", "verify"]
     works: list[Work]
@@ -165,6 +166,7 @@ class Plan(Struct):
     installs: list[tuple[int, str]] = []
     begins: list[Sequence] = []
     fills: list[Work] = []
+    paused: str = ""
 
 
 def wants_scores(sequence: Sequence) -> bool:

@@ -70,7 +70,8 @@ def open_rank(
         runner = Runner(model.arch, device, model.capacity, program, None if draft is None else draft.heads or draft.arch)
         held = _weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress)
         if draft is not None:
-            held["draft"] = _draft_weights(draft, made, config)
+            for i, one in enumerate(held.get("ranks") or [held]):
+                one["draft"] = _draft_weights(draft, made, i, config)
         runner.load(held)
         if config.lora is not None:
             how = weights.cut_for(model.arch, made.start_rank, made.ranks)
@@ -99,14 +100,15 @@ def _alike(model: Runnable, path: Path) -> Runnable:
     return replace(model, path=path, raw=raw, arch=arch, source=str(path))
 
 
-def _draft_weights(draft: DraftModel, made: devices.Ahead, config: Deployment) -> dict[str, Any]:
-    """What drafts, cut as the model's own are."""
-    kind = models.compute_type(draft.dtype)
+def _draft_weights(draft: DraftModel, made: devices.Ahead, local: int, config: Deployment) -> dict[str, Any]:
+    """What drafts, cut as the model's own are for the `local`-th rank of this process."""
+    kind, rank = models.compute_type(draft.dtype), made.start_rank + local
     if draft.heads is not None:
         held = hub.Checkpoint(draft.path, config.model.allow_pickle)
-        return head_layers.load(draft.heads, held, dtype=kind, rank=made.start_rank, ranks=made.ranks)
+        found, said = head_layers.load(draft.heads, held, dtype=kind, rank=rank, ranks=made.ranks), config.speculative_config
+        return {**found, "layers": found["layers"][: said.num_speculative_tokens if said else 0]}  # heads beyond those draft nothing
     return presharded.open_weights(
-        draft.path, draft.raw, draft.arch, dtype=kind, rank=made.start_rank, ranks=made.ranks,
+        draft.path, draft.raw, draft.arch, dtype=kind, rank=rank, ranks=made.ranks,
         fused=config.fused_qkv, quantization=draft.quantization, allow_pickle=config.model.allow_pickle,
     )  # fmt: skip
 

@@ -98,6 +98,7 @@ def _tables(
 ) -> StepTables:
     """Of a step of entries: nobody looks at slot 0, where there is none."""
     bias = attention.bias(places.positions, places.length, 0, None, dtype)
-    bias[..., 0] = attention.mask_value(dtype)
+    first = torch.arange(places.length, dtype=torch.int32, device=bias.device) == 0
+    bias = torch.where(first, attention.mask_value(dtype), bias)
     made = decoder.prepare(heads.arch, ops, comm, top, replace(places, positions=places.positions - 1), kv.shape, dtype)
     return replace(made, places=places, biases={0: bias})

@@ -5,7 +5,6 @@ E hidden size of the heads, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError
+from rayneuron.models import safe_header
 from rayneuron.models.arch import Arch
 from rayneuron.models.memory import Parameters, canonical, share
 from rayneuron.models.rules import Rules, both, shape_of
@@ -91,12 +91,7 @@ def shapes(folder: Path, allow_pickle: bool = False) -> Shapes:
     whole = folder / "model.safetensors"
     found: dict[str, tuple[int, ...]] = {}
     for file in [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")):
-        try:
-            with file.open("rb") as opened:
-                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-            found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, MemoryError) as damaged:
-            raise CheckpointError(f"{file} is no safetensors file: {damaged}; download it again") from None
+        found |= {name: entry.shape for name, entry in safe_header.read(file).entries.items()}
     if found:
         return found
     from rayneuron.models.hub import Checkpoint

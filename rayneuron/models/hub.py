@@ -8,19 +8,19 @@ import mmap
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.models import safe_header
 from rayneuron.models.config_json import generation_config as generation_config
 from rayneuron.models.config_json import read_config as read_config
 from rayneuron.models.config_json import read_json as read_json
+from rayneuron.models.safe_header import checksum as checksum
 
 log = logging.getLogger(__name__)
 
@@ -33,83 +33,30 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {d: n for n, d in DTYPES.items()}
 NOTED = "xxh3 of "  # before a tensor's name: its checksum in the metadata of a file
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file: bytes [start, stop) after the header."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class SafeFile:
-    """One safetensors file, mapped, so that a rank reads its share only and gives pages back. Its header is checked whole before any
-    tensor is given out, by the format's own rules, and `rest` called on the way. `said`: its metadata; `digest`: of the header."""
+    """One safetensors file, mapped, so that a rank reads its share only and gives pages back. `said`, `digest`, `start` and `entries` are
+    those of its header."""
 
     def __init__(self, path: Path, rest: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        try:
-            size = path.stat().st_size
-            with path.open("rb") as f:
-                head = int.from_bytes(f.read(8), "little")
-                if size < 8 or head > min(size - 8, MAX_HEADER_BYTES):
-                    raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes, a header of {head}")
-                text = f.read(head)
-            header = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, rest))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist, but the index names it; download it again") from None
-        except (ValueError, OSError, RecursionError) as e:
-            raise CheckpointError(f"{path} has a damaged safetensors header: {e}") from None
-        said = header.pop("__metadata__", None) if isinstance(header, dict) else 0
-        said = {} if said is None else said
-        if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-            raise CheckpointError(f"{path} has a damaged safetensors header: it is no JSON object of tensors, or its metadata are no words")
-        self.said, self.digest, self.start = dict[str, str](said), checksum(text), 8 + head
-        self.entries = {name: self._entry(name, e, size - self.start, rest) for name, e in header.items()}
-        self._covered(size - self.start)
-
-    def _entry(self, name: str, e: Any, room: int, rest: Callable[[], None]) -> Entry:
-        rest()
-        try:
-            dtype, shape, (start, stop) = DTYPES[e["dtype"]], tuple(e["shape"]), e["data_offsets"]
-            known = isinstance(e["shape"], list) and all(type(n) is int and 0 <= n < 2**48 for n in (*shape, start, stop))
-        except (KeyError, TypeError, ValueError):
-            known = False
-        if not known:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has a header this reader does not know: {e!r:.200}")
-        if stop - start != prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{self.path}: tensor {name!r} of shape {shape} does not fit its {stop - start} bytes")
-        if stop > room:
-            raise CheckpointError(f"{self.path} is truncated: tensor {name!r} ends at byte {stop} of {room}; download it again")
-        return Entry(dtype, shape, start, stop)
-
-    def _covered(self, room: int) -> None:
-        """Every byte belongs to one tensor, as the format demands."""
-        at, before = 0, "the header"
-        for name, e in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-            if e.start != at:
-                how = "overlaps" if e.start < at else "leaves bytes uncovered behind"
-                raise CheckpointError(f"{self.path} is damaged: tensor {name!r} at byte {e.start} {how} {before}, which ends at {at}")
-            at, before = e.stop, f"tensor {name!r}"
-        if at != room:
-            raise CheckpointError(f"{self.path} is damaged: {room - at} bytes behind {before} belong to no tensor")
+        found = safe_header.read(path, rest)
+        self.said, self.digest, self.start, self.entries = found.said, found.digest, found.start, found.entries
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped bytes; nothing is read until it is used."""
         e = self.entries[name]
+        dtype = DTYPES[e.dtype]
         if e.start == e.stop:
-            return torch.empty(e.shape, dtype=e.dtype)
+            return torch.empty(e.shape, dtype=dtype)
         if self._map is None:
             with self.path.open("rb") as f:
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=e.stop - e.start, offset=self.start + e.start)
-        flat = flat.clone() if (self.start + e.start) % e.dtype.itemsize else flat  # torch wants elements aligned; old files are not
-        return flat.view(e.dtype).view(e.shape)
+        flat = flat.clone() if (self.start + e.start) % dtype.itemsize else flat  # torch wants elements aligned; old files are not
+        return flat.view(dtype).view(e.shape)
 
     def verify(self, name: str) -> None:
         """Hold a tensor against the checksum that `writer` noted. Reads all of it. Raises CheckpointError."""
@@ -205,7 +152,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def meta(self) -> dict[str, Tensor]:
         """The same names with shapes and dtypes only, on torch's meta device."""
-        shapes = {n: (f.entries[n].shape, f.entries[n].dtype) for n, f in self._where.items()}
+        shapes = {n: (f.entries[n].shape, DTYPES[f.entries[n].dtype]) for n, f in self._where.items()}
         shapes |= {n: (tuple(t.shape), t.dtype) for n, t in self._loaded.items()}
         return {n: torch.empty(s, dtype=d, device="meta") for n, (s, d) in shapes.items()}
 
@@ -218,21 +165,8 @@ def weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def checksum(data: Any) -> str:
-    """Of bytes: as fast as memory is read. It finds damage, not forgery."""
-    return xxhash.xxh3_128(data).hexdigest()
-
-
 def _bytes(t: Tensor) -> memoryview:
     return t.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _once(pairs: list[tuple[str, Any]], rest: Callable[[], None]) -> dict[str, Any]:
-    rest()
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
-    return found
 
 
 def new_directory(path: str | Path) -> Path:

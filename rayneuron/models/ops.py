@@ -23,6 +23,16 @@ FP8_LIMIT = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}  # Neuron's
 Layer = tuple[Tensor, Tensor]  # keys and values
 
 
+def write_features(store: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    """A store of what heads keep of positions [N,S,F], with x [B,T,F] at slots int32 [B,T]: a new tensor."""
+    return torch.ops.aten.index_put(store.flatten(0, 1), [slots], x).view(store.shape)
+
+
+def read_features(store: Tensor, slots: Tensor) -> Tensor:
+    """Those at slots [B]: [B,F]."""
+    return store.flatten(0, 1)[slots]
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """Every product, norm, rotation, KV access and selection goes through one of these.
@@ -33,6 +43,7 @@ class Ops:
     of every token.
     `cumsum`, and of logits `likeliest`, `shortlist`, `log_sum`, `draw` and `whole` as in `models.choice`. `parts`: ranks among which
     they find the vocabulary divided, as `logits` then leaves it: it has the arguments of `decoder.logits`.
+    `write_features` and `read_features` are of the store of what heads keep of each position.
     `attend_one`, if there is one, does write_kv and attend where every row has one new token: (q, layer, k, v, places, bias, scale,
     softcap=0, sinks=None) -> [B,1,H*D], the layer's KV afterwards.
     `dynamic`: sizes may depend on values, so that padding can be left out.
@@ -55,6 +66,8 @@ class Ops:
     whole: Callable[[Tensor], Tensor] = choice.whole
     parts: int = 1
     logits: Callable[..., Tensor] | None = None
+    write_features: Callable[[Tensor, Tensor, Tensor], Tensor] = write_features
+    read_features: Callable[[Tensor, Tensor], Tensor] = read_features
     attend_one: Callable[..., tuple[Tensor, Layer]] | None = None
     dynamic: bool = False
     layers: Callable[..., Tensor | None] | None = None

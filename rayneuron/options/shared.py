@@ -18,8 +18,7 @@ reduced = among({"float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "bf16": "
 
 ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, where the device is cpu; on neuron merge the adapter into the weights"
 NO_DRAFT = (
-    "on the CPU a draft model is speculative_config: {model: DIR, num_speculative_tokens: 4}, and heads are that with method: medusa, "
-    "eagle or eagle3; on Neuron leave it out"
+    "a draft model is speculative_config: {model: DIR, num_speculative_tokens: 4}, and heads are that with method: medusa, eagle or eagle3"
 )
 GRAPHS = "how a graph is laid out is the compiler's to say, the text is the same"
 OWN_SHARDS = "write model.path: a folder that `rayneuron shard` wrote"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rayneuron import models
 from rayneuron.config import Deployment
 from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES
-from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, targets
+from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, spare_columns, targets
 from rayneuron.engine.buckets import SMALLEST_PREFIXED, Capacity, capacity, inventory, prefixes, smaller
 from rayneuron.errors import ConfigError
 from rayneuron.models import words
@@ -18,7 +18,7 @@ from rayneuron.models.heads import Heads
 from rayneuron.models.memory import kv_shape
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
 from rayneuron.placement.layout import Layout, partition
-from rayneuron.placement.memory import Memory, memory
+from rayneuron.placement.memory import Memory, memory, passes
 
 log = logging.getLogger(__name__)
 
@@ -106,22 +106,32 @@ def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_paral
     parts = partition(models.architecture(dict(want.raw)).layers, pipeline_parallel)
     held = [memory(want.config, want.raw, c, tensor_parallel, part, first=i == 0, last=i == len(parts) - 1) for i, part in enumerate(parts)]
     if isinstance(want.draft, Heads):
-        weights, kv = _beside(want.draft, c, tensor_parallel, words.WIDTHS[words.compute(want.config.dtype, want.raw)])
-        return [replace(one, weights=one.weights + weights, kv=one.kv + kv) for one in held]
+        width = words.WIDTHS[words.compute(want.config.dtype, want.raw)]
+        return [_with(one, _beside(want.draft, c, tensor_parallel, width, want.config.few_graphs)) for one in held]
     if (said := want.config.speculative_config) is None or not said.by_model:
         return held
     raw = want.raw if want.draft is None else want.draft
     own = {"dtype": said.dtype, "quantization": said.quantization, "kv_dtype": None, "group_query_attention": None}
     layers = range(models.architecture(dict(raw)).layers)
     more = memory(want.config.model_copy(update=own), raw, c, tensor_parallel, layers)  # beside the one stage there is
-    return [replace(one, weights=one.weights + more.weights, kv=one.kv + more.kv) for one in held]
+    return [_with(one, replace(more, code=passes(c, len(layers)) if more.code else 0)) for one in held]
 
 
-def _beside(heads: Heads, c: Capacity, ranks: int, width: int) -> tuple[int, int]:
-    """Bytes of the weights of heads on a rank, and of what they keep of every position."""
+def _with(one: Memory, more: Memory) -> Memory:
+    """A rank's memory with what drafts beside the model, one of which is at work at a time."""
+    return replace(
+        one, weights=one.weights + more.weights, kv=one.kv + more.kv, scratch=max(one.scratch, more.scratch),
+        runtime=one.runtime + more.code, code=one.code + more.code,
+    )  # fmt: skip
+
+
+def _beside(heads: Heads, c: Capacity, ranks: int, width: int, few: bool) -> Memory:
+    """What heads hold of a rank: their weights, and what they keep of every position; `few` graphs have spare ones."""
     held, space = heads.parameters(ranks), c.space
-    kept = kv_shape(heads.arch, space, ranks, heads.layers).elements + space.total * space.block * heads.width
-    return (held.products + held.others) * width + 4 * heads.arch.spoken, kept * width
+    shape = kv_shape(heads.arch, space, ranks, heads.layers)
+    kept = (shape.elements // space.block + space.total * heads.width) * (space.block + (spare_columns(space) if few else 0))
+    weights = (held.products + held.others) * width + 4 * heads.arch.spoken
+    return Memory(weights, kept * width, 0, code=passes(c, heads.layers) if few else 0)
 
 
 def check_memory(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> list[Memory]:

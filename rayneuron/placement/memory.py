@@ -70,6 +70,11 @@ def memory(
     return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last), reserve, code)
 
 
+def passes(c: Capacity, layers: int) -> int:
+    """Bytes of code, as guessed for graphs, of the `layers` that make the drafts of those that verify them, one after the other."""
+    return sum(shape.tag == "verify" for shape in inventory(c)) * (c.verify - 1) * GRAPH_BYTES * layers // LAYERS
+
+
 def _scratch(arch: Arch, c: Capacity, ranks: int, width: int, last: bool) -> int:
     plan = share(arch, ranks).plan
     inner = -(-max(arch.ffn, arch.dense_ffn) // ranks)

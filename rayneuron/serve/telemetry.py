@@ -128,6 +128,8 @@ class Telemetry:
         """How long one step took, and its drafts. Called on the engine thread, which alone touches these series."""
         self._step_time.observe(took_s := info.plan_s + info.run_s + info.commit_s)
         self.step_s += 0.05 * (took_s - self.step_s)
+        if info.paused:
+            self.series[metrics.SPEC_PAUSED].values[info.paused,] += 1
         for tried, accepted in info.drafts:
             for metric, count in ((metrics.SPEC_DRAFTS, 1), (metrics.SPEC_DRAFT_TOKENS, tried), (metrics.SPEC_ACCEPTED, accepted)):
                 self.series[metric].add(count)

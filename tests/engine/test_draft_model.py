@@ -161,6 +161,35 @@ def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts):
     assert (engine.steps <= 8) == drafts and (engine.steps == 24) == (not drafts)
 
 
+def paused(engine: Engine, *requests: Request) -> set[str]:
+    """Why decode steps tried no draft."""
+    for request in requests:
+        engine.add(request)
+    seen = set()
+    while engine.has_work:
+        engine.step()
+        assert bool(engine.info.paused) == (engine.info.tag == "decode")
+        seen.add(engine.info.paused)
+    return seen - {""}
+
+
+def test_why_a_step_tries_none_is_said(tiny):
+    """By the draft model's reading, its price, the KV there is, and what a lookup finds."""
+    short = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
+    assert paused(build(tiny, tiny, 2), short) == set()
+    assert paused(build(tiny, tiny, 2), replace(short, params=replace(GREEDY, max_tokens=2))) == {"none"}, "the last token has no draft"
+    assert paused(build(tiny, tiny, 2, pace=Pace(profile(9.0), 10)), short) == {"cost", "none"}
+    assert "behind" in paused(build(tiny, tiny, 2, chunk=8), replace(short, prompt_ids=[20 + i % 9 for i in range(60)]))
+    full = [replace(short, id=str(n), prompt_ids=[20 + i % 9 for i in range(n)], params=replace(GREEDY, max_tokens=3)) for n in (31, 63)]
+    assert "room" in paused(test_speculation.build(tiny, 2, lambda sequence, most: ((20,) * most, 1), kv_tokens=96, block=16), *full)
+    nothing = test_speculation.build(tiny, 1, lambda sequence, most: ((), 1))
+    assert paused(nothing, short) == {"none"}
+    quick = {"decode": ((1, LENGTH, 1.0), (4, LENGTH, 1.0)), "tokens": ((1, 1.0), (4, 1.1), (20, 1.2))}
+    sizes = {"batch": (1, 4), "lengths": (LENGTH,), "context": (32,), "prefix": (), "chunk": 32}
+    nothing.scheduler.speculation = Speculation(TRIES, lambda *_: ((), 1), Pace(Profile(**sizes, **quick, prefill=()), 10))
+    assert paused(nothing, replace(short, id="b")) == {"none", "rest"}, "looking takes time too"
+
+
 @pytest.mark.slow
 def test_with_int8_of_the_same_model_text_is_what_it_was(smollm2):
     """Through the deployment's own words, from the profile to the text; and nearly every draft is right."""

@@ -67,6 +67,15 @@ def test_where_one_draft_costs_what_all_do(lucky, others, chosen):
     assert set(idle) == {0, 128} and sum(map(bool, idle)) <= 10, "what does not pay is tried once in a while, and then all of it"
 
 
+@pytest.mark.parametrize(("count", "own", "chosen"), [(1, 1.0, 8), (16, 1.0, 8), (16, 0.0, 0)])
+def test_where_drafts_are_made_in_the_one_graph_all_are_or_none(count, own, chosen):
+    """What a pass took by itself, were it known, says nothing: it is part of the graph that verifies."""
+    sizes = {"batch": (1, 16), "lengths": (128,), "context": (32,), "prefix": (), "chunk": 32}
+    known = {"decode": ((1, 128, 6.3), (16, 128, 11.2)), "verify": ((1, 8.0), (16, 20.0)), "tokens": MEASURED, "prefill": ()}
+    one = Pace(Profile(**sizes, **known, passes=((1, 50.0), (16, 90.0))), 144, whole=True)
+    assert one.choose([Candidate(Record(CHAINED, own), 8, False, 0) for _ in range(count)], 100) == [chosen] * count
+
+
 ROWS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8), st.booleans()), min_size=1, max_size=16)
 
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rayneuron import models
+from rayneuron import models, preflight
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import hub, presharded, rotary
+from rayneuron.models import heads, hub, presharded, rotary, safe_header
 from tests.models import cases
 
 HELD = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(8).to(torch.int8), "c": torch.zeros(0, 4), "d": torch.tensor(2.5)}
@@ -120,6 +120,55 @@ def test_overlapping_and_uncovered_data_name_file_and_tensor(tmp_path: Path, cha
     with pytest.raises(CheckpointError, match=f"x.safetensors.*{message}"):
         hub.SafeFile(path)
     assert theirs(path) is None
+
+
+def file_of(count: int, text: bytes, data: int = 0) -> bytes:
+    return count.to_bytes(8, "little") + text + b"\0" * data
+
+
+def tensors(**said: tuple[Any, Any]) -> bytes:
+    return json.dumps({n: {"dtype": "F32", "shape": shape, "data_offsets": offsets} for n, (shape, offsets) in said.items()}).encode()
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "a length beyond memory": (file_of(2**63, b"{}"), "a header of 9223372036854775808"),
+    "all ones": (b"\xff" * 16, "a header of 18446744073709551615"),
+    "a length beyond the file": (file_of(3, b"{}"), "10 bytes, a header of 3"),
+    "no length": (b"\1\0\0", "3 bytes, a header of 1"),
+    "nothing": (b"", "0 bytes, a header of 0"),
+    "no JSON": (file_of(9, b"not JSON!"), "a damaged safetensors header"),
+    "no text": (file_of(4, b"\xff\xfe\xfd\xfc"), "a damaged safetensors header"),
+    "deep": (file_of(200_000, b"[" * 200_000), "a damaged safetensors header"),
+    "a long number": (file_of(9000, b"1" * 9000), "a damaged safetensors header"),
+    "a list": (file_of(2, b"[]"), "it is no JSON object"),
+    "no offsets": (file_of(26, b'{"a":{"dtype":"F32"}}     '), "tensor 'a' has a header this reader does not know"),
+    "no tensor": (file_of(7, b'{"a":5}'), "tensor 'a' has a header this reader does not know"),
+    "a shape that is huge": (file_of(len(t := tensors(a=([2**40] * 9999, [0, 4]))), t, 4), "tensor 'a' has a header"),
+    "negative": (file_of(len(t := tensors(a=([-1], [4, 0]))), t, 4), "tensor 'a' has a header this reader does not know"),
+    "overlapping": (file_of(len(t := tensors(a=([2], [0, 8]), b=([1], [4, 8]))), t, 8), "tensor 'b' at byte 4 overlaps tensor 'a'"),
+    "outside": (file_of(len(t := tensors(a=([1], [0, 4]), b=([1], [4, 8]))), t, 4), "tensor 'b' ends at byte 8 of 4"),
+    "far outside": (file_of(len(t := tensors(a=([1], [2**60, 2**60 + 4]))), t, 4), "tensor 'a' has a header this reader does not know"),
+    "a hole": (file_of(len(t := tensors(a=([1], [4, 8]))), t, 8), "at byte 4 leaves bytes uncovered behind the header"),
+    "more than it says": (file_of(len(t := tensors(a=([1], [0, 4]))), t, 9), "5 bytes behind tensor 'a' belong to no tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_whoever_reads_a_hostile_header_says_the_same(tmp_path: Path, what: str) -> None:
+    """The loader, what knows heads by their shapes, and what checks a deployment before anything is read."""
+    raw, says = HOSTILE[what]
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    said = set()
+    for reads in (hub.Checkpoint, heads.shapes, lambda folder: preflight._check_weights(folder, False)):
+        with pytest.raises(CheckpointError) as wrong:
+            reads(tmp_path)
+        said.add(str(wrong.value))
+    assert len(said) == 1 and says in said.pop()
+    assert theirs(tmp_path / "model.safetensors") is None
+
+
+def test_every_dtype_that_is_read_has_its_width() -> None:
+    assert {name: dtype.itemsize for name, dtype in hub.DTYPES.items()} == safe_header.WIDTHS
 
 
 @pytest.fixture(scope="module")

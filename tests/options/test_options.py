@@ -126,7 +126,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lmi", {"quantize": "awq"}, "must be one of static_int8, int8"),
     ("lmi", {"n_positionz": "4"}, "did you mean n_positions?"),
     ("lmi", {"adapters": "x"}, "merge the adapter"),
-    ("lmi", {"speculative_draft_model": "x"}, "leave it out"),
+    ("lmi", {"speculative_draft_model": "x"}, "a draft model is speculative_config: {model: DIR"),
     ("lmi", {"entryPoint": "model.py"}, "handlers of your own are not run"),
     ("lmi", {"trust_remote_code": "true"}, "never run; leave it out"),
     ("lmi", {"override_neuron_config": "[1]"}, "must be a mapping"),
@@ -134,7 +134,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lmi", {"dtype": "bf16", "amp": "f32"}, "say different things of dtype"),
     ("lmi", {"gpu_memory_utilization": "0.9"}, "write kv_cache_tokens"),
     ("server", {"engine": "OnnxRuntime"}, "write engine=Python"),
-    ("nxdi", {"speculation_length": 5}, "on the CPU a draft model is speculative_config"),
+    ("nxdi", {"speculation_length": 5}, "a draft model is speculative_config"),
     ("nxdi", {"seq_len": 256, "n_positions": 128}, "say different things of max_model_len"),
     ("tnx", {"cast_logits_dtype": "bfloat16"}, "logits are float32"),
 ]

@@ -56,12 +56,14 @@ def value(found: dict[str, dict[tuple[tuple[str, str], ...], float]], name: str,
 def test_drafts_are_counted_by_their_place() -> None:
     telemetry = Telemetry("m", "0", lambda: Load(Snapshot()))
     telemetry.timed(StepInfo(drafts=[(4, 2), (3, 0), (1, 1)]))
+    telemetry.timed(StepInfo(paused="cost"))
     found = {m.name: dict(telemetry.series[m].values) for m in telemetry.series if "spec_decode" in m.name}
     assert found == {
         "vllm:spec_decode_num_drafts": {(): 3},
         "vllm:spec_decode_num_draft_tokens": {(): 8},
         "vllm:spec_decode_num_accepted_tokens": {(): 3},
         "vllm:spec_decode_num_accepted_tokens_per_pos": {("0",): 2, ("1",): 1},
+        "rayneuron:spec_decode_paused": {("none",): 0, ("rest",): 0, ("cost",): 1, ("behind",): 0, ("room",): 0},
     }
 
 

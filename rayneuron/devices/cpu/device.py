@@ -51,7 +51,10 @@ class Cpu:
         self.dtype = dtype
         self.kv_dtype = kv_dtype or dtype
         self.comm = comm or Solo()
-        self.ops = replace(plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts, dynamic=True)
+        self.ops = replace(
+            plain.PLAIN, linear=linear, write_kv=write_kv, attend=attend, experts=experts.grouped_experts, write_features=write_features,
+            dynamic=True,
+        )  # fmt: skip
         self.kernels = kernels(threads, dtype, self.ops) if native else None
         if self.kernels is not None:
             self.ops = self.kernels.ops
@@ -263,6 +266,12 @@ def write_kv(layer: plain.Layer, slots: Tensor, k: Tensor, v: Tensor) -> plain.L
     for store, x in zip(layer, (k, v), strict=True):
         bytes_of(store)[block, :, offset] = bytes_of(plain.to_kv(x, store.dtype))
     return layer
+
+
+def write_features(store: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    """As `models.ops.write_features`, in place."""
+    store.view(-1, store.shape[-1])[slots] = x
+    return store
 
 
 def attend(q: Tensor, layer: plain.Layer, blocks: Tensor, length: int, bias: Tensor, scale: float, *more: Any) -> Tensor:

@@ -22,8 +22,8 @@ from rayneuron.models.kv import KvShape
 
 CONFIG = "neuron_config.json"
 _PACKAGE = Path(__file__).parents[2]
-_SOURCES = ("engine/step.py", "engine/sampling.py", "engine/neuron_sampling.py", "devices/base.py",
-            *(f"devices/neuron/{name}.py" for name in ("graphs", "targets", "verbs")))  # fmt: skip
+_SOURCES = (*(f"engine/{name}.py" for name in ("step", "passes", "sampling", "neuron_sampling")), "devices/base.py",
+            *(f"devices/neuron/{name}.py" for name in ("graphs", "states", "targets", "verbs")))  # fmt: skip
 _GRAPH_BYTES = 3 << 20  # a NEFF beside its constants; of the order seen for small graphs, no promise
 
 

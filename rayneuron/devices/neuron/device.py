@@ -18,7 +18,7 @@ from torch import Tensor
 from rayneuron import settings
 from rayneuron.compile_cache.cache import Cache, Key
 from rayneuron.devices.base import HIDDEN, Batch, Program, Shape, Weights
-from rayneuron.devices.neuron import artifact, graphs, pipeline, releases
+from rayneuron.devices.neuron import artifact, graphs, pipeline, releases, states
 from rayneuron.devices.neuron.calls import Calls
 from rayneuron.devices.neuron.ending import Unwanted
 from rayneuron.devices.neuron.graphs import Graph
@@ -140,7 +140,7 @@ class Neuron:
     def listing(self, targets: Sequence[Target]) -> str:
         """What is going to be compiled, for people."""
         weights = sum(t.numel() * t.dtype.itemsize for _, t in graphs.named(self._held[0]))
-        return artifact.listing(targets, self._shape.elements * self.kv_dtype.itemsize, weights)
+        return artifact.listing(targets, states.size(self._held[0], self._shape, self.kv_dtype), weights)
 
     def key(self, program: Program, targets: Sequence[Target]) -> Key:
         """What the compiled graphs depend on."""
@@ -181,7 +181,8 @@ class Neuron:
         if not self._together:
             outputs = [ranked[:1] for ranked in outputs]  # all ranks have the same
         where = partial(self._where, target)
-        return Started(outputs, target if target.want == HIDDEN else asked, inputs, self._vocab, where, self._call, *rows)
+        asked = target if target.want == HIDDEN else asked
+        return Started(outputs, asked, inputs, self._vocab, where, self._call, self._shape.draft is not None, *rows)
 
     def _seated(self, target: Shape, blocks: Tensor, inputs: dict[str, Tensor]) -> tuple[Shape, dict[str, Tensor], Tensor | None]:
         """Every row of a batch at its own KV row, in the smallest graph that reaches it; the rows between are idle. None: all sit there."""
@@ -212,7 +213,7 @@ class Neuron:
 
     def kv_write(self, blocks: Sequence[int], values: Tensor) -> None:
         """Write what `kv_read` returned."""
-        values = values.to(graphs.carried(self.kv_dtype))
+        values = values.to(states.carried(self.kv_dtype))
         done = 0
         for part in self._parts(blocks, self._shape.space.scratch):
             these = values[:, done : done + len(part)]

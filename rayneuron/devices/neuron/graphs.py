@@ -1,9 +1,12 @@
 """What is compiled for Neuron: the step program over named weights and KV, one graph a shape, and three that move KV.
 
-B rows, T new tokens, H KV heads of a rank, N blocks of S positions, n blocks moved at once, D head size, V vocabulary.
+B rows, T new tokens, H KV heads of a rank, S positions of a block, n blocks moved at once, D head size, V vocabulary.
 Rules of the runtime kept here: one forward signature for all graphs; a state is a buffer of the root that is rebound, never written in
 place; and every graph rebinds every state (the first graph that is added decides which buffers are states, so a graph that only read one
-would see it as a weight).
+would see it as a weight). What a step has nothing to write to is written where nobody looks.
+
+A draft model's KV, that of heads and what they keep of every position are states like the model's own; who makes drafts and who verifies
+them is one graph.
 
 With `Border.feedback` there is one state more: the id each row sampled last. A decode step whose token is -1 takes it from there, so
 the host need not have seen it before it starts the step.
@@ -17,16 +20,16 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rayneuron.devices.base import SCHEMA, Batch, Program, Shape, StepOutput, Weights, sizes
 from rayneuron.devices.idle import idle
-from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, spare_columns
+from rayneuron.devices.neuron.states import carried, forgotten, move, put, states, stores, taken
+from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned
 from rayneuron.devices.neuron.verbs import verbs
 from rayneuron.errors import CompileError
 from rayneuron.models.collectives import Collectives
-from rayneuron.models.kv import Kv, KvShape
+from rayneuron.models.kv import KvShape
 
 IDS = "ids"  # the state of ids, with feedback
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -93,13 +96,15 @@ def example(target: Target, kv: KvShape, kv_dtype: torch.dtype, border: Border =
     return pack(batch, target, border)
 
 
-def named(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a rank by its name in the graph: top.embed.w, layers.0.qkv.w."""
+def named(weights: Weights, at: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a rank by its name in the graph: top.embed.w, layers.0.qkv.w, and of what drafts draft.layers.0.qkv.w."""
     for key, tensor in weights["top"].items():
-        yield f"top.{key}", tensor
+        yield f"{at}top.{key}", tensor
     for i, layer in enumerate(weights["layers"]):
         for key, tensor in layer.items():
-            yield f"layers.{i}.{key}", tensor
+            yield f"{at}layers.{i}.{key}", tensor
+    if "draft" in weights:
+        yield from named(weights["draft"], "draft.")
 
 
 class Graph(nn.Module):
@@ -116,16 +121,15 @@ class Graph(nn.Module):
         self._border = border
         self._program, self._comm, self._together = program, comm, together
         self._first = weights.get("first", 0)
-        self._top, self._layers = list(weights["top"]), [list(layer) for layer in weights["layers"]]
+        self._names = _names(weights)
         seen: set[int] = set()
         for path, tensor in named(weights):
             shared = tensor.data_ptr() in seen and tensor.numel() > 0
             seen.add(tensor.data_ptr())
             # A tensor under two names (tied embeddings) would become one parameter of the graph, and the other name unknown.
             self._place(path, tensor.clone() if shared else tensor)
-        columns = kv.columns + spare_columns(kv.space)
-        for state in states(kv):
-            self.register_buffer(state, torch.zeros(kv.space.total, kv.heads, columns, kv.dim, dtype=kv_dtype))
+        for state, (shape, dtype) in stores(weights, kv, kv_dtype).items():
+            self.register_buffer(state, torch.zeros(shape, dtype=dtype))
         if border.feedback:
             self.register_buffer(IDS, torch.zeros(kv.space.rows + 1, dtype=torch.int32))
 
@@ -139,9 +143,10 @@ class Graph(nn.Module):
         target: Tensor | None = None,
         values: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The outputs of `shown`: ids | ids, complete, logits | logits | hidden | KV [layers,n,H,2,S,D] | the blocks written."""
-        held = [getattr(self, path) for path in states(self.kv)]
-        kv = Kv(self.kv, list(zip(held[::2], held[1::2], strict=True)))
+        """The outputs of `shown`: ids | ids, complete, logits, either with drafts | logits | hidden | KV [layers,n,H,2,S,D] | the blocks
+        written."""
+        held = {path: getattr(self, path) for path in states(self.kv)}
+        kv = put(self.kv, held)
         seen = getattr(self, IDS) if self._border.feedback else None
         shown, rows = self.shown, None
         if isinstance(shown, Move):
@@ -153,19 +158,23 @@ class Graph(nn.Module):
             if seen is not None:
                 batch.tokens = follow(batch.tokens, seen, rows)
             ops = verbs(self._comm, self.kv, aligned=aligned(shown, self.kv.space, self._border), together=self._together)
-            out = outputs(self._program(ops, self._comm, self._weights(), kv, batch, shown), shown)
-        for path, old, value in zip(states(self.kv), held, (store for layer in kv.layers for store in layer), strict=True):
-            if value is old:
+            made = self._program(ops, self._comm, self._weights(), kv, batch, shown)
+            out = (batch.positions + 0,) if shown.tag == "fill" else outputs(made, shown)
+        for (path, old), value in zip(held.items(), taken(kv), strict=True):
+            if value is old and self.kv.draft is None:
                 raise CompileError(f"the program leaves {path} as it was, and every graph has to rebind every state")
-            setattr(self, path, value)
+            setattr(self, path, forgotten(old) if value is old else value)
         if seen is not None:
             setattr(self, IDS, remember(seen, rows, out, shown))
         return out
 
     def _weights(self) -> dict[str, Any]:
-        top = {key: self._tensor(f"top.{key}") for key in self._top}
-        layers = [{key: self._tensor(f"layers.{i}.{key}") for key in keys} for i, keys in enumerate(self._layers)]
-        return {"top": top, "layers": layers, "first": self._first}
+        return {**self._tensors(self._names), "first": self._first}
+
+    def _tensors(self, names: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+        made: dict[str, Any] = {"top": {key: self._tensor(f"{at}top.{key}") for key in names["top"]}}
+        made["layers"] = [{key: self._tensor(f"{at}layers.{i}.{key}") for key in keys} for i, keys in enumerate(names["layers"])]
+        return made if "draft" not in names else {**made, "draft": self._tensors(names["draft"], "draft.")}
 
     def _place(self, path: str, tensor: Tensor) -> None:
         """Put a weight at a dotted path; torch allows no dots in one name."""
@@ -183,24 +192,20 @@ class Graph(nn.Module):
         return cast(Tensor, getattr(self.get_submodule(parent), leaf))
 
 
-def carried(kv_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which KV goes in and out of a graph: float8 as bfloat16, which holds all of its numbers."""
-    return kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16
-
-
-def states(kv: KvShape) -> list[str]:
-    """The names of the KV buffers, keys and values of a layer apart."""
-    return [f"kv_{layer}_{part}" for layer in range(kv.layers) for part in "kv"]
+def _names(weights: Weights) -> dict[str, Any]:
+    """The names of `named`, as the weights have them."""
+    made = {"top": list(weights["top"]), "layers": [list(layer) for layer in weights["layers"]]}
+    return {**made, "draft": _names(weights["draft"])} if "draft" in weights else made
 
 
 def outputs(out: StepOutput, shape: Shape) -> tuple[Tensor, ...]:
-    """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits | hidden | pooled."""
-    want = shape.want
+    """What a graph of `shape` returns: ids | ids, complete (int32), logits | logits | hidden | pooled; behind ids its drafts."""
+    want, drafts = shape.want, () if out.drafts is None else (out.drafts,)
     if want.ids is None:
         return (cast(Tensor, out.pooled if want.pooled else out.hidden if want.hidden else out.logits),)
     if want.ids == "likeliest":
-        return (cast(Tensor, out.ids),)
-    return cast(Tensor, out.ids), cast(Tensor, out.complete).to(torch.int32), cast(Tensor, out.logits)
+        return cast(Tensor, out.ids), *drafts
+    return cast(Tensor, out.ids), cast(Tensor, out.complete).to(torch.int32), cast(Tensor, out.logits), *drafts
 
 
 def follow(tokens: Tensor, seen: Tensor, rows: Tensor) -> Tensor:
@@ -213,31 +218,6 @@ def remember(seen: Tensor, rows: Tensor | None, out: tuple[Tensor, ...], target:
     if isinstance(target, Shape) and target.want.ids is not None:
         return torch.ops.aten.index_put(seen, [cast(Tensor, rows)], out[0][:, -1])
     return torch.cat((seen[:-1], torch.zeros_like(seen[-1:])))
-
-
-def move(
-    what: Move, kv: Kv, moved: Tensor | None, source: Tensor | None, target: Tensor | None, values: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The graphs that move KV. moved, source, target [n] int32; values [layers,n,H,2,S,D] as `carried`. Every layer is rebound.
-
-    Padding moves scratch to scratch. Export writes zeros there, since it has to write something.
-    """
-    out = []
-    for i, stores in enumerate(kv.layers):
-        if what.tag == "kv_export":
-            found = [store[cast(Tensor, moved)][:, :, : kv.shape.columns] for store in stores]
-            out.append(torch.stack([one.to(carried(one.dtype)) for one in found], 2))
-            last = torch.full((1,), stores[0].shape[0] - 1, dtype=torch.int32, device=stores[0].device)
-            written = [torch.ops.aten.index_put(store, [last], torch.zeros_like(store[-1:])) for store in stores]
-        elif what.tag == "kv_import":
-            parts = F.pad(cast(Tensor, values)[i], (0, 0, 0, spare_columns(kv.shape.space))).to(stores[0].dtype).unbind(2)
-            written = [torch.ops.aten.index_put(store, [moved], part) for store, part in zip(stores, parts, strict=True)]
-        else:
-            written = [torch.ops.aten.index_put(store, [target], store[cast(Tensor, source)]) for store in stores]
-        kv.layers[i] = tuple(written)
-    if what.tag == "kv_export":
-        return (torch.stack(out),)
-    return (cast(Tensor, moved if what.tag == "kv_import" else target) + 0,)
 
 
 def signature(weights: Weights) -> Mapping[str, Any]:

@@ -157,13 +157,16 @@ class _Compiler:
         self._stop.check()
 
     def _priority(self, traced: Mapping[str, Any]) -> str | None:
-        """The first decode graph. None where another uses a weight that it does not: the layout's transformer would know nothing of it."""
-        first = next((n for n, t in zip(self._job.names, self._job.targets, strict=True) if t.tag == "decode"), None)
-        known = set(traced[first].weight_name_to_idx) if first is not None else set()
-        beyond = {weight for t in traced.values() for weight in t.weight_name_to_idx} - known
-        if first is not None and beyond:
-            log.warning("weights stay laid out as they are, since %s does not use %s", first, ", ".join(sorted(beyond)))
-        return None if beyond else first
+        """The first decode graph, or where that does not use all weights, which the layout's transformer has to know, the first that makes
+        drafts. None where neither does."""
+        tags = {t.tag: n for n, t in reversed([*zip(self._job.names, self._job.targets, strict=True)])}
+        made = [tags[tag] for tag in ("decode", "verify") if tag in tags]
+        every = {weight for t in traced.values() for weight in t.weight_name_to_idx}
+        whole = next((n for n in made if every <= set(traced[n].weight_name_to_idx)), None)
+        if made and whole is None:
+            beyond = sorted(every - set(traced[made[0]].weight_name_to_idx))
+            log.warning("weights stay laid out as they are, since %s does not use %s", made[0], ", ".join(beyond))
+        return whole
 
     def _laid(self, name: str, traced: Any) -> Any:
         """Compile the graph that decides the layout of the weights, and what lays them out."""

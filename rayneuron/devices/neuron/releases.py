@@ -209,7 +209,7 @@ def logical(chip: str, said: Mapping[str, str | None]) -> int:
 
 def arguments(tag: str, length: int, chip: str, lnc: int, float8: bool, options: CompilerOptions) -> str:
     """neuronx-cc's arguments for one graph. `length`: the model's longest context."""
-    prefill = tag == "prefill"
+    prefill = tag in ("prefill", "fill")
     level = options.optimization or (1 if prefill else 2)
     tiling = options.tiling if prefill else 1
     out = [

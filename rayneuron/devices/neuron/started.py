@@ -26,6 +26,7 @@ class Started:
     vocab: int | None = None
     where: Callable[[], str] = lambda: "the model"  # whose step it is, for messages
     call: Callable[[Callable[[], StepOutput]], StepOutput] = lambda work: work()  # how the runtime is waited for
+    drafted: bool = False  # where one that verifies has made its drafts itself, they are the last of its outputs
     seats: Tensor | None = None  # where each row of the batch is in the graph, if not in its own place
     last: Tensor | None = None  # of a step that verifies: the index of each row's last true token
 
@@ -39,6 +40,9 @@ class Started:
 
     def _fetched(self) -> StepOutput:
         want = self.shape.want
+        if self.shape.tag == "fill":
+            self._rows(self.outputs[0])
+            return StepOutput()
         if want.hidden:
             return StepOutput(hidden=self._rows(self.outputs[0]))
         if want.pooled:
@@ -46,13 +50,15 @@ class Started:
         if want.ids is None:
             return StepOutput(logits=self._logits(self.outputs[0]))
         ids = self._rows(self.outputs[0])
+        drafts = self._rows(self.outputs[-1]) if self.drafted and self.shape.tag == "verify" else None
         if want.ids == "likeliest":
-            return StepOutput(ids=ids)
+            return StepOutput(ids=ids, drafts=drafts)
         complete = self._rows(self.outputs[1]).bool()
         if self.last is not None:  # what padding has drawn is not looked at
             complete |= torch.arange(complete.shape[1]) > self.last[:, None]
         unread = not want.logits and bool(complete.all())
-        return StepOutput(ids=ids, complete=complete, logits=None if unread else self._logits(self.outputs[2]))
+        logits = None if unread else self._logits(self.outputs[2])
+        return StepOutput(ids=ids, complete=complete, logits=logits, drafts=drafts)
 
     def _rows(self, ranked: Sequence[Tensor]) -> Tensor:
         """What every rank gives alike."""

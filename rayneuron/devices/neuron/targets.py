@@ -69,7 +69,7 @@ def targets(shapes: Sequence[Shape], space: KvSpace, border: Border = WHOLE) -> 
 @lru_cache(256)
 def aligned(target: Target, space: KvSpace, border: Border = WHOLE) -> bool:
     """Whether row i of the graph is KV row i, so that KV is read where it lies. A stage's micro-batches are any rows, and are gathered."""
-    if isinstance(target, Move) or target.tag == "prefill" or not (border.first and border.last):
+    if isinstance(target, Move) or target.tag in ("prefill", "fill") or not (border.first and border.last):
         return False
     return space.block >= space.limit and target.rows <= space.total
 

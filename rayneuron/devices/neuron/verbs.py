@@ -35,6 +35,7 @@ def verbs(comm: Any, kv: KvShape, *, aligned: bool, together: bool) -> Ops:
         linear, norm, rotary.rotate, partial(write_kv, kv.columns, aligned), partial(attend, aligned), top_k,
         partial(experts.experts, sums=cumsum), cumsum, partial(likeliest, comm), partial(shortlist, comm), partial(log_sum, comm),
         partial(draw, comm), choice.whole if together else comm.gather, comm.ranks, logits,
+        write_features=partial(write_features, kv.columns, aligned), read_features=partial(read_features, kv.columns, aligned),
         attend_one=partial(attend_one, kv.columns) if aligned else None,
     )  # fmt: skip
 
@@ -65,18 +66,32 @@ def write_kv(columns: int, aligned: bool, layer: Layer, slots: Tensor, k: Tensor
     Aligned, row i writes into KV row i, what is to be forgotten into the columns behind. Block, head and column are indices side by side:
     so an update is a run of D numbers, and no store is turned for it.
     """
-    if aligned:
-        block = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)[:, None]
-        column = slots - block * columns
-        column = torch.where((column < 0) | (column >= columns), columns, column)
-    elif columns & (columns - 1) == 0:
-        block, column = slots >> (columns.bit_length() - 1), slots & (columns - 1)
-    else:
-        block = torch.div(slots, columns, rounding_mode="floor")
-        column = slots - block * columns
+    block, column = _place(columns, aligned, slots)
     heads = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
     where = [block[:, None], heads[None, :, None], column[:, None]]  # B 1 T, 1 K 1, B 1 T
     return _written(layer[0], where, k), _written(layer[1], where, v)
+
+
+def _place(columns: int, aligned: bool, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks of slots [B,T], or of each row [B,1], and the columns [B,T]."""
+    if aligned:
+        block = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)[:, None]
+        column = slots - block * columns
+        return block, torch.where((column < 0) | (column >= columns), columns, column)
+    if columns & (columns - 1) == 0:
+        return slots >> (columns.bit_length() - 1), slots & (columns - 1)
+    block = torch.div(slots, columns, rounding_mode="floor")
+    return block, slots - block * columns
+
+
+def write_features(columns: int, aligned: bool, store: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    """As `models.ops.write_features`, with slots as `write_kv` takes them."""
+    return torch.ops.aten.index_put(store, list(_place(columns, aligned, slots)), x)
+
+
+def read_features(columns: int, aligned: bool, store: Tensor, slots: Tensor) -> Tensor:
+    """As `models.ops.read_features`."""
+    return store[_place(columns, aligned, slots[:, None])][:, 0]
 
 
 def _written(store: Tensor, where: list[Tensor], x: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ from rayneuron.types import Profile, TokenDelta
 
 PREDICTED = 0  # the kind of a client's prediction; a match of n ids is kind n
 
+# Why a step tries no draft: none were found; none were looked for, since too few have come true; those that are there do not pay; the draft
+# model has still to read the text; there is no free KV for them.
+NONE, REST, COST, BEHIND, ROOM = "none", "rest", "cost", "behind", "room"
+
 # (sequence, most) -> up to so many ids that may come next, and their kind
 Propose = Callable[[Sequence, int], tuple[tuple[int, ...], int]]
 
@@ -57,13 +61,13 @@ class Speculation:
         self._pace = pace
         self._chain = chain
 
-    def _proposed(self, works: list[Work]) -> list[tuple[int, ...]]:
-        """Drafts for every row of a decode step, () for none; nothing where nobody has any."""
+    def _proposed(self, works: list[Work]) -> tuple[list[tuple[int, ...]], str]:
+        """Drafts for every row of a decode step, () for none, nothing where none are looked for; and why nobody has any, if so."""
         pace, rows, length = self._pace, len(works), 1 + max([work.start for work in works])
         found: list[tuple[int, ...]] = []
         candidates, worth = [], 0.0 if pace is None or self._chain is not None else pace.looks(rows, length)
         if worth == inf and all(work.sequence.grammar is None for work in works):
-            return []
+            return [], REST
         for work in works:
             sequence = work.sequence
             if sequence.drafter is None:
@@ -84,13 +88,15 @@ class Speculation:
             found.append(drafts)
             candidates.append(Candidate(record, len(drafts), sequence.needs == "logits", behind))
         if pace is None:
-            return found
-        return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)]
+            return found, NONE
+        why = COST if any(found) else REST if worth else NONE
+        return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)], why
 
     def draft(self, plan: Plan, blocks: Blocks) -> Plan:
         """The plan of a decode step, its works given drafts where that pays and there is room: nobody makes room for a draft."""
-        proposed = self._proposed(plan.works)
+        proposed, why = self._proposed(plan.works)
         if not any(proposed):
+            plan.paused = why
             return plan
         reading, chained = None if self._chain is None else self._chain.reading, []
         if reading is not None:
@@ -106,6 +112,8 @@ class Speculation:
             work.drafts = () if unread else draft
         if any(work.drafts for work in plan.works):
             plan.tag = "verify"
+        else:
+            plan.paused = BEHIND if plan.fills else ROOM
         return plan
 
     def learn(self, plan: Plan, deltas: list[TokenDelta | None]) -> None:

@@ -78,7 +78,8 @@ class Pace:
         self._decode, self._batch = decode_grid(profile), profile.batch
         short = {rows: ms for rows, length, ms in profile.decode if length == profile.lengths[0]}
         self._more_ms = {rows: max(0.0, ms - short[rows]) for rows, ms in profile.verify} if whole else {}
-        self._passes = profile.passes or tuple((rows, ms) for rows, length, ms in profile.decode if length == profile.lengths[0])
+        passes = profile.passes or tuple((rows, ms) for rows, length, ms in profile.decode if length == profile.lengths[0])
+        self._passes = ((1, 0.0),) if whole else passes  # they are part of the one graph, however many of them are wanted
         self._read_ms = min((ms / (rows * n) for rows, n, _, ms in profile.prefill), default=0.0)  # a token; the model itself takes no less
         self._ms = [between(profile.tokens, n) for n in range(tokens + 1)]
         for n in range(2, len(self._ms)):
@@ -186,14 +187,14 @@ class Pace:
         """Drafts that a draft model makes, a pass for all rows at a time: as deep as pays, which is not seen before all depths are."""
         best, worth, dear = made, dict.fromkeys(which, 1.0), self._dear
         tokens, size, ms = made.tokens, made.size, made.ms
-        ms += dear * VERIFY_MS if size == len(candidates) else 0.0
+        ms += dear * (VERIFY_MS + (self._added(size, 1) if self._more_ms else 0.0)) if size == len(candidates) else 0.0
         ms += self._read_ms * sum(candidates[i].behind or 0 for i in which) / SPREAD
         for depth in range(max(candidates[i].drafts for i in which)):
             going = [i for i in which if candidates[i].drafts > depth]
             for i in going:
                 worth[i] = self._survival(candidates[i].record, worth[i], depth)
                 tokens += worth[i]
-            ms += dear * (between(self._passes, len(going)) + self._ms[size + len(going)] - self._ms[size])
+            ms += dear * (between(self._passes, len(going)) + (0.0 if self._more_ms else self._ms[size + len(going)] - self._ms[size]))
             ms += dear * READ_MS * sum(candidates[i].read for i in going)
             size += len(going)
             if tokens * best.ms > best.tokens * ms:
