@@ -88,7 +88,7 @@ class Model(Section):
 
 
 class Buckets(Section):
-    """The static shapes. Each list: None for powers of two up to its maximum, which is always in it."""
+    """The static shapes. Each list: None for powers of two up to its maximum, which is always in it, finer beyond 4,096 positions."""
 
     context_encoding: list[int] | None = Field(None, description="New tokens of a prefill step (T).")
     token_generation: list[int] | None = Field(None, description="Attended positions (L), also called sequence buckets.")

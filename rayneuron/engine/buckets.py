@@ -17,6 +17,7 @@ from rayneuron.models.kv import KvSpace
 from rayneuron.policies.prefix_buckets import select_prefix
 
 SMALLEST_CONTEXT, SMALLEST_LENGTH = 32, 128  # new tokens and attended positions of the smallest graph, where nothing else is said
+LONG = 4096  # positions from which on sizes are finer: over so many, what a step takes is mostly attention, and grows as both of them do
 SMALLEST_PREFIXED = 512  # new tokens with prefix buckets, as NxD Inference has it
 EVERY = {want: replace(want, at="all") for want in (LIKELIEST, SAMPLED, LOGITS)}  # the same of all new tokens
 Drafts = Literal["", "model", "heads"]
@@ -70,6 +71,11 @@ def fours(low: int, high: int, least: int = 1) -> list[int]:
     return sorted(sizes)
 
 
+def halfway(sizes: Sequence[int], low: int) -> list[int]:
+    """Sizes, powers of two but for the last, and from `low` on those half way to the next."""
+    return sorted({*sizes, *(size + size // 2 for size in sizes if low <= size and size + size // 2 < sizes[-1])})
+
+
 def prefixes(said: Sequence[int] | str | None, longest: int) -> tuple[int, ...]:
     """`buckets.prefix` of a deployment: a list, or "auto" for NxD's powers of two from 512; empty where it says nothing."""
     if said is None:
@@ -115,10 +121,9 @@ def capacity(
         raise ConfigError(f"block_size {block} is no power of two from 16; write one, or {length} for one block a row")
     if kv_tokens is not None and kv_tokens < block:
         raise ConfigError(f"kv_cache_tokens must hold a block of {block} tokens, got {kv_tokens}; write more, or a smaller block_size")
-    by, low = (fours, FEW_CONTEXT) if few else (powers, SMALLEST_CONTEXT)
-    context = sorted({*context}) if context else by(smallest_context or low, chunk)
+    context, lengths = _sizes(length, chunk, context, lengths, smallest, smallest_context, few)
     if few:
-        prefill_rows, batch, lengths = (1,), batch or (1,), lengths or fours(smallest or FEW_LENGTH, length, least=2)
+        prefill_rows, batch = (1,), batch or (1,)
     return Capacity(
         rows=rows,
         length=length,
@@ -127,14 +132,30 @@ def capacity(
         blocks=full if kv_tokens is None else min(kv_tokens // block, full),
         block=block,
         batch=tuple(sorted({*(batch or powers(1, rows)), rows})),
-        context=tuple(context),
-        lengths=tuple(sorted({*(lengths or powers(smallest or SMALLEST_LENGTH, length)), length})),
+        context=context,
+        lengths=lengths,
         prefill_rows=(1,) if prefix else tuple(r for r in sorted({*prefill_rows, 1}) if r <= rows),
         prefix=tuple(sorted({0, *prefix, length})) if prefix else (),
         wants=tuple(wants or ((LOGITS,) if few else (LIKELIEST, SAMPLED, LOGITS, SCORES, POOLED))),
         verify=verify,
         drafts=drafts,
     )
+
+
+def _sizes(
+    length: int, chunk: int, context: Sequence[int] | None, lengths: Sequence[int] | None, smallest: int | None,
+    smallest_context: int | None, few: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """New tokens and attended positions of a capacity's graphs."""
+    if few:
+        lengths = lengths or fours(smallest or FEW_LENGTH, length, least=2)
+        context = context or fours(smallest_context or FEW_CONTEXT, chunk)
+    elif length > LONG:  # the smallest prefill takes about as long over all positions as the usual one over LONG
+        lengths = lengths or halfway(powers(smallest or SMALLEST_LENGTH, length), LONG)
+        if smallest_context is None:
+            context = context or halfway(powers(max(2, SMALLEST_CONTEXT * LONG // length), chunk), 2)
+    context = context or powers(smallest_context or SMALLEST_CONTEXT, chunk)
+    return tuple(sorted({*context})), tuple(sorted({*(lengths or powers(smallest or SMALLEST_LENGTH, length)), length}))
 
 
 def smaller(c: Capacity, **changes: Any) -> Capacity:

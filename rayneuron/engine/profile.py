@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rayneuron.devices.base import DRAFTED
 from rayneuron.engine.blocks import Blocks
-from rayneuron.engine.buckets import at_least
+from rayneuron.engine.buckets import SMALLEST_CONTEXT, at_least
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.models.kv import KvSpace
@@ -96,7 +96,9 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     drafted = [dataclasses.replace(p, drafted=True) for p in verify if c.drafts]
     for point in drafted[:1] * 2:  # a draft model's weights are met by its own passes alone: the first ones take many times as long
         _took(runner, point, vocab, clock)
-    sure = (decode[0], prefill[0], *verify[:1])
+    # a very small step takes what the weights do, and tells nothing of larger ones; what fits where a prompt is longest hangs on attention
+    least, width = 1 if c.context[0] >= SMALLEST_CONTEXT else 2, len(_some(c.context))
+    sure = (decode[0], *prefill[:least], *prefill[width : width + 1], *verify[:1])
     found = _timed(runner, list(dict.fromkeys((*sure, *short, *drafted, *decode, *prefill))), len(sure), vocab, clock)
     tokens = _rising(_added(found, short) if verify else ((p.size, found[p]) for p in short if p in found))
     passes = _rising(_passes(found, drafted))
@@ -262,16 +264,18 @@ def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
 
 
 def _fill(found: dict[Point, float], points: Listed[Point], power: int) -> None:
-    """Estimate what there was no time for, from the next smaller of the same length (times the ratio of sizes to a power) or the same of
-    the shorter length. A longer context never takes less time."""
-    lengths = list(dict.fromkeys(point.length for point in points))
-    width = len(points) // max(len(lengths), 1)
+    """Estimate what there was no time for: of the shortest length from the next smaller size, times the ratio of sizes to a power; of a
+    longer one from the same size of the shorter, and what its positions add to the smallest, times the ratio of sizes. A longer context
+    never takes less time."""
+    width = len(points) // max(len({point.length for point in points}), 1)
     for i, point in enumerate(points):
-        shorter = found[points[i - width]] if i >= width else 0.0
-        if point not in found:
-            before = points[i - 1]
-            found[point] = found[before] * (point.size / before.size) ** power if i % width else shorter
-        found[point] = max(found[point], shorter)
+        if i < width:
+            before = points[max(i - 1, 0)]
+            found.setdefault(point, found[before] * (point.size / before.size) ** power)
+            continue
+        shorter, first = found[points[i - width]], points[i - i % width]
+        added = found.get(first, 0.0) - found[points[i - i % width - width]]
+        found[point] = max(found.get(point, shorter + max(added, 0.0) * point.size / first.size), shorter)
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

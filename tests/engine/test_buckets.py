@@ -134,6 +134,25 @@ def test_few_graphs_where_each_is_minutes_of_compiling() -> None:
     assert [s.want for s in inventory(asked)].count(SCORES) == len(asked.lengths)
 
 
+def test_sizes_are_finer_where_contexts_are_long() -> None:
+    """The fewest new tokens over all positions are about as much work as 32 over 4,096; up to there, and on Neuron, nothing is added."""
+    usual = capacity(rows=4, length=4096, chunk=512)
+    assert usual.context == (32, 64, 128, 256, 512) and usual.lengths == (128, 256, 512, 1024, 2048, 4096)
+    c = capacity(rows=4, length=32768, chunk=512)
+    assert c.context == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+    assert c.lengths == (128, 256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
+    assert [capacity(rows=1, length=n, chunk=512).context[0] for n in (4097, 8192, 16384, 100_000, 2**20)] == [16, 16, 8, 2, 2]
+    assert capacity(rows=4, length=32768, chunk=512, few=True).context == (128, 512)
+    said = capacity(rows=4, length=32768, chunk=512, context=[128, 512], lengths=[8192])
+    assert said.context == (128, 512) and said.lengths == (8192, 32768), "what is written is taken"
+    prefixed = capacity(rows=4, length=32768, chunk=2048, prefix=[512], smallest_context=512)
+    assert prefixed.context == (512, 1024, 2048)
+    listed = set(inventory(c))
+    for tokens in (1, 3, 4, 5, 70, 512):
+        for reach in (tokens, 4097, 20_000, 32768):
+            assert prefill_shape(c, [tokens], reach, LIKELIEST) in listed
+
+
 @pytest.mark.parametrize("high", [1, 2, 3, 5, 16, 100, 6000, 8192])
 @pytest.mark.parametrize("low", [1, 128, 2048])
 def test_sizes_by_fours(low: int, high: int) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rayneuron import LLM
 from rayneuron.engine.buckets import capacity
@@ -18,12 +19,14 @@ from rayneuron.engine.engine import Engine
 from rayneuron.engine.profile import measure
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan
-from rayneuron.policies.chunks import Chunks
+from rayneuron.policies.chunks import Chunks, fit
+from rayneuron.policies.step_times import prefill_grid
 from rayneuron.types import Request, SamplingParams
 from tests.engine.test_fuzz import build
 from tests.engine.test_scheduler import advance, make
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
+LONG = 12_000  # positions
 
 
 def limit(engine: Engine, *fitting: int) -> None:
@@ -96,6 +99,37 @@ def test_nobody_who_waits_for_no_token_shortens_a_step(tiny: Path) -> None:
     engine.close()
 
 
+def test_steps_of_a_long_prompt_shrink_as_it_goes(tiny: Path) -> None:
+    """By the times this engine has measured of itself: the steps never grow, the last have a fraction of the first's tokens, and what is
+    said is what it says alone."""
+    engine = build(tiny, rows=2, length=LONG, chunk=512, block=64, fine=True)
+    profile = measure(engine.runner, engine.vocab)
+    least, deepest = engine.capacity.context[0], LONG
+    assert least < 32
+    grid = prefill_grid(profile)
+    assert grid.at(512, deepest) > 2 * grid.at(512, 512), "the scene is set: attention is most of a deep step"
+    chunks = fit(replace(profile, chunk_ms=1.2 * grid.at(16, deepest)))
+    prompt, told = ask("long", LONG - 200, 4), []
+    for beside in (False, True):
+        engine.scheduler.chunks = chunks if beside else None
+        if beside:
+            engine.add(ask("stream", 5, 10_000))
+            while not engine.step():
+                pass
+        engine.add(prompt)
+        steps, tokens = [], list[int]()
+        while len(tokens) < 4:
+            before = engine.steps
+            tokens += [token for delta in engine.step() if delta.request_id == "long" for token in delta.token_ids]
+            if engine.steps > before and engine.info.tag == "prefill":
+                steps.append(engine.info.tokens)
+        told.append(tokens)
+    assert steps[:-1] == sorted(steps[:-1], reverse=True) and sum(steps) == LONG - 200
+    assert steps[0] >= 4 * steps[-2] and steps[-2] <= 32
+    assert told[0] == told[1]
+    engine.close()
+
+
 def test_prompts_that_are_scored_are_cut_too(tiny: Path) -> None:
     """Their shapes are shorter, and the head of every token is computed."""
     engine = build(tiny, rows=2, length=512, chunk=128, block=16)
@@ -141,7 +175,7 @@ def test_no_step_is_longer_while_somebody_decodes(fitting: list[int], prompts: l
     assert all(len(sequence.ids) == 64 for sequence in sequences) and scheduler.blocks.used == 0
 
 
-LONG, NEEDLE_AT, NEEDLES, QUERY = 33_000, 100, range(120, 127), 127
+HAYSTACK, NEEDLE_AT, NEEDLES, QUERY = 33_000, 100, range(120, 127), 127
 SCALED = {
     "llama3": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 4096,
                "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -177,7 +211,7 @@ def test_a_needle_far_beyond_the_original_length(kind: str, tmp_path: Path) -> N
     """Eight times the length the frequencies were trained for: transformers' own logits, the same bits however the prompt is cut."""
     model = planted(tmp_path, SCALED[kind])
     draw = random.Random(kind)
-    ids, needle = [draw.randrange(119) for _ in range(LONG)], draw.choice(NEEDLES)
+    ids, needle = [draw.randrange(119) for _ in range(HAYSTACK)], draw.choice(NEEDLES)
     ids[NEEDLE_AT], ids[-1] = needle, QUERY
     with torch.no_grad():
         expected = model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits[0, -1].log_softmax(-1)
@@ -185,10 +219,10 @@ def test_a_needle_far_beyond_the_original_length(kind: str, tmp_path: Path) -> N
     seen = []
     for chunk in (512, 2048, 96):
         said = {"path": str(tmp_path), "skip_tokenizer_init": True}
-        with LLM(model=said, dtype="fp32", max_model_len=LONG + 64, max_num_seqs=1, prefill_chunk_tokens=chunk) as llm:
+        with LLM(model=said, dtype="fp32", max_model_len=HAYSTACK + 64, max_num_seqs=1, prefill_chunk_tokens=chunk) as llm:
             (out,) = llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0.0, max_tokens=3, logprobs=20, ignore_eos=True))
             device: Any = llm.engine.runner.device  # type: ignore[attr-defined]
-            seen.append((out.outputs[0].token_ids, out.outputs[0].logprobs, device.kv_read(range(LONG // llm.engine.capacity.block))))
+            seen.append((out.outputs[0].token_ids, out.outputs[0].logprobs, device.kv_read(range(HAYSTACK // llm.engine.capacity.block))))
     ids_found, probabilities, kv = seen[0]
     assert ids_found[0] == needle
     assert all(abs(entry.logprob - expected[token].item()) < 2e-4 for token, entry in probabilities[0].items())

@@ -33,13 +33,14 @@ def build(
     length: int = LENGTH,
     quantization: str | None = None,
     shared: bool = False,
+    fine: bool = False,
 ) -> Engine:
+    """`fine`: the sizes a deployment has by default, else small ones."""
     raw = hub.read_config(path)
     arch = models.architecture(raw)
     made = weights.load(arch, models.family(raw), hub.Checkpoint(path), dtype=dtype, quantization=quantization)
-    c = capacity(
-        rows=rows, length=length, chunk=chunk, smallest=16, smallest_context=4, kv_tokens=kv_tokens, scores=8, prefix=prefix, block=block
-    )  # fmt: skip
+    small = {} if fine else {"smallest": 16, "smallest_context": 4, "scores": 8}
+    c = capacity(rows=rows, length=length, chunk=chunk, kv_tokens=kv_tokens, prefix=prefix, block=block, **small)
     device = devices.open("cpu", ahead=devices.Ahead(async_mode=ahead), dtype=dtype, threads=1, shared_kv=shared)
     runner = Runner(arch, device, c)
     assert runner.overlaps is ahead

@@ -123,7 +123,7 @@ def test_of_two_runs_the_lesser_counts(disturbed: int) -> None:
 def test_a_slow_model_is_measured_no_longer(slower: int) -> None:
     """What there was no time for is estimated from the nearest that there was: more tokens in proportion, no context for nothing."""
     profile, runner = measured(CAPACITIES["default"], lambda plan: slower * by_tokens(plan))
-    least = slower * (by_tokens(runner.plans[0]) + by_tokens(runner.plans[1]))
+    least = slower * sum(by_tokens(plan) for plan in runner.plans[:3])
     assert runner.now - 100 <= max(1.2 * BUDGET_S, least) + 1e-9
     ms = {(t, n): took for _, t, n, took in profile.prefill}
     assert ms[32, 512] == pytest.approx(slower * (3 + 3.2 * 1.0625))
@@ -132,6 +132,30 @@ def test_a_slow_model_is_measured_no_longer(slower: int) -> None:
         assert ms[tokens, length] >= ms[tokens, 512]
     rows = len(profile.decode) // 2
     assert all(long >= short for (*_, short), (*_, long) in zip(profile.decode[:rows], profile.decode[rows:], strict=True))
+
+
+@pytest.mark.parametrize("slower", [0.1, 1, 40])
+def test_what_a_long_context_costs_is_known_of_any_model(slower: float) -> None:
+    """However slow, the fewest tokens over the longest context are measured, and their attention is in the estimate of all others."""
+
+    def cost(plan: Plan) -> float:
+        """5 ms for the weights, 0.1 a token, and ten times that again at 32,768 positions."""
+        return slower * (0.005 + sum(1e-4 * w.count * (1 + 10 * (w.start + w.count) / 32768) for w in plan.works))
+
+    held = capacity(rows=4, length=32768, chunk=512, block=64)
+    profile, _ = measured(held, cost)
+    assert (1, held.context[0], 32768) in {(r, t, n) for r, t, n, _ in profile.prefill}
+    for _, tokens, length, ms in profile.prefill:
+        true = slower * (5 + 0.1 * tokens * (1 + 10 * length / 32768))
+        assert 0.99 * true <= ms, "nothing is thought to be faster than it is"
+        assert tokens > held.context[0] or ms == pytest.approx(true)
+    limit = replace(profile, chunk_ms=40.0 * slower)
+    chunks = fit(limit)
+    assert chunks is not None
+    for done in range(0, 32000, 97):
+        most = chunks.most(done)
+        assert slower * (5 + 0.1 * most * (1 + 10 * (done + most) / 32768)) <= 40.0 * slower or most == held.context[0]
+    assert chunks.most(0) >= 4 * chunks.most(31000) and chunks.most(31000) > held.context[0]
 
 
 @pytest.mark.parametrize("busy", ["", "decode", "prefill"])
