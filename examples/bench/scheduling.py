@@ -3,12 +3,15 @@
 
 Streams: 8 sequences decode; then a 2,000-token prompt arrives. Every gap between two tokens of a running stream, until the newcomer has its
 first token, counts. In the same rounds the same without a limit in time (prefill_chunk_ms: 0), as it was before there was one.
+Long prompts (`--long` from 8,192 on): one is computed alone; then newcomers come of which all is known but the last WINDOW tokens, at five
+depths up to its end. What the whole would take beside the streams is reckoned from the windows' times.
 Host: seconds of planning, packing and committing a decode step, with a tiny model, at 16 and 64 rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -31,7 +34,8 @@ HOST_BARS_MS = {16: 0.07, 64: 0.20}  # issue 11
 STEADY_STEPS = 20
 MOST_STEPS = 5.0  # of a gap while 2,000 tokens are admitted, in decode steps (issue 13)
 PREFILL_KEPT = 0.95  # of the rate of a prompt without a limit in time (issue 13)
-LONG = 8192  # from here on a gap is held against the time of a chunk instead (issue 14)
+LONG = 8192  # from here on a gap is held against the time of a chunk instead (issue 14), at some depths
+WINDOW, DEPTHS = 1024, 4  # tokens that are new, and the equal parts of a prompt at whose ends they lie
 
 
 @dataclass(slots=True)
@@ -59,16 +63,21 @@ def open_engine(model: str, **words: Any) -> Engine:
     return loading.open_engine(parse({"model": {"path": model}, "speculative_config": False, **words})).engine
 
 
-def add(engine: Engine, name: str, prompt: int, new: int) -> None:
-    """Queue a greedy request of random tokens that ends after exactly `new`."""
+def drawn(engine: Engine, name: str, count: int) -> list[int]:
+    """Random tokens."""
+    draw = random.Random(name)
+    return [draw.randrange(engine.vocab // 2) for _ in range(count)]
+
+
+def add(engine: Engine, name: str, prompt: int, new: int, known: Sequence[int] = ()) -> None:
+    """Queue a greedy request of random tokens, `known` ones before them, that ends after exactly `new`."""
     from rayneuron.types import Request, SamplingParams
 
-    draw = random.Random(name)
-    ids = [draw.randrange(engine.vocab // 2) for _ in range(prompt)]
+    ids = [*known, *drawn(engine, name, prompt - len(known))]
     engine.add(Request(id=name, prompt_ids=ids, params=SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)))
 
 
-def admit_while_decoding(engine: Engine, streams: int, prompt: int, seed: str, into: Admission) -> None:
+def admit_while_decoding(engine: Engine, streams: int, prompt: int, seed: str, into: Admission, known: Sequence[int] = ()) -> None:
     """One admission; the engine is empty before and after."""
     for i in range(streams):
         add(engine, f"{seed}-{i}", 128, engine.capacity.length - 128)
@@ -83,7 +92,7 @@ def admit_while_decoding(engine: Engine, streams: int, prompt: int, seed: str, i
     into.steps_s += steady
     last = dict.fromkeys(started, time.perf_counter())
     newcomer, arrived, done = f"{seed}-long", time.perf_counter(), False
-    add(engine, newcomer, prompt, 2)
+    add(engine, newcomer, prompt, 2, known)
     while not done:
         began = time.perf_counter()
         deltas = engine.step()
@@ -127,6 +136,43 @@ def stretched(model: str, length: int, folder: Path) -> str:
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": length}))
     return str(folder)
+
+
+def measure_depths(args: argparse.Namespace) -> dict[int, Admission]:
+    """By the prompt's tokens: newcomers of which the last WINDOW are new. What they know was computed alone (`alone_s` of the longest)."""
+    said = {"dtype": args.dtype, "threads": args.threads, "max_num_seqs": args.streams + 1, "max_model_len": args.long + 128}
+    limits = {"prefill_chunk_tokens": args.chunk, "prefill_chunk_ms": args.chunk_ms}
+    said |= {name: value for name, value in limits.items() if value is not None}
+    found = {WINDOW + (args.long - WINDOW) * i // DEPTHS: Admission() for i in range(DEPTHS + 1)}
+    with tempfile.TemporaryDirectory() as folder:
+        engine = open_engine(stretched(args.model, args.long + 128, Path(folder)), **said)
+        found[args.long].alone_s.append(admit_alone(engine, args.long, "whole"))
+        whole = drawn(engine, "whole", args.long)
+        admit_while_decoding(engine, args.streams, WINDOW, "warm", Admission())
+        for turn in range(args.rounds):
+            for length, into in found.items():
+                admit_while_decoding(engine, args.streams, length, f"{turn}-{length}", into, whole[: length - WINDOW])
+                into.chunk_ms = engine.timing.fixed.chunk_ms if engine.timing is not None else 0.0
+        engine.close()
+    return found
+
+
+def show_depths(found: dict[int, Admission]) -> str:
+    """Markdown tables of the windows, and of the bar over all their gaps."""
+    rows = []
+    for length, at in found.items():
+        parts = [*report.spread(at.gaps_s, 1e3).values(), *report.spread(at.chunks_s, 1e3).values()]
+        rows.append([f"{length:,}", *parts, len(at.chunks_s), statistics.median(at.steps_s) * 1e3])
+    names = [f"{what} {part}" for what in ("gap", "chunk") for part in ("p50", "p90", "p99", "max")]
+    text = report.table(["tokens, the last new; ms", *names, "chunks", "decode step before"], rows)
+    longest, each = max(found), [statistics.mean(at.first_token_s) for at in found.values()]
+    whole_s = statistics.mean((a + b) / 2 for a, b in zip(each, each[1:], strict=False)) * longest / WINDOW
+    chunk_ms, alone_s = found[longest].chunk_ms, found[longest].alone_s[0]
+    text += f"\n\nA chunk may take {chunk_ms:.1f} ms. First token of {longest:,}: alone {alone_s:.0f} s, beside the streams {whole_s:.0f} s"
+    gaps, steps = ([s for at in found.values() for s in getattr(at, name)] for name in ("gaps_s", "steps_s"))
+    limit = round(2 * chunk_ms + statistics.median(steps) * 1e3, 1)
+    row = report.bar("p99 gap, ms, against two chunks and a step", report.percentile(gaps, 0.99) * 1e3, limit, False)
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], [row])}"
 
 
 def measure_admission(args: argparse.Namespace) -> tuple[Admission, Admission]:
@@ -198,12 +244,10 @@ def show(admission: Admission, before: Admission, hosts: dict[int, dict[str, lis
         text += f"\n\nTokens a second of the newcomer's own steps: {rates[0]:.0f}, without a limit {rates[1]:.0f}"
     rows = [[f"{n} rows, {part}", *report.spread(v, 1e3).values(), len(v)] for n, spent in hosts.items() for part, v in spent.items()]
     text += "\n\n" + report.table(["host ms a step", "p50", "p90", "p99", "max", "steps"], rows)
-    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(admission, before, hosts, long))}"
+    return f"{text}\n\n{report.table(['bar', 'measured', 'asked', ''], bars(admission, before, hosts))}"
 
 
-def bars(
-    admission: Admission, before: Admission, hosts: dict[int, dict[str, list[float]]], long: int
-) -> list[tuple[str, float, str, str]]:  # fmt: skip
+def bars(admission: Admission, before: Admission, hosts: dict[int, dict[str, list[float]]]) -> list[tuple[str, float, str, str]]:
     """The rows of the issues' tables."""
     rows = []
     for name, choose in (("median", statistics.median), ("longest", max)) if admission.gaps_s else ():
@@ -211,10 +255,7 @@ def bars(
         rows.append(report.bar(f"p99 gap while a long prompt is admitted, ms ({name} chunk)", p99, limit_ms, False))
     if admission.gaps_s:
         p99, step_ms = report.percentile(admission.gaps_s, 0.99) * 1e3, statistics.median(admission.steps_s) * 1e3
-        if long < LONG:
-            rows.append(report.bar("p99 gap / decode step", p99 / step_ms, MOST_STEPS, False))
-        else:
-            rows.append(report.bar("p99 gap, ms, against two chunks and a step", p99, round(2 * admission.chunk_ms + step_ms, 1), False))
+        rows.append(report.bar("p99 gap / decode step", p99 / step_ms, MOST_STEPS, False))
         kept = report.median_ratio(before.alone_s, admission.alone_s)
         rows.append(report.bar("prefill rate / without a limit", kept, PREFILL_KEPT))
     for n, spent in hosts.items():
@@ -244,10 +285,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     machine.begin(args.urgent)
     watch = machine.Watch([])
+    if args.long >= LONG and not args.host_only:
+        depths = measure_depths(args)
+        raw = {length: dataclasses.asdict(at) for length, at in depths.items()}
+        about = f"{args.streams} streams, {args.long} tokens, the last {WINDOW} new"
+        report.tell("scheduling", watch.facts(), about, show_depths(depths), {"depths": raw}, args.json)
+        return 0
     admission, before = (Admission(), Admission()) if args.host_only else measure_admission(args)
     hosts = {rows: host_step(args.host_model, rows, args.host_steps) for rows in args.host_rows}
     about, text = f"{args.streams} streams, {args.long} tokens admitted, {args.rounds} rounds", show(admission, before, hosts, args.long)
-    found = {name: {n: getattr(a, n) for n in Admission.__slots__} for name, a in (("limited", admission), ("unlimited", before))}
+    found = {name: dataclasses.asdict(a) for name, a in (("limited", admission), ("unlimited", before))}
     report.tell("scheduling", watch.facts(), about, text, {"admission": found, "host_s": hosts}, args.json)
     return 0
 
