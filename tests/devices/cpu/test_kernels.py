@@ -211,6 +211,35 @@ def test_attention_has_the_same_bits_however_a_prompt_is_cut(kernels, dtype, win
     assert torch.equal(three[30 : 30 + n], whole)
 
 
+SEGMENT = 4096  # positions whose sums begin anew (attention.cpp)
+
+
+def summed_alike(kernels, edges, dtype, window=0, alibi=False, lying=True):
+    """Few queries take segments apart, by whichever thread; many take all in one piece; some begin or end inside what others do not see."""
+    heads, kv_heads, size, last = 6, 2, 32, max(edges) + 150
+    kv, queries = draw(2, 1, kv_heads, last, size, dtype=dtype), draw(last, heads, size, seed=3)
+    slopes = torch.rand(heads, generator=torch.Generator().manual_seed(1)) * 1e-3 if alibi else None
+
+    def found(start, count, by=attend):
+        positions, q = torch.arange(start, start + count, dtype=torch.int32), queries[start : start + count].contiguous()
+        if by is attend_exactly:
+            return by(q, kv, 0, positions, window, slopes)
+        return by(kernels, q, kv, [(0, 0, count)], positions, window, slopes, lying=lying)
+
+    for edge in edges:
+        start = edge - 100
+        many = found(start, 200)
+        close(many, found(start, 200, attend_exactly), dtype)
+        for first, some in ((start, 1), (edge - 1, 1), (edge, 1), (edge - 1, 2), (edge - 7, 20), (start, 64), (edge + 63, 37)):
+            assert torch.equal(found(first, some), many[first - start : first - start + some]), (edge, first, some)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "alibi", "lying"), [(0, False, True), (0, True, False), (5000, False, False), (40, False, True)])
+def test_long_contexts_are_summed_alike_by_few_queries_and_by_many(kernels, dtype, window, alibi, lying):
+    summed_alike(kernels, (SEGMENT, 2 * SEGMENT), dtype, window, alibi, lying)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_greedy_is_the_first_largest_logit(kernels, dtype):
     weight = draw(1000, 64, dtype=dtype)

@@ -18,7 +18,7 @@ from rayneuron.models import ops as plain
 from rayneuron.models import quantize
 from rayneuron.models.collectives import Solo
 from tests.devices.cpu.test_families import on_kernels
-from tests.devices.cpu.test_kernels import attend, attend_exactly, close, draw
+from tests.devices.cpu.test_kernels import SEGMENT, attend, attend_exactly, close, draw, summed_alike
 from tests.models import cases
 
 BF16 = torch.bfloat16
@@ -146,6 +146,11 @@ def test_attention(kernels, heads, kv_heads, size, window, alibi):
         parts = [(q[i : i + cut].clone(), positions[i : i + cut].clone()) for i in range(0, 101, cut)]
         pieces = [attend(kernels, a, kv, [(1, 0, len(p))], p, window, slopes, block, lying) for a, p in parts]
         assert torch.equal(torch.cat(pieces), got), (block, lying, cut)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_long_contexts_are_summed_alike_by_few_queries_and_by_many(kernels, window):
+    summed_alike(kernels, (SEGMENT,), BF16, window)
 
 
 def test_hardware_gives_the_bits_of_the_emulation():
