@@ -178,7 +178,7 @@ class Stamps(msgspec.Struct):
     finished: float = 0.0
 
 
-class TokenDelta(msgspec.Struct, omit_defaults=True):
+class TokenDelta(msgspec.Struct, omit_defaults=True, gc=False):
     """What one engine step adds to one choice of one request. `index` is the choice (0 <= index < n).
 
     `token_ids` holds every generated token, the stopping one included; `stop_token` is that id when a stop token (not EOS) ended it.
@@ -215,7 +215,7 @@ class Usage(msgspec.Struct, frozen=True):
     predicted: tuple[int, int] = (0, 0)
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """A `TokenDelta` with its text: what a client sees. `text` never holds half a character nor a withheld stop string.
 
     `token_ids` are the output tokens of this delta; `stop_reason` is the stop string or token id that ended the choice, None for EOS.

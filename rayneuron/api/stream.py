@@ -33,6 +33,8 @@ class Mould:
 
     def fill(self, *values: object) -> bytes:
         """The event with these in their places."""
+        if len(values) == 1:
+            return self._parts[0] + _encode(values[0]) + self._parts[1]
         parts = iter(self._parts)
         return next(parts) + b"".join([_encode(value) + part for value, part in zip(values, parts, strict=True)])
 

@@ -185,9 +185,10 @@ def pack(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
 
 def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
     """Row i is work i. What is as in the step before is not made again; each call of numpy or torch costs as much as a few rows."""
-    holds = tuple([w.sequence.hold for w in works if w.sequence.hold is not None])
+    holds = tuple([hold for w in works if (hold := w.sequence.hold) is not None])
     kept = _kept(shape, space, holds)
-    tables = _tables(shape, space, holds, sum([hold.changes for hold in holds]))
+    if kept.changes != (changes := sum([hold.changes for hold in holds])):
+        kept.lay(_idle(shape, space)[0]["blocks"], holds, changes)
     if shape.tokens == 1:
         made = dict(zip(_PLACES, map(torch.from_numpy, _one_each(works, holds, shape, space)), strict=True))
     else:
@@ -195,14 +196,14 @@ def _packed(works: Sequence[Work], shape: Shape, space: KvSpace) -> Batch:
     if shape.want.ids == "sampled":
         made |= _how(shape, space, tuple([w.sequence.how for w in works]))
         made["uniform"] = torch.from_numpy(_drawn(works, _idle(shape, space)[0]["uniform"].copy()))
-    return Batch(**{**kept, **tables, **made})
+    return Batch(**{**kept.tensors, **made})
 
 
 def _one_each(works: Sequence[Work], holds: Sequence[Hold], shape: Shape, space: KvSpace) -> NDArray[np.int32]:
     """[3,B,1]: `_PLACES` of works of one token."""
     size, nowhere, idle = space.block, space.nowhere, shape.rows - len(works)
     starts = [w.start for w in works]
-    tokens = [w.sequence.ids[w.start] if w.start < len(w.sequence.ids) else FOLLOWS for w in works]
+    tokens = [ids[w.start] if w.start < len(ids := w.sequence.ids) else FOLLOWS for w in works]
     slots = [
         hold.blocks[start // size] * size + start % size if start >= hold.shared * size or shape.tag == "fill" else nowhere
         for start, hold in zip(starts, holds, strict=True)
@@ -248,21 +249,29 @@ def _idle(shape: Shape, space: KvSpace) -> tuple[dict[str, NDArray[Any]], dict[s
     return arrays, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
+class _Kept:
+    """What a step of some holds has as the one before: `tensors`, of which nobody writes any; the blocks are those after so many `changes`
+    of theirs."""
+
+    __slots__ = ("changes", "tensors")
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.changes = tensors, -1
+
+    def lay(self, idle: NDArray[Any], holds: Sequence[Hold], changes: int) -> None:
+        """Other blocks, in an array of their own: a step under way may still read the last one."""
+        blocks = idle.copy()
+        blocks[: len(holds)] = holds[0].table[[hold.row for hold in holds], : blocks.shape[1]]
+        self.tensors["blocks"], self.changes = torch.from_numpy(blocks), changes
+
+
 @lru_cache(16)  # the steps of who decodes now, with and without drafts, and of some prompts
-def _kept(shape: Shape, space: KvSpace, holds: tuple[Hold, ...]) -> dict[str, torch.Tensor]:
-    """The tensors of an idle step, and of one of these their rows and adapters. Nobody writes any."""
+def _kept(shape: Shape, space: KvSpace, holds: tuple[Hold, ...]) -> _Kept:
+    """The tensors of an idle step, and of one of these their rows and adapters."""
     idle, tensors = _idle(shape, space)
     rows, slots = idle["rows"].copy(), idle["adapters"].copy()
     rows[: len(holds)], slots[: len(holds)] = [hold.row for hold in holds], [hold.slot for hold in holds]
-    return {**tensors, "rows": torch.from_numpy(rows), "adapters": torch.from_numpy(slots)}
-
-
-@lru_cache(16)
-def _tables(shape: Shape, space: KvSpace, holds: tuple[Hold, ...], changes: int) -> dict[str, torch.Tensor]:
-    """The blocks of their rows, after so many `changes` of theirs. Nobody writes them."""
-    blocks = _idle(shape, space)[0]["blocks"].copy()
-    blocks[: len(holds)] = holds[0].table[[hold.row for hold in holds], : blocks.shape[1]]
-    return {"blocks": torch.from_numpy(blocks)}
+    return _Kept({**tensors, "rows": torch.from_numpy(rows), "adapters": torch.from_numpy(slots)})
 
 
 @lru_cache(16)

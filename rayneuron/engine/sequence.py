@@ -123,7 +123,7 @@ class Sequence(Struct, eq=False):
         self.run(computed)
 
 
-class Work(Struct, eq=False):
+class Work(Struct, eq=False, gc=False):
     """One sequence's part of a step: compute KV for ids[start : start + count], and for `drafts` behind them: ids that may come next.
 
     `last`: a token is sampled at the end: every id has KV afterwards. `followed`: the device hands that token to the next step itself.

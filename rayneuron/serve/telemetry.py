@@ -52,17 +52,20 @@ class Series:
 class Histogram:
     """Bucket counts and the exact sum of one histogram; `recent` are the observations Ray has not seen."""
 
-    __slots__ = ("counts", "metric", "recent", "sum")
+    __slots__ = ("_last", "_place", "counts", "metric", "recent", "sum")
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
         self.counts = [0] * (len(metric.buckets) + 1)
         self.sum = 0.0
         self.recent: list[float] = []
+        self._last, self._place = -1.0, 0  # all streams of a step have the same
 
     def observe(self, value: float) -> None:
         """Count one observation."""
-        self.counts[bisect_left(self.metric.buckets, value)] += 1
+        if value != self._last:
+            self._last, self._place = value, bisect_left(self.metric.buckets, value)
+        self.counts[self._place] += 1
         self.sum += value
         if not self.metric.per_token and len(self.recent) < RECENT_LIMIT:
             self.recent.append(value)

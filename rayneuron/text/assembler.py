@@ -50,6 +50,12 @@ class Assembler:
             choice = self._choices[delta.index] = self._begin()
         if choice.done:
             return None
+        if choice.stops is None and len(delta.token_ids) == 1 and self._plain(choice, delta):  # nearly always
+            choice.count += 1
+            if text := choice.words.push(delta.token_ids[0]):
+                return Delta(delta.request_id, delta.index, text, delta.token_ids)
+            choice.ids += delta.token_ids
+            return None
         text, taken, stop = self._read(choice, delta)
         finish: FinishReason | None = "stop" if stop is not None else delta.finish_reason
         choice.ids += delta.token_ids[:taken]
@@ -62,6 +68,11 @@ class Assembler:
         if not (text or self._text.wordless) and finish is None and choice.prompt_logprobs is None:
             return None
         return self._send(choice, delta, text, finish, stop)
+
+    def _plain(self, choice: _Choice, delta: TokenDelta) -> bool:
+        """Whether a delta tells of nothing but its tokens, and nothing else waits for the next that has text."""
+        told = delta.finish_reason or delta.logprobs or delta.prompt_logprobs or delta.cached_tokens or delta.predicted != choice.predicted
+        return not (told or choice.ids or choice.logprobs or choice.prompt_logprobs or self._text.wordless)
 
     def _begin(self) -> _Choice:
         params = self.request.params

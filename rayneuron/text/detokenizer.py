@@ -88,7 +88,7 @@ class Bytes:
     A prompt that ends inside a character lends its last bytes, so that the first token can complete it; they are dropped if it does not.
     """
 
-    __slots__ = ("_decoder", "_lent", "_skipped", "_spell", "_strip")
+    __slots__ = ("_clear", "_decoder", "_lent", "_skipped", "_spell", "_strip")
 
     def __init__(self, spell: Callable[[int], bytes], skipped: frozenset[int], strip: str, prompt: Sequence[int]) -> None:
         self._spell = spell
@@ -96,18 +96,22 @@ class Bytes:
         self._decoder = _utf8("replace")
         self._lent = _unfinished(spell(token) for token in prompt[-CONTEXT:] if token not in skipped)
         self._strip = strip if strip and all(token in skipped for token in prompt) else ""
+        self._clear = not (self._lent or self._strip)  # nothing waits, and nothing is to be left out
 
     def push(self, token_id: int) -> str:
         """Characters this token completes; "" while one is unfinished."""
         if token_id in self._skipped:
             return ""
         piece = self._spell(token_id)
+        if self._clear and piece.isascii():  # nearly always, and the decoder is Python
+            return piece.decode()
         if self._lent and piece:
             piece = self._borrow(piece)
         text = self._decoder.decode(piece)
         if self._strip and text:
             text = text.removeprefix(" ") if self._strip == "one" else text.lstrip(" ")
             self._strip = ""
+        self._clear = not (self._lent or self._strip or self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:

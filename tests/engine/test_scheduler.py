@@ -11,6 +11,7 @@ from rayneuron.devices.base import StepOutput
 from rayneuron.engine import commit
 from rayneuron.engine.buckets import capacity
 from rayneuron.engine.host_sampling import HostSampling
+from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import Request, SamplingParams
@@ -195,3 +196,23 @@ def test_a_step_of_before_registers_nothing_of_after():
     scheduler.landed(second)
     assert len(scheduler.blocks.hashes()) == 2 and sequence.hold.shared == 2
     scheduler.check()
+
+
+def test_a_step_under_way_keeps_its_own_arrays() -> None:
+    """What is as in the step before is not made again, and what has changed is made anew: a device may still read the last."""
+    held = capacity(rows=2, length=64, chunk=16, block=16)
+    scheduler, packed = Scheduler(held), []
+    for order in range(2):
+        scheduler.add(make(order, 8, 40))
+    while (plan := scheduler.plan()) is not None and len(packed) < 30:
+        scheduler.launch(plan, overlaps=False)
+        if plan.tag == "decode":
+            batch = pack(plan.works, choose(held, plan), held.space)
+            packed.append((batch.blocks, batch.blocks.clone(), [list(w.sequence.hold.blocks) for w in plan.works]))
+        scheduler.landed(plan)
+        commit.advance(plan, StepOutput(ids=np.ones((len(plan.works), 1), np.int32)), 1.0, HostSampling())
+    assert len({blocks.data_ptr() for blocks, *_ in packed}) < len(packed) == 30, "most are those of the step before"
+    for blocks, then, listed in packed:
+        assert (blocks == then).all()
+        for row, own in zip(blocks.tolist(), listed, strict=True):
+            assert row[: len(own)] == own and set(row[len(own) :]) <= {held.space.null}

@@ -177,11 +177,11 @@ def test_gauges_while_something_runs(running: Site) -> None:
 def test_a_histogram_keeps_the_exact_sum() -> None:
     """The boundaries belong to the bucket below, as Prometheus has it; the sum is of the values, not of bucket middles."""
     histogram = Histogram(metrics.TTFT)
-    for observed in (0.001, 0.0011, 0.5, 5000.0):
+    for observed in (0.001, 0.0011, 0.5, 0.5, 5000.0):
         histogram.observe(observed)
     family = {s.labels["le"]: s.value for s in histogram.family(("m", "0")).samples if s.name.endswith("_bucket")}
-    assert (family["0.001"], family["0.005"], family["0.5"], family["2560.0"], family["+Inf"]) == (1, 2, 3, 3, 4)
-    assert histogram.sum == math.fsum((0.001, 0.0011, 0.5, 5000.0))
+    assert (family["0.001"], family["0.005"], family["0.5"], family["2560.0"], family["+Inf"]) == (1, 2, 4, 4, 5)
+    assert histogram.sum == math.fsum((0.001, 0.0011, 0.5, 0.5, 5000.0))
 
 
 def test_every_name_once_and_well_formed() -> None:

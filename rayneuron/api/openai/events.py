@@ -34,7 +34,7 @@ class Events:
 
     content_type = "text/event-stream"
 
-    __slots__ = ("_call", "_chunks", "_choices", "_finished", "_held", "_moulds", "_prompts", "_said", "_tally", "done", "failed")
+    __slots__ = ("_bare", "_call", "_chunks", "_choices", "_finished", "_held", "_moulds", "_prompts", "_said", "_tally", "done", "failed")
 
     def __init__(self, chunks: Writers, call: Call) -> None:
         self._call = call
@@ -43,6 +43,9 @@ class Events:
         self._choices = [ChoiceState(call, index) for index in range(call.choices)]
         self._tally = Tally(call)
         self._moulds: dict[int, Mould] = {}
+        head = call.head
+        asked = head.return_token_ids or head.continuous_usage or head.stream_interval > 1 or call.echo or call.scan.reasoning is not None
+        self._bare = not asked and call.logprobs is None and not call.scan.on  # a chunk before the last holds its text and nothing else
         self._finished = 0
         self._said: dict[int, list[TokenLogprobs | None]] = {}
         self._held: dict[int, list[Delta]] = {}
@@ -60,6 +63,10 @@ class Events:
         if delta.error is not None:
             return self.error(RayNeuronError(delta.error))
         prompt = self._prompts[delta.request_id]
+        if self._bare and delta.finish_reason is None:
+            self._tally.completion_tokens += len(delta.token_ids)
+            index = prompt * self._call.n + delta.index
+            return (self._moulds.get(index) or self._mould(self._choices[index])).fill(delta.text) if delta.text else b""
         if self._call.echo and self._call.logprobs is not None:
             if delta.prompt_logprobs is not None:
                 self._said[prompt] = delta.prompt_logprobs
