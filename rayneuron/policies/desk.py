@@ -19,7 +19,7 @@ from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
 from rayneuron.policies.cost import Costs, expected
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
-from rayneuron.policies.workers import KnownWorker
+from rayneuron.policies.known_worker import KnownWorker
 from rayneuron.types import Profile
 
 REMEMBERED = 1024  # decisions
