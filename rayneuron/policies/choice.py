@@ -181,16 +181,16 @@ class Chooser:
             if took is None:
                 took = known[new if rows > 0 else -new] = costs.prefill(new, prompt - new, rows > 0)
             prefill, steps = took
+            prefill *= worker.factor
             if rows and steps > 1:
                 prefill += (steps - 1) * worker.step_ms
             after, at, before = worker.beside
             if one:  # `added_ms`, without a call: this is done for each that comes into question
-                added = LATER * steps_there * (after[there if there > at else at] - before)
+                added = worker.factor * LATER * steps_there * (after[there if there > at else at] - before)
             else:
-                added = LATER * added_ms(worker.beside, stretches)
+                added = worker.factor * LATER * added_ms(worker.beside, stretches)
             queue, until_s = worker.behind_ms, worker.until_s
-            if until_s > now_s:
-                queue += 1e3 * (until_s - now_s)
+            queue += 1e3 * (until_s - now_s) if until_s > now_s else worker.turn_ms
             if rows_asked > 1:
                 added *= rows_asked
             cost = queue + prefill + added
@@ -255,7 +255,7 @@ def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
 
     def order(p: _Price) -> tuple[bool, float]:
         _, worker, queue, prefill, _, _ = p
-        step_ms = worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
+        step_ms = worker.factor * worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
         used = ((queue + prefill) / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)
         over = sum(max(0.0, u - 1) for u in used)
         return over > 0, over or -max(used)

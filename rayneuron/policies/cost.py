@@ -107,8 +107,8 @@ class Costs:
         return self._decode[rows if rows < self._rows else self._rows][bisect_left(self._lengths, longest)]
 
     def beside(self, rows: int, longest: int) -> tuple[list[float], int, float]:
-        """Where one more sequence decodes beside `rows` others, the longest of so many positions: what its steps take all of them together by
-        length, which of the lengths theirs is, and what a step takes them without it."""
+        """Where one more sequence decodes beside `rows` others, the longest of so many positions: what a step takes all of them together,
+        by length; which of the lengths theirs is; and what a step takes them without it."""
         if rows >= self._rows:
             rows = self._rows - 1
         at = bisect_left(self._lengths, longest)

@@ -8,8 +8,10 @@ from msgspec import Struct
 
 from rayneuron.news import Pressure
 from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs, added_ms
+from rayneuron.policies.pace import Pace
 
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
+_FADE_S = 10.0  # how often what is known of its pace is looked at where nothing comes
 
 
 class Booking(Struct, frozen=True):
@@ -26,8 +28,9 @@ class KnownWorker:
     """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
 
     __slots__ = (
-        *("accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "extra", "free"),
-        *("keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "place", "rows", "step_ms", "until_s", "_prompt_ms", "_typical"),
+        *("_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows", "booked_tokens"),
+        *("bookings", "costs", "extra", "factor", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "pace"),
+        *("place", "rows", "step_ms", "turn_ms", "until_s"),
     )
 
     def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
@@ -39,6 +42,7 @@ class KnownWorker:
         self._typical = costs.stretches(_A_PROMPT, _AN_OUTPUT)
         self.load = load
         self.at_s = now_s
+        self.pace = Pace(now_s)
         self.accepting = True
         self.orders = 0
         self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
@@ -53,24 +57,25 @@ class KnownWorker:
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
         queue = 1e3 * (self.until_s - now_s)
-        return queue + self.behind_ms if queue > 0 else self.behind_ms
+        return self.behind_ms + (queue if queue > 0 else self.turn_ms)
 
     def typical_ms(self, now_s: float) -> float:
         """What everybody loses by one more request, of the kind by which replicas are compared."""
-        return self.queue_ms(now_s) + self._prompt_ms + LATER * added_ms(self.beside, self._typical)
+        return self.queue_ms(now_s) + self.factor * (self._prompt_ms + LATER * added_ms(self.beside, self._typical))
 
     def _count(self) -> None:
         """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent
-        there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step; `beside`:
-        what one more adds to it; `free` tokens."""
-        load = self.load
+        there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step, `turn_ms`
+        of what is left of one that is under way; `beside`: what one more adds to it; `free` tokens; `factor`: its pace."""
+        load, self.factor = self.load, self.pace.factor
         self.rows = load.rows + self.booked_rows
         self.extra = load.waiting + self.booked_rows - load.slots_free
         self.free = load.kv_free - self.booked_tokens
         self.until_s = self.at_s + load.backlog_ms / 1e3
-        self.step_ms = self.costs.decode_ms(self.rows, load.longest)
+        self.step_ms = self.factor * self.costs.decode_ms(self.rows, load.longest)
+        self.turn_ms = 0.5 * self.step_ms if self.rows > 0 else 0.0
         self.beside = self.costs.beside(self.rows, load.longest)
-        self.behind_ms = self.booked_ms
+        self.behind_ms = self.booked_ms + self.pace.late_ms
         if self.extra >= 0:
             slot_ms = load.slot_ms or SOME_TOKENS * self.step_ms  # its rows are booked, not taken yet
             self.behind_ms += slot_ms * (self.extra + 1)
@@ -91,6 +96,13 @@ class KnownWorker:
         self.load, self.at_s = load, now_s
         while self.bookings and next(iter(self.bookings)) <= load.seen:
             self._counted(self.bookings.popitem(last=False)[1])
+        if now_s - self.pace.known_s > _FADE_S:
+            self.pace.fade(now_s)
+        self._count()
+
+    def began(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
+        """A first token has come, as `Pace.learn` has it."""
+        self.pace.learn(queue_ms, own_ms, actual_ms, now_s)
         self._count()
 
     def unbook(self, key: int) -> None:

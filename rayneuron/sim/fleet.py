@@ -229,6 +229,7 @@ class Simulation:
         report = self.report
         if not call.first_s:
             call.first_s = now_s
+            call.gateway.desk.began(call.key, None, now_s)
             report.ttft.add(ttft_s := now_s - arrival.at_s)
             if call.predicted_s:
                 report.off.add(abs(call.predicted_s - now_s) / max(ttft_s, 1e-9))
