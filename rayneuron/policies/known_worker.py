@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from rayneuron.news import Pressure
 from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs, added_ms
-from rayneuron.policies.pace import Pace
+from rayneuron.policies.learned_pace import LearnedPace
 
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
 _FADE_S = 10.0  # how often what is known of its pace is looked at where nothing comes
@@ -42,7 +42,7 @@ class KnownWorker:
         self._typical = costs.stretches(_A_PROMPT, _AN_OUTPUT)
         self.load = load
         self.at_s = now_s
-        self.pace = Pace(now_s)
+        self.pace = LearnedPace(now_s)
         self.accepting = True
         self.orders = 0
         self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
@@ -101,7 +101,7 @@ class KnownWorker:
         self._count()
 
     def began(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
-        """A first token has come, as `Pace.learn` has it."""
+        """A first token has come, as `LearnedPace.learn` has it."""
         self.pace.learn(queue_ms, own_ms, actual_ms, now_s)
         self._count()
 

@@ -103,11 +103,10 @@ class Simulation:
         if setup.route == "turns":
             self._in_turn(call)
             return
-        known = call.hashes[: prompt // setup.capacity.block] if setup.route == "kv" else ()
+        block, avoid, again = setup.capacity.block, call.lost_on, call.replay.attempt > 0
+        known = call.hashes[: prompt // block] if setup.route == "kv" else ()
         most = None if arrival.most is None else arrival.most - done
-        again = call.replay.attempt > 0
         session = arrival.session if setup.route == "kv" else ""
-        block, avoid = setup.capacity.block, call.lost_on
         ask = GatewayAsk(call.key, arrival.account, prompt, most, 1, known, block, session, again=again, avoid=avoid)
         verdict = call.gateway.desk.offer(ask, self.clock.now_s)
         if isinstance(verdict, TurnedAway):

@@ -14,7 +14,7 @@ from rayneuron.news import Pressure
 from rayneuron.policies.choice import GatewayAsk
 from rayneuron.policies.desk import GatewayDesk, Send
 from rayneuron.policies.desk_limits import DeskLimits
-from rayneuron.policies.pace import MOST_LATE_MS, MOST_OFF, Pace
+from rayneuron.policies.learned_pace import MOST_LATE_MS, MOST_OFF, LearnedPace
 from tests.policies.profiles import engine, profile
 
 CAPACITY = engine(rows=8, length=4096, chunk=512)
@@ -88,7 +88,7 @@ def test_replicas_that_are_alike_share_the_work_and_none_flaps() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 1e4), st.floats(0.01, 1e4), st.floats(-1.0, 1e9)), max_size=60))
 def test_whatever_is_observed_both_stay_within_their_bounds(seen: list[tuple[float, float, float]]) -> None:
-    pace = Pace(0.0)
+    pace = LearnedPace(0.0)
     for i, (queue_ms, own_ms, actual_ms) in enumerate(seen):
         pace.learn(queue_ms, own_ms, actual_ms, float(i))
         assert 0.95 / MOST_OFF <= pace.factor <= 1.05 * MOST_OFF and 0.0 <= pace.late_ms <= MOST_LATE_MS + 1
@@ -96,7 +96,7 @@ def test_whatever_is_observed_both_stay_within_their_bounds(seen: list[tuple[flo
 
 
 def test_one_odd_answer_moves_a_known_pace_little_and_time_forgets() -> None:
-    pace = Pace(0.0)
+    pace = LearnedPace(0.0)
     for i in range(50):
         pace.learn(0.0, 100.0, 200.0, float(i))
     known = pace._off

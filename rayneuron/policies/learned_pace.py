@@ -19,7 +19,7 @@ _FORGET_S = 600.0  # in which half of what is known is forgotten where nothing c
 _STEP, _STEP_MS = 0.05, 0.5  # both are told in steps, when they have moved by more than one: replicas that are alike stay so
 
 
-class Pace:
+class LearnedPace:
     """`factor` of a replica's own work, `late_ms` of each order, as of `known_s`. Time is an argument."""
 
     __slots__ = ("_both", "_late", "_late_var", "_off", "_off_var", "factor", "known_s", "late_ms")
