@@ -11,7 +11,7 @@ from math import exp, log, sqrt
 
 MOST_OFF = 5.0  # the multiple, or one part of it
 MOST_LATE_MS = 100.0
-_OFF, _LATE_MS = 1.0, 5.0  # how far from none they are expected before the first order, of the multiple its logarithm
+_OFF, _LATE_MS = 1.0, 10.0  # how far from none they are expected before the first order, of the multiple its logarithm
 _NOISE = 0.25  # of the time to a first token, what nobody can know
 _DOUBT = 0.0002  # of what is known, how much each first token leaves less sure
 _ODD = 3.0  # deviations, the most that an observation counts
