@@ -145,7 +145,7 @@ class GatewayDesk:
         if cached is not None and cached != found.overlap and 0 <= cached < ask.prompt:
             cost = worker.costs.prefill
             found.own_ms *= cost(ask.prompt - cached, cached)[0] / cost(ask.prompt - found.overlap, found.overlap)[0]
-        worker.began(found.queue_ms, found.own_ms, actual_ms, now_s)
+        self.chooser.workers.began(worker, found.queue_ms, found.own_ms, actual_ms, now_s)
         self._changed(worker, now_s)
         return abs(predicted_ms - actual_ms) / actual_ms
 

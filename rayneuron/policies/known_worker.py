@@ -100,6 +100,11 @@ class KnownWorker:
             self.pace.fade(now_s)
         self._count()
 
+    def assume(self, factor: float) -> None:
+        """Nobody has seen a first token of it yet: it is taken to be like others."""
+        self.pace.assume(factor)
+        self._count()
+
     def began(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
         """A first token has come, as `LearnedPace.learn` has it."""
         self.pace.learn(queue_ms, own_ms, actual_ms, now_s)

@@ -50,6 +50,11 @@ class LearnedPace:
         self._both -= with_off * with_late / var
         self._tell()
 
+    def assume(self, factor: float) -> None:
+        """Begin with another factor than none, as little sure of it."""
+        self._off = log(factor)
+        self._tell()
+
     def fade(self, now_s: float) -> None:
         """Time has passed."""
         left = 0.5 ** ((now_s - self.known_s) / _FORGET_S)

@@ -21,6 +21,8 @@ class Workers:
     def __init__(self) -> None:
         self.all: dict[int, KnownWorker] = {}
         self.placed = 0  # that may be chosen
+        self._strangers: set[int] = set()  # whose first tokens nobody here has seen
+        self._common = 1.0  # the pace they are taken to have: that of whom was last learned of, or who is known would seem faster or slower
         self._late_ms = 0.0  # from when an order is sent until a replica is heard that counts it in
         self._others = 0.0  # share of the sequences on replicas that came from elsewhere
         self._between_ms, self._sent_s = 0.0, 0.0  # from one order of this gateway to the next
@@ -34,12 +36,15 @@ class Workers:
     def join(self, worker: KnownWorker) -> None:
         """A replica is there."""
         self.all[worker.number] = worker
+        self._strangers.add(worker.number)
+        worker.assume(self._common)
         for point in range(_POINTS):
             insort(self._ring, (_hashed(f"{worker.name} {point}".encode()), worker.number))
 
     def leave(self, number: int) -> KnownWorker:
         """A replica is gone."""
         worker = self.all.pop(number)
+        self._strangers.discard(number)
         worker.accepting = False
         self.weigh(worker, 0.0)
         self.mark(worker, 0)
@@ -55,6 +60,16 @@ class Workers:
         if there := load.rows + load.waiting:
             own = len(worker.keys) - len(worker.bookings)
             self._others += _LATELY * (max(0, there - own) / there - self._others)
+
+    def began(self, worker: KnownWorker, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
+        """A first token has come of a replica, as `LearnedPace.learn` has it."""
+        self._strangers.discard(worker.number)
+        worker.began(queue_ms, own_ms, actual_ms, now_s)
+        if self._strangers and worker.factor != self._common:
+            self._common = worker.factor
+            for other in [self.all[number] for number in sorted(self._strangers)]:
+                other.assume(self._common)
+                self.weigh(other, now_s)
 
     @property
     def unseen(self) -> float:
