@@ -119,7 +119,7 @@ async def test_a_reply_says_where_it_came_from_and_why(tiny: Path) -> None:
         assert "x-rayneuron-route" in (await http.post("/v1/completions", json=GO)).headers
         await http.post("/v1/completions", json=GO)
         decisions = (await http.get("/debug/routes?n=1")).json()
-        assert [(d["model"], d["order"] > 0, d["of"] in (1, 2)) for d in decisions] == [("scripted", True, True)]  # who is found slower is left out
+        assert [(d["model"], d["order"] > 0, d["of"] in (1, 2)) for d in decisions] == [("scripted", True, True)]
         assert len((await http.get("/debug/routes")).json()) == 2
         assert (await http.get("/debug/routes?n=x")).status_code == 400
 
