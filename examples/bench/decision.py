@@ -17,7 +17,7 @@ from rayneuron.engine.buckets import capacity
 from rayneuron.news import KvNews, Pressure, Stored
 from rayneuron.policies.choice import Chooser, GatewayAsk
 from rayneuron.policies.cost import Costs
-from rayneuron.policies.workers import KnownWorker
+from rayneuron.policies.known_worker import KnownWorker
 from rayneuron.types import Profile
 
 BLOCK = 64

@@ -184,8 +184,10 @@ async def predict(server: Server, words: Words, args: argparse.Namespace) -> lis
     rows, judged = [], "rayneuron:gateway_prediction_error_bucket"
     before = await server.metric_by(judged, "le")
     for turn in range(args.rounds):
-        for clients in (1, 2, 4, 8, 16):
-            bodies = [body(MODEL_NAME, words.prompt(args.prompt, f"p{turn}-{clients}-{i}")[0], args.new) for i in range(3 * clients)]
+        for clients in (1, 2, 4, 8, 16) if turn else (1, 16):
+            number = max(6, 2 * clients) if turn else clients
+            asked = [words.prompt(args.prompt, f"p{turn}-{clients}-{i}")[0] for i in range(number)]
+            bodies = [body(MODEL_NAME, text, min(args.new, 24)) for text in asked]  # those behind the first keep rows busy
             load = await client.closed_loop(server.url, "/v1/completions", bodies, clients)
             assert not any(reply.error for reply in load.replies), [reply.error for reply in load.replies]
             after = await server.metric_by(judged, "le")

@@ -12,7 +12,7 @@ from rayneuron.gateway.link import SILENT_S
 from rayneuron.gateway.ways import Way, Wishes
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.policies.choice import GatewayAsk
-from rayneuron.policies.desk import DeskLimits
+from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.policies.step_times import flat
 from rayneuron.types import Profile

@@ -177,15 +177,17 @@ class RemoteEngine:
             way = self.books.placed.get((linked.number, piece.order))
             if way is None:
                 continue  # its order ended here a moment ago
+            begins = not way.heard
             index, delta, effect = way.hear(piece, now_s)
             if delta is not None:
                 deltas.append(delta)
-            if (error := way.judged(now_s)) is not None:
-                self.errors.observe(error)
+                if begins and way.heard and (error := self.desk.began(way.key, delta.cached_tokens, now_s)) is not None:
+                    self.errors.observe(error)
             if effect is not None:
                 linked.link.cancel(way.number, way.local(index), "abort")
                 self.repair.act(way, index, effect, "gap")
-            self.repair.settle(way)
+            if begins or effect is not None or piece.delta.finish_reason is not None:  # else there is nothing to settle
+                self.repair.settle(way)
         if deltas:
             self._deliver(deltas)
         self._pump()
@@ -227,14 +229,13 @@ class RemoteEngine:
         """Send what may go now; look again soon while somebody waits."""
         for send in self.desk.next(time.monotonic()):
             way = self.books.ways[send.key]
-            way.sent_s, way.predicted_s = time.monotonic(), 0.0 if way.alone or way.avoid else send.terms.ttft_ms / 1e3
             self.books.place(way, send.worker, send.number)
             if way.wishes.say is not None:
                 way.wishes.say(send.terms.line(send.waited_s))
             task = self._loop.create_task(self._order(way, self.fleet.workers[send.worker]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if self._soon is None and self.desk.open["waiting"]:
+        if self._soon is None and len(self.desk.queue):
             self._soon = self._loop.call_later(SOON_S, self._look_again)
 
     def _look_again(self) -> None:

@@ -38,8 +38,6 @@ class Way:
     avoid: frozenset[int] = frozenset()  # workers it has been lost on
     since_s: float = 0.0  # when it began to wait
     heard: int = 0  # tokens
-    predicted_s: float = 0.0  # from when it was sent to its first token; 0: it goes on, or has begun
-    sent_s: float = 0.0
 
     @property
     def open(self) -> list[int]:
@@ -50,13 +48,6 @@ class Way:
     def tokens(self) -> int:
         """The prompt, and what was generated before behind it."""
         return len(self.request.prompt_ids) + (len(self.replays[self.open[0]].ids) if self.alone and self.open else 0)
-
-    def judged(self, now_s: float) -> float | None:
-        """How wrong the prediction was, as a share of the time it took; once, with the first token of a request that was sent once."""
-        if not self.predicted_s or not self.heard:
-            return None
-        actual_s, predicted_s, self.predicted_s = max(1e-6, now_s - self.sent_s), self.predicted_s, 0.0
-        return abs(predicted_s - actual_s) / actual_s
 
     def local(self, index: int) -> int:
         """A choice's index at the replica."""
@@ -90,10 +81,11 @@ class Way:
         effect = replay.piece(self.attempts[index], piece.at, delta.token_ids, delta.finish_reason)
         if not isinstance(effect, PassOn):
             return index, None, effect
-        delta.token_ids = delta.token_ids[effect.skip :]
+        if effect.skip:
+            delta.token_ids = delta.token_ids[effect.skip :]
+            if delta.logprobs is not None:
+                delta.logprobs = delta.logprobs[effect.skip :]
         self.heard += len(delta.token_ids)
-        if delta.logprobs is not None:
-            delta.logprobs = delta.logprobs[effect.skip :]
         if replay.attempt > 1:
             delta.cached_tokens = 0  # of the prompt, as the client was told of it
         if delta.stamps is not None:

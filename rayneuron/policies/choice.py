@@ -11,14 +11,15 @@ from random import Random
 from msgspec import Struct
 
 from rayneuron.news import KvNews
-from rayneuron.policies.cost import LATER
+from rayneuron.policies.cost import LATER, Costs, added_ms
+from rayneuron.policies.known_worker import KnownWorker
 from rayneuron.policies.prefix_index import GROUPS, PrefixIndex
-from rayneuron.policies.workers import KnownWorker, Workers
+from rayneuron.policies.workers import Workers
 
 _NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
 _SOON = 1.2  # where nothing is shared, a first token may come so much later than anywhere else, for the sake of those after it
 _TIE = 0.01  # costs so close are the same, and chance decides
-_CROWDED, _CROWDED_COSTS = 0.9, 1.5  # KV beyond which sequences may soon be preempted, and what that makes of a cost
+_SPARE, _CROWDED_COSTS = 0.1, 1.5  # of the KV; where less is free sequences may soon be preempted, and what that makes of a cost
 _RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
 _SESSIONS = 100_000
 
@@ -115,19 +116,18 @@ class Chooser:
         """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""
         start = self._random.getrandbits(16)
         groups = self.index.depths(ask.hashes) if ask.hashes else []
-        near = self._near(start)
+        candidates = self._near(start)
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
-            near = [*near, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]
-        candidates = {worker.number: worker for worker in near}
-        if groups:
-            for worker in self.workers.holders(groups, _HOLDERS, _EACH, start):
-                candidates[worker.number] = worker
+            candidates = list(dict.fromkeys([*candidates, *self.workers.fullest(_NEAR, start, ask.ttft_ms or 1e9)]))
+        for worker in self.workers.holders(groups, _HOLDERS, _EACH, start) if groups else ():
+            if worker not in candidates:
+                candidates.append(worker)
         session = self._session(ask, now_s) if ask.session else None
-        if session is not None and (known := self.workers.all.get(session[0])) is not None and known.level >= 0:
-            candidates[known.number] = known
-        if ask.avoid and (others := [number for number in candidates if number not in ask.avoid]):
-            candidates = {number: candidates[number] for number in others}
-        return self._best(ask, output, now_s, self._price(ask, output, now_s, candidates.values(), groups, session), groups)
+        if session is not None and (known := self.workers.all.get(session[0])) is not None and known.level >= 0 and known not in candidates:
+            candidates.append(known)
+        if ask.avoid and (others := [worker for worker in candidates if worker.number not in ask.avoid]):
+            candidates = others
+        return self._best(ask, output, now_s, self._price(ask, output, now_s, candidates, groups, session), groups)
 
     def _near(self, start: int) -> list[KnownWorker]:
         """Those with least to do; where others choose too and this view is old, not the very same that they choose: as the least of
@@ -147,37 +147,57 @@ class Chooser:
         groups: list[tuple[int, int]],
         session: tuple[int, int] | None,
     ) -> list[_Price]:
-        """Of those that have room."""
-        known: dict[tuple[int, int, bool], tuple[float, int]] = {}
-        priced = []
-        rows_asked, prompt = ask.rows, ask.prompt
+        """Of those that have room. First those where nobody waits for a row; the others would better wait here, and come in where they are
+        all there is."""
+        rows_asked, prompt, block, hashes, in_hand = ask.rows, ask.prompt, ask.block, ask.hashes, self.in_hand
         some = (groups[-1][1] if len(groups) < GROUPS else -1) if groups else 0  # who else has nothing
+        stretches: list[tuple[int, float]] = []
+        one, there, steps_there = False, 0, 0.0
+        costs: Costs | None = None
+        known: dict[int, tuple[float, int]] = {}
+        free: list[_Price] = []
+        full: list[_Price] = []
         for worker in candidates:
-            overlap = self.index.depth(ask.hashes, groups, worker.number) * ask.block if worker.bit & some else 0
+            overlap = 0
+            if (bit := worker.bit) & some:
+                for depth, held in groups:
+                    if held & bit:
+                        overlap = depth * block
+                        break
+                else:
+                    overlap = self.index.depth(hashes, groups, worker.number) * block
             if session is not None and worker.number == session[0] and session[1] > overlap:
                 overlap = session[1]
             new = prompt - overlap if prompt > overlap else 1
-            free = worker.free - new
-            if free < rows_asked:
+            room = worker.free - new
+            if room < rows_asked:
                 continue
-            costs, rows, until_s = worker.costs, worker.rows, worker.until_s
-            what = (id(costs), new, rows > 0)
-            took = known.get(what)
+            if worker.costs is not costs:
+                costs, known = worker.costs, {}
+                stretches = costs.stretches(prompt, output)
+                one, there, steps_there = len(stretches) == 1, *stretches[0]
+            rows = worker.rows
+            took = known.get(new if rows > 0 else -new)
             if took is None:
-                took = known[what] = costs.prefill(new, prompt - new, rows > 0)
+                took = known[new if rows > 0 else -new] = costs.prefill(new, prompt - new, rows > 0)
             prefill, steps = took
+            prefill *= worker.factor
             if rows and steps > 1:
                 prefill += (steps - 1) * worker.step_ms
-            queue, added = worker.behind_ms, LATER * costs.added_ms(rows, worker.load.longest, prompt, output)
-            if until_s > now_s:
-                queue += 1e3 * (until_s - now_s)
+            after, at, before = worker.beside
+            if one:  # `added_ms`, without a call: this is done for each that comes into question
+                added = worker.factor * LATER * steps_there * (after[there if there > at else at] - before)
+            else:
+                added = worker.factor * LATER * added_ms(worker.beside, stretches)
+            queue, until_s = worker.behind_ms, worker.until_s
+            queue += 1e3 * (until_s - now_s) if until_s > now_s else worker.turn_ms
             if rows_asked > 1:
                 added *= rows_asked
             cost = queue + prefill + added
-            if free < (1 - _CROWDED) * worker.kv_tokens:
+            if room < _SPARE * worker.kv_tokens:
                 cost *= _CROWDED_COSTS
-            priced.append((cost, worker, queue, prefill, added, prompt - new))
-        return priced
+            (free if worker.extra < in_hand else full).append((cost, worker, queue, prefill, added, prompt - new))
+        return free or full
 
     def _best(
         self,
@@ -190,8 +210,7 @@ class Chooser:
         if not priced:
             return None
         why = "again" if ask.again else ""
-        free = [p for p in priced if p[1].extra < self.in_hand]
-        priced = free or priced  # who waits for a row there would better wait here
+        free = priced[0][1].extra < self.in_hand
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             priced = _by_goals(ask, priced)
             best, why = priced[0], why or "slo"
@@ -236,7 +255,7 @@ def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
 
     def order(p: _Price) -> tuple[bool, float]:
         _, worker, queue, prefill, _, _ = p
-        step_ms = worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
+        step_ms = worker.factor * worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
         used = ((queue + prefill) / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)
         over = sum(max(0.0, u - 1) for u in used)
         return over > 0, over or -max(used)

@@ -106,18 +106,30 @@ class Costs:
         """A decode step of so many rows, the longest of so many positions; beyond the largest sizes, that of the largest."""
         return self._decode[rows if rows < self._rows else self._rows][bisect_left(self._lengths, longest)]
 
-    def added_ms(self, rows: int, longest: int, prompt: int, output: float) -> float:
-        """What all sequences together wait longer, this one's own decoding included, where it decodes beside `rows` others."""
+    def beside(self, rows: int, longest: int) -> tuple[list[float], int, float]:
+        """Where one more sequence decodes beside `rows` others, the longest of so many positions: what a step takes all of them together,
+        by length; which of the lengths theirs is; and what a step takes them without it."""
         if rows >= self._rows:
             rows = self._rows - 1
-        lengths, after = self._lengths, self._together[rows + 1]
-        before = self._together[rows][bisect_left(lengths, longest)]
-        own, left, total = prompt + 1, output, 0.0
-        at, last = bisect_left(lengths, own if own > longest else longest), len(lengths) - 1
+        at = bisect_left(self._lengths, longest)
+        return self._together[rows + 1], at, self._together[rows][at]
+
+    def stretches(self, prompt: int, output: float) -> list[tuple[int, float]]:
+        """An output behind its prompt as steps at each of the lengths."""
+        lengths, own, left = self._lengths, prompt + 1, output
+        at, last = bisect_left(lengths, own), len(lengths) - 1
+        if at >= last or left <= lengths[at] - own + 1:
+            return [(at, left)]
+        found: list[tuple[int, float]] = []
         while at < last and left > (steps := lengths[at] - own + 1):
-            total += steps * (after[at] - before)
+            found.append((at, steps))
             own, left, at = own + steps, left - steps, at + 1
-        return total + left * (after[at] - before)
+        found.append((at, left))
+        return found
+
+    def added_ms(self, rows: int, longest: int, prompt: int, output: float) -> float:
+        """What all sequences together wait longer, this one's own decoding included, where it decodes beside `rows` others."""
+        return added_ms(self.beside(rows, longest), self.stretches(prompt, output))
 
     def work_ms(self, new: int, cached: int, output: float, rows: int = 1) -> float:
         """What a request takes of a device that is full: its prefill, and the share of its rows in the decode steps of all."""
@@ -131,6 +143,14 @@ class Costs:
             took, steps = self.prefill(new, done, rows > 0)
             ms += took + (steps * self.decode_ms(rows, longest) if rows else 0.0)
         return ms
+
+
+def added_ms(beside: tuple[list[float], int, float], stretches: Iterable[tuple[int, float]]) -> float:
+    """`Costs.added_ms` of what `beside` and `stretches` say."""
+    (after, at, before), total = beside, 0.0
+    for length, steps in stretches:
+        total += steps * (after[length if length > at else at] - before)
+    return total
 
 
 def expected(known: float, most: int | None) -> float:

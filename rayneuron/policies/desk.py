@@ -18,8 +18,9 @@ from msgspec import Struct
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
 from rayneuron.policies.cost import Costs, expected
+from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
-from rayneuron.policies.workers import KnownWorker
+from rayneuron.policies.known_worker import KnownWorker
 from rayneuron.types import Profile
 
 REMEMBERED = 1024  # decisions
@@ -27,23 +28,6 @@ _ADMIT_MS = 200.0
 _BACK_S = 0.05  # until a request that came back undone may be sent again
 _AGAIN_S = 0.005  # until who found no replica looks again, where none has changed
 _RATE_S = 0.5  # over which the speed of the queue is taken
-
-
-@dataclass(frozen=True, slots=True)
-class DeskLimits:
-    """`admit_ms`: a request is sent while some replica would begin it so soon (None: as one step of a prompt takes, at most 200 ms).
-
-    `max_wait_s`: predicted to wait longer, it is refused.
-
-    An order that was not acknowledged for `suspect_s` keeps others away from its replica, after `silent_s` the replica is lost.
-    """
-
-    admit_ms: float | None = None
-    max_wait_s: float = 30.0
-    max_queue_tokens: int | None = 1_000_000
-    suspect_s: float = 1.0
-    silent_s: float = 3.0
-    session_ttl_s: float = 600.0
 
 
 class Admitted(Struct, frozen=True):
@@ -79,6 +63,10 @@ class _Open(Struct):
     ms: float = 0.0  # charged
     worker: int | None = None
     overlap: int = 0  # prompt tokens that were there
+    sent_s: float = 0.0
+    ttft_ms: float = 0.0  # predicted, from then on; 0: nobody asks any more
+    queue_ms: float = 0.0  # of it, behind others
+    own_ms: float = 0.0  # and its prompt, by the profile
 
 
 class GatewayDesk:
@@ -145,6 +133,21 @@ class GatewayDesk:
     def events(self, worker: int, news: KvNews) -> bool:
         """A replica has said what prefixes it has; False: it must say everything."""
         return self.chooser.hear(worker, news)
+
+    def began(self, key: int, cached: int | None, now_s: float) -> float | None:
+        """A request's first token has come, behind so many prompt tokens that were there (None: as was thought), and what is learned of it:
+        how wrong the prediction was, as a share of the time it took; None where there was none, or it has been asked before."""
+        found = self._open.get(key)
+        if found is None or found.worker is None or not found.ttft_ms:
+            return None
+        worker, ask, predicted_ms = self.chooser.workers.all[found.worker], found.ask, found.ttft_ms
+        actual_ms, found.ttft_ms = max(1e-3, 1e3 * (now_s - found.sent_s)), 0.0
+        if cached is not None and cached != found.overlap and 0 <= cached < ask.prompt:
+            cost = worker.costs.prefill
+            found.own_ms *= cost(ask.prompt - cached, cached)[0] / cost(ask.prompt - found.overlap, found.overlap)[0]
+        self.chooser.workers.began(worker, found.queue_ms, found.own_ms, actual_ms, now_s)
+        self._changed(worker, now_s)
+        return abs(predicted_ms - actual_ms) / actual_ms
 
     def ended(self, key: int, tokens: int, now_s: float) -> None:
         """A request has ended, or nobody wants it any more, after so many output tokens; harmless where there is none."""
@@ -242,7 +245,9 @@ class GatewayDesk:
     def _send(self, key: int, found: _Open, terms: Terms, now_s: float) -> Send:
         ask, worker = found.ask, self.chooser.workers.all[terms.worker]
         self._unwait(key, ask, taken=True)
-        found.worker, found.overlap = terms.worker, terms.overlap
+        found.worker, found.overlap, found.sent_s = terms.worker, terms.overlap, now_s
+        found.queue_ms, found.own_ms = terms.queue - worker.pace.late_ms, terms.prefill / worker.factor
+        found.ttft_ms = 0.0 if ask.again or ask.avoid else terms.ttft_ms
         number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
         self.chooser.workers.weigh(worker, now_s)
         self.chooser.workers.booked(now_s)

@@ -15,13 +15,14 @@ _SHARDS = 64  # dead entries are swept a shard at a time
 _KEY = (1 << 60) - 1  # of a hash: integers of so many bits are the largest that Python keeps in 32 bytes
 _SHARD = 54  # bits below those that say which shard
 _NUMBER = Struct("<Q").unpack_from
+_EDGES = 10_000
 GROUPS = 16  # of workers that have equally much
 
 
 class PrefixIndex:
     """Sets of workers are integers of a bit each. A bit that was given up is another's only after its last entry has been swept."""
 
-    __slots__ = ("_bits", "_dying", "_free", "_known", "_live", "_shards", "_slots", "_sweep", "_sweeping")
+    __slots__ = ("_bits", "_dying", "_edges", "_free", "_known", "_live", "_shards", "_slots", "_sweep", "_sweeping")
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
@@ -32,6 +33,7 @@ class PrefixIndex:
         self._known: dict[int, tuple[int, int]] = {}  # worker: up to which number of which epoch
         self._dying = self._sweeping = 0  # bits that nobody has any more
         self._sweep = _SHARDS
+        self._edges: dict[bytes, int] = {}  # by a first block: where a set grew of late, as it may again: prompts share their beginnings
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -91,29 +93,43 @@ class PrefixIndex:
 
     def depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """(blocks, who has so many at least), the deepest first, and not too many; each set holds the one before it."""
+        shards, live, key_of = self._shards, self._live, _NUMBER
+
+        def have(digest: bytes) -> int:  # `_have`, of what does not change meanwhile
+            key: int = key_of(digest)[0] & _KEY
+            return shards[key >> _SHARD].get(key, 0) & live
+
         low, high = 1, len(hashes)  # blocks that somebody has, and one more than anybody may
-        if not high or not (most := self._have(hashes[0])):
+        if not high or not (most := have(hashes[0])):
             return []
         deepest, middle = most, high  # who comes back has all of it there
         while low < high:
-            if have := self._have(hashes[middle - 1]):
-                low, deepest = middle, have
+            if some := have(hashes[middle - 1]):
+                low, deepest = middle, some
             else:
                 high = middle - 1
             middle = (low + high + 1) // 2
         found = [(low, deepest)]
         while deepest != most and len(found) < GROUPS:
             first, last = 1, low - 1  # the deepest block that more have lies here
-            wider = most
+            wider, edge = most, self._edges.get(hashes[0], 0)
+            middle = edge if 0 < edge < last else (first + last + 1) // 2
             while first < last:
-                middle = (first + last + 1) // 2
-                if (have := self._have(hashes[middle - 1])) != deepest:
-                    first, wider = middle, have
+                if (some := have(hashes[middle - 1])) != deepest:
+                    first, wider = middle, some
                 else:
                     last = middle - 1
+                middle = middle + 1 if middle == edge == first else (first + last + 1) // 2
             low, deepest = first, wider
             found.append((low, deepest))
+            if edge != low:
+                self._remember(hashes[0], low)
         return found
+
+    def _remember(self, first: bytes, edge: int) -> None:
+        if len(self._edges) >= _EDGES:
+            self._edges.clear()
+        self._edges[first] = edge
 
     def bit(self, worker: int) -> int:
         """A worker in sets; 0 where it has nothing."""

@@ -45,6 +45,7 @@ class Fail:
 
 
 Effect = PassOn | Again | Fail | None  # None: nothing to do
+_ALL = PassOn(0, False)
 
 
 class Replay:
@@ -91,7 +92,7 @@ class Replay:
         if skip >= len(ids):
             self.dropped += 1
             return None
-        return PassOn(skip, False)
+        return PassOn(skip, False) if skip else _ALL  # the most frequent one by far
 
     def told(self, attempt: int, tokens: int, now_s: float) -> None:
         """The replica is done with an attempt, in which the choice came to so many output tokens: the rest is on its way, or lost."""

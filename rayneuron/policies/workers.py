@@ -3,118 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from math import log2
 
-from msgspec import Struct
-
 from rayneuron.news import Pressure
-from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs
+from rayneuron.policies.known_worker import KnownWorker
 
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
-_A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
 _POINTS = 64  # of a replica on the ring
 _LATELY = 0.05  # of an average of late, its newest
-
-
-class Booking(Struct, frozen=True):
-    """An order the replica has not acknowledged: what it will have to do, and since when."""
-
-    key: int
-    ms: float
-    rows: int
-    tokens: int
-    at_s: float
-
-
-class KnownWorker:
-    """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
-
-    __slots__ = (
-        *("accepting", "at_s", "bit", "booked_ms", "booked_rows", "booked_tokens", "bookings", "costs", "keys", "kv_tokens"),
-        *("behind_ms", "extra", "free", "level", "load", "ms", "name", "number", "orders", "place", "prompt_ms", "rows", "step_ms"),
-        "until_s",
-    )
-
-    def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
-        self.number = number
-        self.name = name
-        self.costs = costs
-        self.kv_tokens = kv_tokens
-        self.prompt_ms = costs.prefill(min(_A_PROMPT, costs.profile.lengths[-1]), 0)[0]
-        self.load = load
-        self.at_s = now_s
-        self.accepting = True
-        self.orders = 0
-        self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
-        self.booked_ms = 0.0
-        self.booked_rows = self.booked_tokens = 0
-        self.keys: set[int] = set()  # all that is there, acknowledged or not
-        self.bit = 0  # in sets of workers of the prefix index
-        self.level = self.place = -1  # among all, -1: it may not be chosen
-        self.ms = 0.0  # what level that is
-        self._count()
-
-    def queue_ms(self, now_s: float) -> float:
-        """Until a prompt that is sent now would begin."""
-        queue = 1e3 * (self.until_s - now_s)
-        return queue + self.behind_ms if queue > 0 else self.behind_ms
-
-    def _count(self) -> None:
-        """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent
-        there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step; `free`
-        tokens."""
-        load = self.load
-        self.rows = load.rows + self.booked_rows
-        self.extra = load.waiting + self.booked_rows - load.slots_free
-        self.free = load.kv_free - self.booked_tokens
-        self.until_s = self.at_s + load.backlog_ms / 1e3
-        self.step_ms = self.costs.decode_ms(self.rows, load.longest)
-        self.behind_ms = self.booked_ms
-        if self.extra >= 0:
-            slot_ms = load.slot_ms or SOME_TOKENS * self.step_ms  # its rows are booked, not taken yet
-            self.behind_ms += slot_ms * (self.extra + 1)
-
-    def book(self, key: int, ms: float, rows: int, tokens: int, now_s: float) -> int:
-        """An order goes there; its number."""
-        self.orders += 1
-        self.bookings[self.orders] = Booking(key, ms, rows, tokens, now_s)
-        self.booked_ms += ms
-        self.booked_rows += rows
-        self.booked_tokens += tokens
-        self.keys.add(key)
-        self._count()
-        return self.orders
-
-    def heard(self, load: Pressure, now_s: float) -> None:
-        """What it says of itself, which counts in all orders up to `seen`."""
-        self.load, self.at_s = load, now_s
-        while self.bookings and next(iter(self.bookings)) <= load.seen:
-            self._counted(self.bookings.popitem(last=False)[1])
-        self._count()
-
-    def unbook(self, key: int) -> None:
-        """A request is not there any more."""
-        self.keys.discard(key)
-        for number, booking in self.bookings.items():
-            if booking.key == key:
-                del self.bookings[number]
-                self._counted(booking)
-                self._count()
-                break
-
-    def _counted(self, booking: Booking) -> None:
-        self.booked_ms -= booking.ms
-        self.booked_rows -= booking.rows
-        self.booked_tokens -= booking.tokens
-        if not self.bookings:
-            self.booked_ms = 0.0
-
-    def waits_since(self) -> float | None:
-        """When the oldest order was sent that it has not acknowledged."""
-        return next(iter(self.bookings.values())).at_s if self.bookings else None
 
 
 class Workers:
@@ -123,6 +21,8 @@ class Workers:
     def __init__(self) -> None:
         self.all: dict[int, KnownWorker] = {}
         self.placed = 0  # that may be chosen
+        self._strangers: set[int] = set()  # whose first tokens nobody here has seen
+        self._common = 1.0  # the pace they are taken to have: that of whom was last learned of, or who is known would seem faster or slower
         self._late_ms = 0.0  # from when an order is sent until a replica is heard that counts it in
         self._others = 0.0  # share of the sequences on replicas that came from elsewhere
         self._between_ms, self._sent_s = 0.0, 0.0  # from one order of this gateway to the next
@@ -136,12 +36,15 @@ class Workers:
     def join(self, worker: KnownWorker) -> None:
         """A replica is there."""
         self.all[worker.number] = worker
+        self._strangers.add(worker.number)
+        worker.assume(self._common)
         for point in range(_POINTS):
             insort(self._ring, (_hashed(f"{worker.name} {point}".encode()), worker.number))
 
     def leave(self, number: int) -> KnownWorker:
         """A replica is gone."""
         worker = self.all.pop(number)
+        self._strangers.discard(number)
         worker.accepting = False
         self.weigh(worker, 0.0)
         self.mark(worker, 0)
@@ -158,6 +61,16 @@ class Workers:
             own = len(worker.keys) - len(worker.bookings)
             self._others += _LATELY * (max(0, there - own) / there - self._others)
 
+    def began(self, worker: KnownWorker, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
+        """A first token has come of a replica, as `LearnedPace.learn` has it."""
+        self._strangers.discard(worker.number)
+        worker.began(queue_ms, own_ms, actual_ms, now_s)
+        if self._strangers and worker.factor != self._common:
+            self._common = worker.factor
+            for other in [self.all[number] for number in sorted(self._strangers)]:
+                other.assume(self._common)
+                self.weigh(other, now_s)
+
     @property
     def unseen(self) -> float:
         """How many orders of other gateways are under way that nobody here has heard of, as far as one can tell."""
@@ -173,9 +86,9 @@ class Workers:
 
     def weigh(self, worker: KnownWorker, now_s: float) -> None:
         """Find a replica's place among the others anew: something about it has changed."""
-        level, ms, load = -1, 0.0, worker.load
-        if worker.accepting and load.accepting:
-            ms = worker.queue_ms(now_s) + worker.prompt_ms + LATER * worker.costs.added_ms(worker.rows, load.longest, _A_PROMPT, _AN_OUTPUT)
+        level, ms = -1, 0.0
+        if worker.accepting and worker.load.accepting:
+            ms = worker.typical_ms(now_s)
             level = _level(ms)
         self._ms += ms - worker.ms
         worker.ms = ms
@@ -240,6 +153,8 @@ class Workers:
         return _LEVELS, []
 
     def _some_of(self, held: int, most: int, start: int) -> list[KnownWorker]:
+        if not held & (held - 1):
+            return [self._marked[held]]
         found: list[KnownWorker] = []
         below = (1 << start % held.bit_length()) - 1
         for part in (held & ~below, held & below):
@@ -256,17 +171,20 @@ class Workers:
 
     def least(self, most: int, start: int) -> list[KnownWorker]:
         """Up to `most` of those with least to do; where many have equally little, some of these, from some place on."""
-        filled, found, left = self._filled, list[KnownWorker](), most
+        filled, left, levels = self._filled, most, self._levels
+        found: list[KnownWorker] = []
         while filled and left > 0:
             low = filled & -filled
             filled ^= low
-            found += _some(here := self._levels[low.bit_length() - 1], left, start)
+            here = levels[low.bit_length() - 1]
+            found += here if len(here) <= left else _some(here, left, start)
             left -= len(here)
         return found
 
     def fullest(self, most: int, start: int, ms: float) -> list[KnownWorker]:
         """Up to `most` of those with as much to do as `ms` allows."""
-        filled, found = self._filled & ((2 << _level(ms)) - 1), list[KnownWorker]()
+        filled = self._filled & ((2 << _level(ms)) - 1)
+        found: list[KnownWorker] = []
         while filled and len(found) < most:
             level = filled.bit_length() - 1
             filled ^= 1 << level

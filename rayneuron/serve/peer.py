@@ -142,7 +142,8 @@ class Caller(asyncio.Protocol):
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
-        self._tell(pieces, self._hub.pressure(self) if self.seen > self._told_seen else None)
+        due = self.seen > self._told_seen or time.monotonic() - self._told_s > TICK_S / 2  # it rides along, so that no frame is its own
+        self._tell(pieces, self._hub.pressure(self) if due else None)
 
     def tick(self, now_s: float) -> None:
         """Say how busy the replica is, where it is time to; hang up where nothing has been heard for long while this process ran."""
@@ -152,9 +153,10 @@ class Caller(asyncio.Protocol):
         if now_s - self._heard_s > SILENT_S:
             log.warning("a gateway has said nothing for %g s: its %d orders end", SILENT_S, len(self.orders))
             return self.hang_up()
-        pressure = self._hub.pressure(self)
-        if now_s - self._told_s >= (TICK_S if pressure.rows or pressure.waiting else IDLE_S):
-            self._tell([], pressure)
+        if now_s - self._told_s >= TICK_S:
+            pressure = self._hub.pressure(self)
+            if pressure.rows or pressure.waiting or now_s - self._told_s >= IDLE_S:
+                self._tell([], pressure)
         if self._news is None and (news := self._hub.news(self)) is not None:
             self._news = news
             news.add_done_callback(self._heard_news)

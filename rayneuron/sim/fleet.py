@@ -103,11 +103,10 @@ class Simulation:
         if setup.route == "turns":
             self._in_turn(call)
             return
-        known = call.hashes[: prompt // setup.capacity.block] if setup.route == "kv" else ()
+        block, avoid, again = setup.capacity.block, call.lost_on, call.replay.attempt > 0
+        known = call.hashes[: prompt // block] if setup.route == "kv" else ()
         most = None if arrival.most is None else arrival.most - done
-        again = call.replay.attempt > 0
         session = arrival.session if setup.route == "kv" else ""
-        block, avoid = setup.capacity.block, call.lost_on
         ask = GatewayAsk(call.key, arrival.account, prompt, most, 1, known, block, session, again=again, avoid=avoid)
         verdict = call.gateway.desk.offer(ask, self.clock.now_s)
         if isinstance(verdict, TurnedAway):
@@ -229,6 +228,7 @@ class Simulation:
         report = self.report
         if not call.first_s:
             call.first_s = now_s
+            call.gateway.desk.began(call.key, None, now_s)
             report.ttft.add(ttft_s := now_s - arrival.at_s)
             if call.predicted_s:
                 report.off.add(abs(call.predicted_s - now_s) / max(ttft_s, 1e-9))

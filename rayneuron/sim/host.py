@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rayneuron.devices.base import LIKELIEST, Shape
 from rayneuron.engine.blocks import Blocks
@@ -131,7 +132,14 @@ class ExactHost:
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
-        return pressure(self.scheduler, self.costs, self._output, seen, self.accepting)
+        return self._slowed(pressure(self.scheduler, self.costs, self._output, seen, self.accepting))
+
+    def _slowed(self, told: Pressure) -> Pressure:
+        """By the times its steps take, which a real engine measures all the time."""
+        if self.slow == 1.0:
+            return told
+        slow = self.slow
+        return replace(told, backlog_ms=slow * told.backlog_ms, slot_ms=slow * told.slot_ms, step_ms=slow * told.step_ms)
 
     def news(self) -> KvNews | None:
         """What prefixes it has had or lost since it was asked last."""

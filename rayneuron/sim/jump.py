@@ -37,7 +37,7 @@ class JumpHost(ExactHost):
         """How busy it says it is."""
         self._advance()
         longest = self.scheduler.longest if self.scheduler.members else 0
-        return pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest)
+        return self._slowed(pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest))
 
     def _turn(self) -> None:
         scheduler = self.scheduler

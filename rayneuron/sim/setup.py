@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rayneuron.engine.buckets import Capacity
-from rayneuron.policies.desk import DeskLimits
+from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.policies.scaling import TARGET_MS
 from rayneuron.types import Profile

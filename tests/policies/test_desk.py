@@ -13,9 +13,10 @@ from rayneuron.news import KvNews, Pressure, Stored
 from rayneuron.policies import choice
 from rayneuron.policies.choice import Chooser, GatewayAsk
 from rayneuron.policies.cost import LATER, Costs
-from rayneuron.policies.desk import Admitted, DeskLimits, GatewayDesk, TurnedAway
+from rayneuron.policies.desk import Admitted, GatewayDesk, TurnedAway
+from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
-from rayneuron.policies.workers import KnownWorker
+from rayneuron.policies.known_worker import KnownWorker
 from rayneuron.types import Profile
 from tests.policies.profiles import engine, profile
 

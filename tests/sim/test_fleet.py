@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from rayneuron.policies.desk import DeskLimits
+from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.sim.fleet import Simulation
 from rayneuron.sim.report import FleetReport
@@ -102,6 +102,19 @@ def test_predictions_are_what_comes() -> None:
     for rate in (1.0, 6.0, 12.0):
         report = simulate([Traffic(rate=rate, prompt=400, output=40, most=200)], 40.0, nodes=2, exact=True)
         assert report.off.at(0.5) <= 0.2, (rate, report.off.summary())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_engine_that_is_slower_than_it_was_measured_is_learned_of(exact: bool) -> None:
+    """One of three takes three times as long as its profile says: it gets less than its share, and predictions hold all the same."""
+    traffic = [Traffic(rate=6, prompt=400, output=40, most=200)]
+    arrivals = made_up(traffic, 60.0, Random(1), CAPACITY.block, CAPACITY.length)
+    fleet = Simulation(Setup(CAPACITY, TIMES, 3, exact=exact), arrivals, 1)
+    fleet._nodes[0].host.slow = 3.0
+    report = fleet.run()
+    tokens = [node.host.tokens for node in fleet._nodes.values()]
+    assert tokens[0] < 0.6 * min(tokens[1:]), tokens
+    assert report.off.at(0.5) <= 0.2, report.off.summary()
 
 
 def test_an_account_that_wants_everything_leaves_the_others_their_share() -> None:

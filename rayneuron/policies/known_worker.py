@@ -1,0 +1,132 @@
+"""One replica as a gateway knows it: the load it has told, and what was sent there since."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from msgspec import Struct
+
+from rayneuron.news import Pressure
+from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs, added_ms
+from rayneuron.policies.learned_pace import LearnedPace
+
+_A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
+_FADE_S = 10.0  # how often what is known of its pace is looked at where nothing comes
+
+
+class Booking(Struct, frozen=True):
+    """An order the replica has not acknowledged: what it will have to do, and since when."""
+
+    key: int
+    ms: float
+    rows: int
+    tokens: int
+    at_s: float
+
+
+class KnownWorker:
+    """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
+
+    __slots__ = (
+        *("_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows", "booked_tokens"),
+        *("bookings", "costs", "extra", "factor", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "pace"),
+        *("place", "rows", "step_ms", "turn_ms", "until_s"),
+    )
+
+    def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
+        self.number = number
+        self.name = name
+        self.costs = costs
+        self.kv_tokens = kv_tokens
+        self._prompt_ms = costs.prefill(min(_A_PROMPT, costs.profile.lengths[-1]), 0)[0]
+        self._typical = costs.stretches(_A_PROMPT, _AN_OUTPUT)
+        self.load = load
+        self.at_s = now_s
+        self.pace = LearnedPace(now_s)
+        self.accepting = True
+        self.orders = 0
+        self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
+        self.booked_ms = 0.0
+        self.booked_rows = self.booked_tokens = 0
+        self.keys: set[int] = set()  # all that is there, acknowledged or not
+        self.bit = 0  # in sets of workers of the prefix index
+        self.level = self.place = -1  # among all, -1: it may not be chosen
+        self.ms = 0.0  # what level that is
+        self._count()
+
+    def queue_ms(self, now_s: float) -> float:
+        """Until a prompt that is sent now would begin."""
+        queue = 1e3 * (self.until_s - now_s)
+        return self.behind_ms + (queue if queue > 0 else self.turn_ms)
+
+    def typical_ms(self, now_s: float) -> float:
+        """What everybody loses by one more request, of the kind by which replicas are compared."""
+        return self.queue_ms(now_s) + self.factor * (self._prompt_ms + LATER * added_ms(self.beside, self._typical))
+
+    def _count(self) -> None:
+        """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent
+        there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step, `turn_ms`
+        of what is left of one that is under way; `beside`: what one more adds to it; `free` tokens; `factor`: its pace."""
+        load, self.factor = self.load, self.pace.factor
+        self.rows = load.rows + self.booked_rows
+        self.extra = load.waiting + self.booked_rows - load.slots_free
+        self.free = load.kv_free - self.booked_tokens
+        self.until_s = self.at_s + load.backlog_ms / 1e3
+        self.step_ms = self.factor * self.costs.decode_ms(self.rows, load.longest)
+        self.turn_ms = 0.5 * self.step_ms if self.rows > 0 else 0.0
+        self.beside = self.costs.beside(self.rows, load.longest)
+        self.behind_ms = self.booked_ms + self.pace.late_ms
+        if self.extra >= 0:
+            slot_ms = load.slot_ms or SOME_TOKENS * self.step_ms  # its rows are booked, not taken yet
+            self.behind_ms += slot_ms * (self.extra + 1)
+
+    def book(self, key: int, ms: float, rows: int, tokens: int, now_s: float) -> int:
+        """An order goes there; its number."""
+        self.orders += 1
+        self.bookings[self.orders] = Booking(key, ms, rows, tokens, now_s)
+        self.booked_ms += ms
+        self.booked_rows += rows
+        self.booked_tokens += tokens
+        self.keys.add(key)
+        self._count()
+        return self.orders
+
+    def heard(self, load: Pressure, now_s: float) -> None:
+        """What it says of itself, which counts in all orders up to `seen`."""
+        self.load, self.at_s = load, now_s
+        while self.bookings and next(iter(self.bookings)) <= load.seen:
+            self._counted(self.bookings.popitem(last=False)[1])
+        if now_s - self.pace.known_s > _FADE_S:
+            self.pace.fade(now_s)
+        self._count()
+
+    def assume(self, factor: float) -> None:
+        """Nobody has seen a first token of it yet: it is taken to be like others."""
+        self.pace.assume(factor)
+        self._count()
+
+    def began(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
+        """A first token has come, as `LearnedPace.learn` has it."""
+        self.pace.learn(queue_ms, own_ms, actual_ms, now_s)
+        self._count()
+
+    def unbook(self, key: int) -> None:
+        """A request is not there any more."""
+        self.keys.discard(key)
+        for number, booking in self.bookings.items():
+            if booking.key == key:
+                del self.bookings[number]
+                self._counted(booking)
+                self._count()
+                break
+
+    def _counted(self, booking: Booking) -> None:
+        self.booked_ms -= booking.ms
+        self.booked_rows -= booking.rows
+        self.booked_tokens -= booking.tokens
+        if not self.bookings:
+            self.booked_ms = 0.0
+
+    def waits_since(self) -> float | None:
+        """When the oldest order was sent that it has not acknowledged."""
+        return next(iter(self.bookings.values())).at_s if self.bookings else None

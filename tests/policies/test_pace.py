@@ -1,0 +1,122 @@
+"""What is learned of a replica's pace: predictions converge, routing follows, and what is odd does little."""
+
+from __future__ import annotations
+
+import statistics
+from math import exp, log
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayneuron.news import Pressure
+from rayneuron.policies.choice import GatewayAsk
+from rayneuron.policies.desk import GatewayDesk, Send
+from rayneuron.policies.desk_limits import DeskLimits
+from rayneuron.policies.learned_pace import MOST_LATE_MS, MOST_OFF, LearnedPace
+from tests.policies.profiles import engine, profile
+
+CAPACITY = engine(rows=8, length=4096, chunk=512)
+TIMES = profile(CAPACITY)
+IDLE = Pressure(slots_free=8, kv_free=32_768)
+
+
+class Played:
+    """A desk before idle replicas whose steps take `slow` times as long as their profile says, and whose orders are late."""
+
+    def __init__(self, slow: dict[int, float], late_ms: float = 0.0, seed: int = 0, noise: float = 0.0) -> None:
+        self.desk, self.random, self.now_s, self.key = GatewayDesk(DeskLimits(admit_ms=1e6), Random(seed)), Random(seed), 0.0, 0
+        self.slow, self.late_ms, self.noise = slow, late_ms, noise
+        for number in slow:
+            self.desk.join(number, f"r{number}", TIMES, 32_768, IDLE, 0.0)
+
+    def burst(self, prompt: int) -> int:
+        """Six calls at once; where the first went."""
+        sent = [self.call(prompt, 0.0 if i else 1.0, end=False)[0] for i in range(6)]
+        for send in sent:
+            self.end(send)
+        return sent[0].worker
+
+    def end(self, send: Send) -> None:
+        self.desk.heard(send.worker, Pressure(send.number, slots_free=8, kv_free=32_768), self.now_s)
+        self.desk.ended(send.key, 20, self.now_s)
+
+    def call(self, prompt: int, later_s: float = 1.0, end: bool = True) -> tuple[Send, float]:
+        """One call: where it went, and how wrong its prediction was."""
+        self.key, self.now_s = self.key + 1, self.now_s + later_s
+        self.desk.offer(GatewayAsk(self.key, "", prompt, 20), self.now_s)
+        (send,) = self.desk.next(self.now_s)
+        own_ms = self.desk.chooser.workers.all[send.worker].costs.prefill(prompt, 0)[0]
+        took_ms = (self.slow[send.worker] * own_ms + self.late_ms) * exp(self.random.gauss(0.0, self.noise))
+        wrong = self.desk.began(self.key, 0, self.now_s + took_ms / 1e3)
+        assert wrong is not None and self.desk.began(self.key, 0, self.now_s + 9.0) is None, "a first token comes once"
+        if end:
+            self.now_s += took_ms / 1e3
+            self.end(send)
+        return send, wrong
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.3, 3.0), st.floats(0.0, 15.0), st.integers(0, 10**6))
+def test_predictions_converge_on_what_comes(slow: float, late_ms: float, seed: int) -> None:
+    played = Played({0: slow}, late_ms, seed, noise=0.05)
+    wrong = [played.call(played.random.choice([64, 128, 500, 2000]))[1] for _ in range(60)]
+    assert statistics.median(wrong[20:]) <= 0.15 and max(wrong[40:]) <= 0.6, (slow, late_ms, wrong)
+    assert statistics.median(wrong[10:30]) <= 0.3, "a few requests tell most of it"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.3, 3.0), st.floats(1.3, 3.0), st.integers(0, 10**6))
+def test_routing_then_prefers_who_is_truly_faster(slow: float, times: float, seed: int) -> None:
+    played = Played({0: slow * times, 1: slow, 2: slow * times}, 2.0, seed, noise=0.05)
+    went = [played.burst(played.random.choice([128, 300, 500])) for _ in range(80)]
+    assert went[40:].count(1) >= 36, went
+
+
+def test_replicas_that_are_alike_share_the_work_and_none_flaps() -> None:
+    """Learning tells no two apart that are none: their factors are told in steps, and change seldom."""
+    played, told, changes = Played({0: 1.4, 1: 1.4}, 3.0, seed=3, noise=0.1), [1.0, 1.0], 0
+    for _ in range(400):
+        played.call(500)
+        now = [worker.factor for worker in played.desk.chooser.workers.all.values()]
+        changes += sum(a != b for a, b in zip(told, now, strict=True))
+        told = now
+    takes = [worker.factor * worker.costs.prefill(500, 0)[0] + worker.pace.late_ms for worker in played.desk.chooser.workers.all.values()]
+    assert changes <= 40 and max(takes) / min(takes) <= 1.2, (changes, takes)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 1e4), st.floats(0.01, 1e4), st.floats(-1.0, 1e9)), max_size=60))
+def test_whatever_is_observed_both_stay_within_their_bounds(seen: list[tuple[float, float, float]]) -> None:
+    pace = LearnedPace(0.0)
+    for i, (queue_ms, own_ms, actual_ms) in enumerate(seen):
+        pace.learn(queue_ms, own_ms, actual_ms, float(i))
+        assert 0.95 / MOST_OFF <= pace.factor <= 1.05 * MOST_OFF and 0.0 <= pace.late_ms <= MOST_LATE_MS + 1
+        assert pace._off_var >= -1e-9 and pace._late_var >= -1e-9
+
+
+def test_one_odd_answer_moves_a_known_pace_little_and_time_forgets() -> None:
+    pace = LearnedPace(0.0)
+    for i in range(50):
+        pace.learn(0.0, 100.0, 200.0, float(i))
+    known = pace._off
+    assert abs(known - log(2.0)) < 0.15
+    pace.learn(0.0, 100.0, 1e6, 50.0)
+    assert pace._off - known < 0.12
+    pace.fade(50.0 + 24 * 3600.0)
+    assert pace.factor == pytest.approx(1.0) and pace.late_ms <= 0.5  # told in such steps
+
+
+def test_a_prompt_that_was_there_in_part_is_judged_by_what_was_computed() -> None:
+    """A session's prompt was thought to be there and was not: the replica is no slower for that."""
+    played = Played({0: 1.0})
+    for i in range(8):
+        played.desk.offer(GatewayAsk(1000 + i, "", 2000, 20, session="s"), played.now_s)
+        (send,) = played.desk.next(played.now_s)
+        own_ms = played.desk.chooser.workers.all[0].costs.prefill(2000, 0)[0]
+        played.desk.began(1000 + i, 0, played.now_s + own_ms / 1e3)
+        played.desk.heard(0, Pressure(send.number, slots_free=8, kv_free=32_768), played.now_s + 1)
+        played.desk.ended(1000 + i, 20, played.now_s + 1)
+        played.now_s += 2.0
+    assert send.terms.overlap > 1500 and 0.9 <= played.desk.chooser.workers.all[0].factor <= 1.1
