@@ -34,7 +34,8 @@ class TracedBlocks(Blocks):
     """The store of one engine of a fleet. `logs`: it keeps prefixes, and says so."""
 
     def __init__(self, capacity: Capacity, logs: bool) -> None:
-        super().__init__(capacity.space, KvLog(_KEPT) if logs else None, part=None)  # a trace says which blocks are equal, not which begin alike
+        # a trace says which blocks are equal, not which begin alike
+        super().__init__(capacity.space, KvLog(_KEPT) if logs else None, part=None)
         self.registered = _Named(None)
         self._free = [*_numbers(capacity.blocks)]
 
