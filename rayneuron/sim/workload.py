@@ -151,7 +151,7 @@ def _lines(path: Path) -> Iterator[_Row]:
                     raise ValueError("a request has a token at least, each way")
                 if found[0] is not None and found[0] < before_s:
                     raise ValueError("it came before the one on the line above; sort the lines by time")
-            except (ValueError, KeyError, TypeError, IndexError) as wrong:
+            except (ValueError, KeyError, TypeError, IndexError, OverflowError) as wrong:
                 raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
             before_s = found[0] or before_s
             yield found
