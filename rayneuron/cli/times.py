@@ -23,8 +23,8 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
 
 
-_LEAST = {"nodes": 1, "gateways": 1, "requests": 1, "repeat": 1, "prompt_tokens": 1, "output_tokens": 1, "most": 1, "prefill_nodes": 1}
-_LEAST |= {"late_ms": 0, "start_s": 0}
+_ONE = ("nodes", "gateways", "requests", "repeat", "prompt_tokens", "output_tokens", "most", "prefill_nodes")
+_LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0}
 
 
 def check(args: argparse.Namespace) -> None:
