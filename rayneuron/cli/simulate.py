@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     from rayneuron.sim.fleet import Simulation
     from rayneuron.sim.setup import Setup
 
+    times.check(args)
     if args.plot is not None:
         plots.check()
     config = times.only(deployment.read(args).deployments)

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from rayneuron.placement import prices
     from rayneuron.sim import plots, sizing
 
+    times.check(args)
     if args.plot is not None:
         plots.check()
     goal = _goal(args)

@@ -23,6 +23,22 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
 
 
+_ONE = ("nodes", "gateways", "requests", "repeat", "prompt_tokens", "output_tokens", "most", "prefill_nodes")
+_LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0}
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a number of which there can be no run."""
+    from rayneuron.errors import ConfigError
+
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in _LEAST and value is not None and not _LEAST[name] <= value < float("inf"):
+            raise ConfigError(f"{flag} {value:g}: write {_LEAST[name]} or more")
+        if name in ("rate", "scale") and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} {value:g}: write a number above 0")
+
+
 def arrivals(args: argparse.Namespace, rate: float, most: int | None, block: int, length: int) -> Iterator[Any]:
     """Those requests that fit a context of `length`; made up, or of a trace without times: `rate` a second."""
     from random import Random

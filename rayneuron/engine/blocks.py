@@ -275,7 +275,7 @@ class Blocks:
         if short > 0:
             taken += (old := [cached.popitem(last=False)[0] for _ in range(short)])
             gone, self.evictions = self.registered.leave(old), self.evictions + short
-            if self.log is not None:
+            if self.log is not None and gone:
                 self.log.note(Removed(gone))
         for block in taken:
             self._holders[block] = 1

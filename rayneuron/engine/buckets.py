@@ -50,6 +50,11 @@ class Capacity:
     drafts: Drafts = ""
 
     @property
+    def holds_all(self) -> bool:
+        """Whether there is KV for all rows at their longest, so that nobody is ever preempted."""
+        return self.blocks >= self.rows * -(-self.length // self.block)
+
+    @property
     def space(self) -> KvSpace:
         """How its KV is numbered."""
         return KvSpace(self.rows, self.length, self.blocks, self.block)

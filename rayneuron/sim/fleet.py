@@ -92,7 +92,7 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         self.report.arrived += 1
         gateway = self._gateways[arrival.number % len(self._gateways)]
-        self._offer(FleetCall(arrival, gateway, arrival.hashes(self.setup.capacity.block) if self.setup.caching else ()))
+        self._offer(FleetCall(arrival, gateway, self.setup.hashes(arrival), self.setup.named(arrival)))
         self._arrive_next()
 
     def _offer(self, call: FleetCall) -> None:
@@ -174,7 +174,7 @@ class Simulation:
         node.under_way -= 1
         if key in self._calls:
             node.seen[call.gateway.number] = number
-            node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes, len(call.replay.ids))
+            node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes[: call.named], len(call.replay.ids))
             heard_s = self.clock.now_s + self.setup.hop_s + self.setup.load_late_s
             for i, gateway in enumerate(self._gateways) if self.setup.route != "turns" else ():
                 self.clock.at(heard_s, self._pressed, gateway, worker, self._pressure(node, i))

@@ -176,7 +176,7 @@ class Grouped(TracedScheduler):
             if not blocks.extend(hold, computed + (at & 1)):
                 return False
             if self.caching and computed // size > hold.shared:
-                blocks.settle(hold, self.hashes[order][: computed // size], b"")
+                blocks.fill(hold, computed // size, self.hashes[order])
             needs = computed >= len(hold.blocks) * size
             heapreplace(due, (at + 1 if needs else (at & ~1) + 2 * (size - computed % size), order, member))
         return True

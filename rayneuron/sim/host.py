@@ -9,9 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rayneuron.devices.base import LIKELIEST, Shape
-from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, prefill_shape
-from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.pressure import pressure
 from rayneuron.engine.remote import First, Loan
 from rayneuron.engine.scheduler import Scheduler
@@ -22,10 +21,10 @@ from rayneuron.policies.chunks import Chunks, fit
 from rayneuron.policies.cost import Costs, moved
 from rayneuron.policies.step_times import prefill_grid
 from rayneuron.sim.clock import Clock
+from rayneuron.sim.kept import TracedBlocks
 from rayneuron.types import Request, SamplingParams
 
 _REQUEST = Request(id="", prompt_ids=[], params=SamplingParams(max_tokens=None, temperature=0.0))
-_KEPT = 16  # batches of KV events: who listens is told of each as it comes
 
 
 class Gained(Struct, frozen=True):
@@ -40,16 +39,20 @@ class Gained(Struct, frozen=True):
 class TracedScheduler(Scheduler):
     """The real one; what blocks hold is said by the trace, not by ids that nobody has."""
 
+    blocks: TracedBlocks
+
     def __init__(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> None:
-        # a trace says which blocks are equal, not which begin alike
-        super().__init__(capacity, model, chunks, blocks=Blocks(capacity.space, KvLog(_KEPT) if model is not None else None, part=None))
-        self.hashes: dict[int, Sequence[bytes]] = {}  # of all blocks a sequence will ever fill, by its order
+        super().__init__(capacity, model, chunks, blocks=TracedBlocks(capacity, model is not None))
+        self.hashes: dict[int, Sequence[bytes]] = {}  # of the first blocks a sequence will ever fill, by its order
 
     def _hashes(self, sequence: Running) -> list[bytes]:
-        have, need = len(sequence.hashes), len(sequence.ids) // self.capacity.block
-        if need > have:
-            sequence.hashes += self.hashes[sequence.order][have:need]
+        have, all_ = len(sequence.hashes), self.hashes[sequence.order]
+        if have < len(all_) and (need := len(sequence.ids) // self.capacity.block) > have:
+            sequence.hashes += all_[have:need]
         return sequence.hashes
+
+    def _settle(self, sequence: Running, hold: Hold) -> None:
+        self.blocks.fill(hold, sequence.settled // self.capacity.block, self._hashes(sequence))
 
     def _root(self, sequence: Running) -> bytes:
         return b""
@@ -99,8 +102,8 @@ class ExactHost:
         return len(self._sequences)
 
     def submit(self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0, loan: Loan | None = None) -> None:
-        """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of all blocks of both.
-        `loan`: it is computed for another engine."""
+        """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of the first blocks of
+        both, and nobody asks for those behind them. `loan`: it is computed for another engine."""
         ids = cast("list[int]", bytearray(prompt + done))  # it is only counted
         self._orders += 1
         sequence = Running(_REQUEST, 0, ids, 0, output, self._orders, prompt_len=prompt, loan=loan)

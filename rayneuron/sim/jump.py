@@ -25,13 +25,13 @@ class JumpHost(ExactHost):
         """It is gone; what its steps gave up to now is on its way."""
         self._advance()
         super().kill()
-        if self._leap is None:
-            return []
-        began_s, step_s, count = self._leap
-        done = min(count, int((self.clock.now_s - began_s) / step_s + 1e-9))
-        self.scheduler.steps += done
-        self.busy_s += done * step_s
-        return [self._progress(sequence) for sequence in self.scheduler.disband()]
+        if self._leap is not None:
+            began_s, step_s, count = self._leap
+            done = min(count, int((self.clock.now_s - began_s) / step_s + 1e-9))
+            self.scheduler.steps += done
+            self.busy_s += done * step_s
+        self.scheduler.disband()
+        return [gained for sequence in list(self._sequences.values()) if (gained := self._progress(sequence)).count]
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""

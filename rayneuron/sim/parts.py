@@ -21,11 +21,13 @@ class FleetGateway:
 
 @dataclass(slots=True, eq=False)
 class FleetCall:
-    """A request on its way. `start_s`: predicted; `predicted_s`: when its first token was to come."""
+    """A request on its way. `named`: how many of its `hashes` another may have too; `start_s`: predicted; `predicted_s`: when its first
+    token was to come."""
 
     arrival: Arrival
     gateway: FleetGateway
     hashes: tuple[bytes, ...]
+    named: int
     replay: Replay = field(default_factory=Replay)
     key: int = 0
     worker: int = -1  # where it is

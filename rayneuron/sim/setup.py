@@ -10,6 +10,7 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.policies.scaling import TARGET_MS
+from rayneuron.sim.workload import Arrival
 from rayneuron.types import Profile
 
 Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; one after another
@@ -67,3 +68,13 @@ class Setup:
     slo_tpot_s: float | None = None
     pool: PoolSetup | None = None
     elastic: Elastic | None = None
+
+    def hashes(self, arrival: Arrival) -> tuple[bytes, ...]:
+        """Of all full blocks of a request; none where no prefix is kept."""
+        return arrival.hashes(self.capacity.block) if self.caching else ()
+
+    def named(self, arrival: Arrival) -> int:
+        """Blocks of a request that need names: those that others have too, and one more, so that gateways hear of an engine with none but
+        its own. A sequence that is preempted or moves comes back for its own."""
+        unasked = self.pool is None and not self.kills and self.capacity.holds_all
+        return (arrival.prompt + arrival.output - (arrival.own if unasked else 0)) // self.capacity.block + 1

@@ -24,7 +24,8 @@ _OWN = 1 << 40  # numbers of what a request shares with nobody begin here
 class Arrival(Struct, frozen=True):
     """One request: `prompt` tokens, and the `output` tokens it will be answered with, of `most` it asks for.
 
-    `parts`: (number, tokens) of what prompt and answer are made of, in order; equal numbers are equal tokens.
+    `parts`: (number, tokens) of what prompt and answer are made of, in order; equal numbers are equal tokens. `own`: so many of the last
+    are no other request's.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Arrival(Struct, frozen=True):
     account: str = ""
     session: str = ""
     parts: tuple[tuple[int, int], ...] = ()
+    own: int = 0
 
     def hashes(self, block: int) -> tuple[bytes, ...]:
         """Of all full blocks of prompt and answer. Parts that others have too are whole blocks."""
@@ -97,7 +99,8 @@ def made_up(streams: list[Traffic], seconds: float, random: Random, block: int =
         output = min(output, longest - prompt)
         parts.append((own, prompt + output - head))
         session = f"s{own}" if stream.turns > 1 else ""
-        yield Arrival(number, at_s, prompt, output, stream.most, stream.account, session, tuple(parts))
+        own_tokens = prompt + output - head if stream.turns == 1 else 0
+        yield Arrival(number, at_s, prompt, output, stream.most, stream.account, session, tuple(parts), own_tokens)
         number += 1
         if done + 1 < stream.turns and prompt + output < longest // 2:
             later.append((at_s + random.expovariate(1 / stream.think_s), which, own, done + 1, prompt + output - head))
@@ -116,13 +119,16 @@ def read(path: Path, scale: float = 1.0, repeat: int = 1, rate: float = 1.0, see
     """A trace file: Azure's (.csv: TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's (.jsonl) or Vidur's (.csv: num_prefill_tokens,
     num_decode_tokens), which has no times: they come at random, `rate` a second. `scale`: so many times as fast as the trace has it;
     `repeat`: so many times over, one after another."""
-    number, behind_s, random = 0, 0.0, Random(seed)
-    for _ in range(repeat):
+    number, behind_s, random, kept = 0, 0.0, Random(seed), list[_Row]()
+    for again in range(repeat):
         last_s = 0.0
-        for at_s, prompt, output, parts in _lines(path):
+        for row in kept if again else _lines(path):
+            at_s, prompt, output, parts = row
+            if not again and repeat > 1:
+                kept.append(row)
             last_s = last_s + random.expovariate(rate) if at_s is None else at_s / scale
-            own = (_OWN + number, prompt + output - sum(tokens for _, tokens in parts))
-            yield Arrival(number, behind_s + last_s, prompt, output, parts=(*parts, own))
+            own = prompt + output - sum([tokens for _, tokens in parts])
+            yield Arrival(number, behind_s + last_s, prompt, output, parts=(*parts, (_OWN + number, own)), own=own)
             number += 1
         behind_s += last_s
 
@@ -145,7 +151,7 @@ def _lines(path: Path) -> Iterator[_Row]:
                     raise ValueError("a request has a token at least, each way")
                 if found[0] is not None and found[0] < before_s:
                     raise ValueError("it came before the one on the line above; sort the lines by time")
-            except (ValueError, KeyError, TypeError, IndexError) as wrong:
+            except (ValueError, KeyError, TypeError, IndexError, OverflowError) as wrong:
                 raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
             before_s = found[0] or before_s
             yield found

@@ -80,6 +80,22 @@ def test_prefixes_pay() -> None:
     assert kv.ttft.mean <= 0.6 * turns.ttft.mean, (kv.ttft.mean, turns.ttft.mean)
 
 
+def test_blocks_that_nobody_asks_for_need_no_name() -> None:
+    """They take their room as others do, and nothing else becomes of them."""
+    traffic = [Traffic(rate=20, prompt=300, output=40, prefixes=40, shared=512)]
+    arrivals = list(made_up(traffic, 60.0, Random(4), CAPACITY.block, CAPACITY.length))
+    told, entries = [], []
+    for some in (arrivals, [replace(arrival, own=0) for arrival in arrivals]):
+        fleet = Simulation(Setup(CAPACITY, TIMES, 4), some, 4)
+        told.append(fleet.run().json())
+        entries.append(len(fleet._gateways[0].desk.chooser.index))
+        stores = [node.host.scheduler.blocks for node in fleet._nodes.values()]
+        assert all(store.evictions > 100 for store in stores)
+        for node in fleet._nodes.values():
+            node.host.scheduler.check()
+    assert told[0] == told[1] and told[0]["cached_tokens"] > 0 and 2 * entries[0] < entries[1], entries
+
+
 def test_costs_beat_taking_turns_where_requests_differ() -> None:
     traffic = [Traffic(rate=4, prompt=900, output=10), Traffic(rate=6, prompt=50, output=150)]
     turns, least = (simulate(traffic, 100.0, 2, nodes=6, route=route, caching=False) for route in ("turns", "least"))

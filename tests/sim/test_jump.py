@@ -25,7 +25,7 @@ def fleet(random: Random) -> tuple[Capacity, Profile, bool]:
     return c, profile(c, random.choice([0.0, 15.0])), block < length and random.random() < 0.7
 
 
-def play(kind: type[ExactHost], seed: int) -> tuple[dict[int, tuple[float, float]], ExactHost]:
+def play(kind: type[ExactHost], seed: int, dies_s: float | None = None) -> tuple[dict[int, tuple[float, float]], ExactHost]:
     random = Random(seed)
     c, times, caching = fleet(random)
     clock = Clock()
@@ -57,7 +57,11 @@ def play(kind: type[ExactHost], seed: int) -> tuple[dict[int, tuple[float, float
         clock.at(at_s, host.submit, key, prompt, outputs[key], hashes)
         if random.random() < 0.1:
             clock.at(at_s + random.expovariate(2), host.cancel, key)
-    clock.run()
+    clock.run(dies_s)
+    if dies_s is not None:
+        clock.now_s = dies_s
+        listen(host, host.kill())
+        return {}, host
     assert host.idle
     host.scheduler.check()
     assert host.scheduler.blocks.used == 0
@@ -80,6 +84,13 @@ def same(seed: int) -> bool:
 
 def test_leaping_is_stepping() -> None:
     assert sum(map(same, range(150))) > 75
+
+
+def test_who_dies_has_told_what_stepping_tells() -> None:
+    """In a leap, and in a step of a prompt beside others."""
+    told = [[play(kind, seed, Random(seed).uniform(0.05, 3.0))[1].tokens for kind in (ExactHost, JumpHost)] for seed in range(200)]
+    assert sum(exact > 0 for exact, _ in told) > 100
+    assert [exact for exact, _ in told] == [leapt for _, leapt in told]
 
 
 @pytest.mark.slow

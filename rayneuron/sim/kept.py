@@ -1,0 +1,56 @@
+"""Blocks whose hashes a trace says. Those behind the hashes hold what nobody will ever ask for: they are kept as any, under no name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.kv_events import KvLog
+from rayneuron.engine.registered import Registered
+
+_KEPT = 16  # batches of KV events: who listens is told of each as it comes
+_NAMELESS = b""
+
+
+class _Named(Registered):
+    """Nobody finds a block without a name, or is told when it goes."""
+
+    def leave(self, blocks: Sequence[int]) -> list[bytes]:
+        """As there; only the names."""
+        gone = list(map(self.hashes.pop, blocks))
+        digests = [digest for digest in gone if digest]
+        for digest in digests:
+            del self._at[digest]
+        return digests
+
+    def check(self) -> None:
+        """As there."""
+        assert {block: digest for digest, block in self._at.items()} == {b: digest for b, digest in self.hashes.items() if digest}
+
+
+class TracedBlocks(Blocks):
+    """The store of one engine of a fleet. `logs`: it keeps prefixes, and says so."""
+
+    def __init__(self, capacity: Capacity, logs: bool) -> None:
+        # a trace says which blocks are equal, not which begin alike
+        super().__init__(capacity.space, KvLog(_KEPT) if logs else None, part=None)
+        self.registered = _Named(None)
+        self._free = [*_numbers(capacity.blocks)]
+
+    def fill(self, hold: Hold, count: int, hashes: Sequence[bytes]) -> None:
+        """The first `count` blocks of a hold are full. `hashes`: of the first of all it will ever fill."""
+        if self.log is None:
+            return
+        if hold.shared < len(hashes):
+            self.settle(hold, hashes[:count], b"")
+        if count > hold.shared:
+            self.registered.hashes.update(dict.fromkeys(hold.blocks[hold.shared : count], _NAMELESS))
+            hold.shared = count
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int) -> tuple[int, ...]:
+    """One object each for all engines: what is looked at all the time lies together."""
+    return tuple(range(count))
