@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -141,21 +141,26 @@ def _lines(path: Path) -> Iterator[_Row]:
     if kind is None:
         raise ConfigError(f"{path}: a trace is a .csv as Azure's or Vidur's, or a .jsonl as Mooncake's")
     with path.open() as file:
-        requests, line, before_s = kind(file), 1 + (path.suffix == ".csv"), 0.0
-        while True:
-            try:
-                found = next(requests, None)
-                if found is None:
-                    return
+        line, before_s = 1, 0.0
+        try:
+            requests = kind(file)
+            line += path.suffix == ".csv"
+            for found in requests:
                 if found[1] < 1 or found[2] < 1:
                     raise ValueError("a request has a token at least, each way")
                 if found[0] is not None and found[0] < before_s:
                     raise ValueError("it came before the one on the line above; sort the lines by time")
-            except (ValueError, KeyError, TypeError, IndexError, OverflowError) as wrong:
-                raise ConfigError(f"{path}, line {line}: {type(wrong).__name__}: {wrong}") from wrong
-            before_s = found[0] or before_s
-            yield found
-            line += 1
+                before_s = found[0] or before_s
+                yield found
+                line += 1
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as wrong:
+            raise ConfigError(f"{path}, line {line}: {_said(wrong)}") from wrong
+
+
+def _said(wrong: Exception) -> str:
+    if isinstance(wrong, IndexError):
+        return "it has fewer columns than the first line"
+    return f"there is no {wrong.args[0]}" if isinstance(wrong, KeyError) else str(wrong)
 
 
 def _table(file: Iterator[str]) -> Iterator[_Row]:
@@ -165,7 +170,11 @@ def _table(file: Iterator[str]) -> Iterator[_Row]:
     wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens") if timed else ("num_prefill_tokens", "num_decode_tokens")
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(f"there is no column {missing[0]}")
-    pick, first = itemgetter(*map(names.index, wanted)), None
+    return _requests(rows, itemgetter(*map(names.index, wanted)), timed)
+
+
+def _requests(rows: Iterator[list[str]], pick: Callable[[list[str]], tuple[str, ...]], timed: bool) -> Iterator[_Row]:
+    first = None
     for row in rows:
         if not timed:
             prompt, output = pick(row)
