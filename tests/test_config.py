@@ -271,7 +271,10 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
         ({"speculative_config": {"method": "eagle3"}}, "method eagle3 needs model: a directory with such heads, and no quantization"),
         ({"speculative_config": {"method": "eagle", "model": "/h", "quantization": "int8"}}, "eagle needs model: a directory"),
         ({"speculative_config": {"method": "bigram"}}, "method bigram is none of ngram, draft_model, eagle, eagle3, medusa; write one"),
-        ({"speculative_config": {"method": "medusa", "model": "/h"}, "device": "neuron"}, "device neuron with what reads hidden states"),
+        (
+            {"speculative_config": {"method": "medusa", "model": "/h"}, "tensor_parallel": 2, "sequence_parallel": True},
+            "goes without sequence_parallel",
+        ),
         ({"speculative_config": {"method": "eagle", "model": "/h"}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),
         ({"speculative_config": {"method": "eagle", "model": "/h"}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
         (
@@ -290,7 +293,6 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
         ({"speculative_config": {}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
         ({"speculative_config": {}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),
         ({"speculative_config": {}, "capacity_factor": 1.5}, "goes without capacity_factor"),
-        ({"speculative_config": {"quantization": "int8", "method": "draft_model"}, "device": "neuron"}, "device neuron with a draft model"),
         ({"num_speculative_tokens": 4}, "write speculative_config: {method: ngram, num_speculative_tokens: 8}"),
     ],
 )

@@ -162,8 +162,8 @@ class RemoteEngine:
 
     def joined(self, linked: Linked) -> None:
         """A replica is connected."""
-        card = linked.link.card
-        self.desk.join(linked.number, card.replica, profile_of(card), card.kv_tokens, linked.pressure, time.monotonic())
+        card, pooled = linked.link.card, linked.link.card.args.get("pools") is not None
+        self.desk.join(linked.number, card.replica, profile_of(card), card.kv_tokens, linked.pressure, time.monotonic(), pooled)
         self.repair.joined()
         self.welcome()
         self._pump()

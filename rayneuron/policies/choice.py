@@ -52,8 +52,8 @@ class GatewayAsk(Struct, frozen=True):
 class Terms(Struct, frozen=True):
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
-    `of`: replicas that were looked at; `second`: the next best and how much worse; `least_ms`: the shortest queue of those that may take
-    another.
+    `late`: what orders to that replica take on the way; `of`: replicas that were looked at; `second`: the next best and how much worse;
+    `least_ms`: the least that any of those that may take another has to do before it.
     """
 
     worker: int
@@ -67,12 +67,13 @@ class Terms(Struct, frozen=True):
     of: int
     second: tuple[str, float] | None
     least_ms: float
+    late: float
     why: str
 
     @property
     def ttft_ms(self) -> float:
         """Predicted, from when it is sent."""
-        return self.queue + self.prefill
+        return self.queue + self.prefill + self.late
 
     def line(self, waited_s: float) -> str:
         """As the header says it."""
@@ -229,8 +230,9 @@ class Chooser:
         other = priced[priced[0] is best] if len(priced) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
-        least_ms = min([p[2] for p in priced]) if free else 1e9
-        return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, len(priced), second, least_ms, why)
+        least_ms = min([p[1].waits_ms(now_s) for p in priced]) if free else 1e9
+        late_ms, of = worker.pace.late_ms, len(priced)
+        return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, of, second, least_ms, late_ms, why)
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
         """Where prompts that begin like this one go, while no replica has said what it keeps."""
@@ -256,7 +258,8 @@ def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
     def order(p: _Price) -> tuple[bool, float]:
         _, worker, queue, prefill, _, _ = p
         step_ms = worker.factor * worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
-        used = ((queue + prefill) / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)
+        first_ms = queue + prefill + worker.pace.late_ms
+        used = (first_ms / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)
         over = sum(max(0.0, u - 1) for u in used)
         return over > 0, over or -max(used)
 

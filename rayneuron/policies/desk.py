@@ -89,12 +89,15 @@ class GatewayDesk:
         self._speed = 0.0  # ms of devices that a replica works off in a millisecond; 0: nobody knows
         self._sent_ms = self._since_s = 0.0
 
-    def join(self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float) -> None:
-        """A replica is there. `worker`: never used before; `name`: what other gateways call it too."""
+    def join(
+        self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float, pooled: bool = False
+    ) -> None:  # fmt: skip
+        """A replica is there. `worker`: never used before; `name`: what other gateways call it too; `pooled`: others compute its prompts,
+        so that its first tokens say nothing of its own pace."""
         costs = self._costs.get(profile)
         if costs is None:
             costs = self._costs[profile] = Costs(profile)
-        made = KnownWorker(worker, name, costs, kv_tokens, load, now_s)
+        made = KnownWorker(worker, name, costs, kv_tokens, load, now_s, pooled)
         chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
         self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms
         self.chooser.workers.join(made)
@@ -145,8 +148,9 @@ class GatewayDesk:
         if cached is not None and cached != found.overlap and 0 <= cached < ask.prompt:
             cost = worker.costs.prefill
             found.own_ms *= cost(ask.prompt - cached, cached)[0] / cost(ask.prompt - found.overlap, found.overlap)[0]
-        self.chooser.workers.began(worker, found.queue_ms, found.own_ms, actual_ms, now_s)
-        self._changed(worker, now_s)
+        if not worker.pooled:
+            self.chooser.workers.began(worker, found.queue_ms, found.own_ms, actual_ms, now_s)
+            self._changed(worker, now_s)
         return abs(predicted_ms - actual_ms) / actual_ms
 
     def ended(self, key: int, tokens: int, now_s: float) -> None:
@@ -239,14 +243,14 @@ class GatewayDesk:
     def _changed(self, worker: KnownWorker, now_s: float) -> None:
         """Something about a replica has: look for its place, and whether it takes what nobody took."""
         self.chooser.workers.weigh(worker, now_s)
-        if worker.extra < self.chooser.in_hand and worker.queue_ms(now_s) <= self._admit_ms:
+        if worker.extra < self.chooser.in_hand and worker.waits_ms(now_s) <= self._admit_ms:
             self._refused = None
 
     def _send(self, key: int, found: _Open, terms: Terms, now_s: float) -> Send:
         ask, worker = found.ask, self.chooser.workers.all[terms.worker]
         self._unwait(key, ask, taken=True)
         found.worker, found.overlap, found.sent_s = terms.worker, terms.overlap, now_s
-        found.queue_ms, found.own_ms = terms.queue - worker.pace.late_ms, terms.prefill / worker.factor
+        found.queue_ms, found.own_ms = terms.queue, terms.prefill / worker.factor
         found.ttft_ms = 0.0 if ask.again or ask.avoid else terms.ttft_ms
         number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
         self.chooser.workers.weigh(worker, now_s)
@@ -277,11 +281,11 @@ class GatewayDesk:
         near = workers.least(8, 0)
         if not near:
             return 0.0 if ask.again else self.limits.silent_s
-        queue = near[0].queue_ms(now_s)
+        queue = near[0].waits_ms(now_s)
         for worker in near:
             if not queue:
                 break
-            queue = min(queue, worker.queue_ms(now_s))
+            queue = min(queue, worker.waits_ms(now_s))
         ahead = self.queue.ahead_ms(ask.account, ms) if len(self.queue) else 0.0
         return (queue + ahead / (workers.placed * (self._speed or 1.0))) / 1e3
 

@@ -30,14 +30,17 @@ class KnownWorker:
     __slots__ = (
         *("_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows", "booked_tokens"),
         *("bookings", "costs", "extra", "factor", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "pace"),
-        *("place", "rows", "step_ms", "turn_ms", "until_s"),
+        *("place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
     )
 
-    def __init__(self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float) -> None:
+    def __init__(
+        self, number: int, name: str, costs: Costs, kv_tokens: int, load: Pressure, now_s: float, pooled: bool = False
+    ) -> None:  # fmt: skip
         self.number = number
         self.name = name
         self.costs = costs
         self.kv_tokens = kv_tokens
+        self.pooled = pooled
         self._prompt_ms = costs.prefill(min(_A_PROMPT, costs.profile.lengths[-1]), 0)[0]
         self._typical = costs.stretches(_A_PROMPT, _AN_OUTPUT)
         self.load = load
@@ -54,8 +57,13 @@ class KnownWorker:
         self.ms = 0.0  # what level that is
         self._count()
 
+    def waits_ms(self, now_s: float) -> float:
+        """What it has to do before a prompt that is sent now. On this, and not on a step that is under way, hangs whether it is sent:
+        waiting here would not make that less."""
+        return self.behind_ms + max(0.0, 1e3 * (self.until_s - now_s))
+
     def queue_ms(self, now_s: float) -> float:
-        """Until a prompt that is sent now would begin."""
+        """Until a prompt that is sent now would begin, the way there aside: by that, learned from little, none is better than another."""
         queue = 1e3 * (self.until_s - now_s)
         return self.behind_ms + (queue if queue > 0 else self.turn_ms)
 
@@ -75,7 +83,7 @@ class KnownWorker:
         self.step_ms = self.factor * self.costs.decode_ms(self.rows, load.longest)
         self.turn_ms = 0.5 * self.step_ms if self.rows > 0 else 0.0
         self.beside = self.costs.beside(self.rows, load.longest)
-        self.behind_ms = self.booked_ms + self.pace.late_ms
+        self.behind_ms = self.booked_ms
         if self.extra >= 0:
             slot_ms = load.slot_ms or SOME_TOKENS * self.step_ms  # its rows are booked, not taken yet
             self.behind_ms += slot_ms * (self.extra + 1)

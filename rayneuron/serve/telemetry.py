@@ -114,12 +114,10 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._process = ProcessCollector(registry=None)
-        self.prefix_cache = False
-        self.step_s = 0.0  # a step of late
+        self.prefix_cache, self.step_s = False, 0.0  # the last of late
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
-        self._step_time = self.histograms[metrics.STEP_TIME]
-        self._iteration = self.histograms[metrics.ITERATION]
+        self._step_time, self._iteration = self.histograms[metrics.STEP_TIME], self.histograms[metrics.ITERATION]
         self.inter_token = self.histograms[metrics.INTER_TOKEN]
 
     def step(self, tokens: int, prompt_tokens: int) -> None:

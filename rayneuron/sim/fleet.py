@@ -166,7 +166,7 @@ class Simulation:
             host.scheduler.prefills = Asking(self._pool, host)
         for gateway in self._gateways:
             tokens, load = host.scheduler.blocks.total_tokens, host.pressure(0)
-            gateway.desk.join(number, f"n{number}", setup.profile, tokens, load, self.clock.now_s)
+            gateway.desk.join(number, f"n{number}", setup.profile, tokens, load, self.clock.now_s, setup.pool is not None)
 
     def _ordered(self, call: FleetCall, key: int, worker: int, number: int) -> None:
         if (node := self._nodes.get(worker)) is None:

@@ -120,3 +120,29 @@ def test_a_prompt_that_was_there_in_part_is_judged_by_what_was_computed() -> Non
         played.desk.ended(1000 + i, 20, played.now_s + 1)
         played.now_s += 2.0
     assert send.terms.overlap > 1500 and 0.9 <= played.desk.chooser.workers.all[0].factor <= 1.1
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_who_has_nothing_before_it_is_sent_however_late_or_slow_the_replica_is(rows: int) -> None:
+    """Waiting would make neither the way there nor the step under way shorter."""
+    desk = GatewayDesk(DeskLimits(admit_ms=1e-3), Random(0))
+    desk.join(0, "r0", TIMES, 32_768, IDLE, 0.0)
+    worker = desk.chooser.workers.all[0]
+    for i in range(40):
+        desk.offer(GatewayAsk(i, "", prompt := (20, 1000, 3000)[i % 3], 20), float(i))
+        (send,) = desk.next(float(i))
+        desk.began(i, 0, i + 2 * worker.costs.prefill(prompt, 0)[0] / 1e3 + 0.06)
+        desk.heard(0, Pressure(send.number, slots_free=8, kv_free=32_768), i + 0.9)
+        desk.ended(i, 20, i + 0.9)
+    assert worker.pace.late_ms > 20 and worker.factor > 1.5
+    desk.heard(0, Pressure(seen=worker.orders, rows=rows, slots_free=8 - rows, kv_free=9_000, longest=900), 50.0)
+    desk.offer(GatewayAsk(50, "", 300, 20), 50.0)
+    assert [send.key for send in desk.next(50.0)] == [50]
+
+
+def test_first_tokens_of_prompts_that_others_compute_teach_nothing() -> None:
+    desk = GatewayDesk(DeskLimits(), Random(0))
+    desk.join(0, "r0", TIMES, 32_768, IDLE, 0.0, pooled=True)
+    desk.offer(GatewayAsk(1, "", 300, 20), 0.0)
+    desk.next(0.0)
+    assert desk.began(1, 0, 5.0) is not None and desk.chooser.workers.all[0].pace.factor == 1.0
