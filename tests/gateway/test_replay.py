@@ -135,8 +135,13 @@ async def test_adapters_are_called_as_models_and_go_on_elsewhere(tiny: Path, tmp
         assert (await asked(model="b"))[0] == 400 and "call it under /m/tiny/ or /m/other/" in (await asked(model="b"))[1]
         for wrong in ({"model": "c"}, {"model": "tiny", "adapters": "c"}, {"path": "/m/a"}, {"path": "/m/other", "model": "a"}):
             assert (await asked(**wrong))[0] == 404, wrong
-        reply, moved = await interrupted(made, {**body, "model": "a"}, 5)
-        assert reply["choices"] == wanted["a"] and moved == 1
+        moved = 0
+        for _ in range(10):  # forty tokens of a small model may have come before anybody looks
+            reply, moved = await interrupted(made, {**body, "model": "a"}, 5)
+            assert reply["choices"] == wanted["a"]
+            if moved:
+                break
+        assert moved == 1
         for there, status in zip(made.members, (404, 200), strict=True):
             await there.replica.change_adapters(Change("c", "c"))
             await made.catalogue.entries[0].look()
