@@ -52,8 +52,8 @@ class GatewayAsk(Struct, frozen=True):
 class Terms(Struct, frozen=True):
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
-    `late`: what orders to that replica take on the way; `of`: replicas that were looked at; `second`: the next best and how much worse;
-    `least_ms`: the least that any of those that may take another has to do before it.
+    `late`: how much later its first tokens come than that, as has been learned; `of`: replicas that were looked at; `second`: the next
+    best and how much worse; `least_ms`: the least that any of those that may take another has to do before it.
     """
 
     worker: int
@@ -182,14 +182,13 @@ class Chooser:
             if took is None:
                 took = known[new if rows > 0 else -new] = costs.prefill(new, prompt - new, rows > 0)
             prefill, steps = took
-            prefill *= worker.factor
             if rows and steps > 1:
                 prefill += (steps - 1) * worker.step_ms
             after, at, before = worker.beside
             if one:  # `added_ms`, without a call: this is done for each that comes into question
-                added = worker.factor * LATER * steps_there * (after[there if there > at else at] - before)
+                added = LATER * steps_there * (after[there if there > at else at] - before)
             else:
-                added = worker.factor * LATER * added_ms(worker.beside, stretches)
+                added = LATER * added_ms(worker.beside, stretches)
             queue, until_s = worker.behind_ms, worker.until_s
             queue += 1e3 * (until_s - now_s) if until_s > now_s else worker.turn_ms
             if rows_asked > 1:
@@ -231,7 +230,7 @@ class Chooser:
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
         least_ms = min([p[1].waits_ms(now_s) for p in priced]) if free else 1e9
-        late_ms, of = worker.pace.late_ms, len(priced)
+        late_ms, of = worker.pace.later_ms(prefill), len(priced)
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, of, second, least_ms, late_ms, why)
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
@@ -257,8 +256,8 @@ def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
 
     def order(p: _Price) -> tuple[bool, float]:
         _, worker, queue, prefill, _, _ = p
-        step_ms = worker.factor * worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
-        first_ms = queue + prefill + worker.pace.late_ms
+        step_ms = worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
+        first_ms = queue + worker.pace.later_ms(prefill) + prefill
         used = (first_ms / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)
         over = sum(max(0.0, u - 1) for u in used)
         return over > 0, over or -max(used)

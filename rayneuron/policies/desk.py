@@ -150,7 +150,6 @@ class GatewayDesk:
             found.own_ms *= cost(ask.prompt - cached, cached)[0] / cost(ask.prompt - found.overlap, found.overlap)[0]
         if not worker.pooled:
             self.chooser.workers.began(worker, found.queue_ms, found.own_ms, actual_ms, now_s)
-            self._changed(worker, now_s)
         return abs(predicted_ms - actual_ms) / actual_ms
 
     def ended(self, key: int, tokens: int, now_s: float) -> None:
@@ -250,7 +249,7 @@ class GatewayDesk:
         ask, worker = found.ask, self.chooser.workers.all[terms.worker]
         self._unwait(key, ask, taken=True)
         found.worker, found.overlap, found.sent_s = terms.worker, terms.overlap, now_s
-        found.queue_ms, found.own_ms = terms.queue, terms.prefill / worker.factor
+        found.queue_ms, found.own_ms = terms.queue, terms.prefill
         found.ttft_ms = 0.0 if ask.again or ask.avoid else terms.ttft_ms
         number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
         self.chooser.workers.weigh(worker, now_s)

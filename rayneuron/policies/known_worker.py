@@ -29,7 +29,7 @@ class KnownWorker:
 
     __slots__ = (
         *("_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows", "booked_tokens"),
-        *("bookings", "costs", "extra", "factor", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "pace"),
+        *("bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "pace"),
         *("place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
     )
 
@@ -63,24 +63,24 @@ class KnownWorker:
         return self.behind_ms + max(0.0, 1e3 * (self.until_s - now_s))
 
     def queue_ms(self, now_s: float) -> float:
-        """Until a prompt that is sent now would begin, the way there aside: by that, learned from little, none is better than another."""
+        """Until a prompt that is sent now would begin."""
         queue = 1e3 * (self.until_s - now_s)
         return self.behind_ms + (queue if queue > 0 else self.turn_ms)
 
     def typical_ms(self, now_s: float) -> float:
         """What everybody loses by one more request, of the kind by which replicas are compared."""
-        return self.queue_ms(now_s) + self.factor * (self._prompt_ms + LATER * added_ms(self.beside, self._typical))
+        return self.queue_ms(now_s) + self._prompt_ms + LATER * added_ms(self.beside, self._typical)
 
     def _count(self) -> None:
         """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent
         there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step, `turn_ms`
-        of what is left of one that is under way; `beside`: what one more adds to it; `free` tokens; `factor`: its pace."""
-        load, self.factor = self.load, self.pace.factor
+        of what is left of one that is under way; `beside`: what one more adds to it; `free` tokens."""
+        load = self.load
         self.rows = load.rows + self.booked_rows
         self.extra = load.waiting + self.booked_rows - load.slots_free
         self.free = load.kv_free - self.booked_tokens
         self.until_s = self.at_s + load.backlog_ms / 1e3
-        self.step_ms = self.factor * self.costs.decode_ms(self.rows, load.longest)
+        self.step_ms = self.costs.decode_ms(self.rows, load.longest)
         self.turn_ms = 0.5 * self.step_ms if self.rows > 0 else 0.0
         self.beside = self.costs.beside(self.rows, load.longest)
         self.behind_ms = self.booked_ms
@@ -106,16 +106,6 @@ class KnownWorker:
             self._counted(self.bookings.popitem(last=False)[1])
         if now_s - self.pace.known_s > _FADE_S:
             self.pace.fade(now_s)
-        self._count()
-
-    def assume(self, factor: float) -> None:
-        """Nobody has seen a first token of it yet: it is taken to be like others."""
-        self.pace.assume(factor)
-        self._count()
-
-    def began(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
-        """A first token has come, as `LearnedPace.learn` has it."""
-        self.pace.learn(queue_ms, own_ms, actual_ms, now_s)
         self._count()
 
     def unbook(self, key: int) -> None:

@@ -30,6 +30,11 @@ class LearnedPace:
         self._off_var, self._late_var = _OFF**2, _LATE_MS**2
         self.known_s = now_s
 
+    def later_ms(self, own_ms: float) -> float:
+        """How much later, or sooner, than after so much work by the profile. It makes predictions true, and chooses no replica: one that
+        was slow once, and is asked no more for that, would never be known to be fast."""
+        return self.late_ms + (self.factor - 1) * own_ms
+
     def learn(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
         """A first token has come after `actual_ms`: behind others that were to take `queue_ms`, and a prompt that by the profile takes
         `own_ms`, above 0."""

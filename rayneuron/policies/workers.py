@@ -22,7 +22,7 @@ class Workers:
         self.all: dict[int, KnownWorker] = {}
         self.placed = 0  # that may be chosen
         self._strangers: set[int] = set()  # whose first tokens nobody here has seen
-        self._common = 1.0  # the pace they are taken to have: that of whom was last learned of, or who is known would seem faster or slower
+        self._common = 1.0  # the pace they are taken to have: that of whom was last learned of
         self._late_ms = 0.0  # from when an order is sent until a replica is heard that counts it in
         self._others = 0.0  # share of the sequences on replicas that came from elsewhere
         self._between_ms, self._sent_s = 0.0, 0.0  # from one order of this gateway to the next
@@ -37,7 +37,7 @@ class Workers:
         """A replica is there."""
         self.all[worker.number] = worker
         self._strangers.add(worker.number)
-        worker.assume(self._common)
+        worker.pace.assume(self._common)
         for point in range(_POINTS):
             insort(self._ring, (_hashed(f"{worker.name} {point}".encode()), worker.number))
 
@@ -64,12 +64,11 @@ class Workers:
     def began(self, worker: KnownWorker, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
         """A first token has come of a replica, as `LearnedPace.learn` has it."""
         self._strangers.discard(worker.number)
-        worker.began(queue_ms, own_ms, actual_ms, now_s)
-        if self._strangers and worker.factor != self._common:
-            self._common = worker.factor
-            for other in [self.all[number] for number in sorted(self._strangers)]:
-                other.assume(self._common)
-                self.weigh(other, now_s)
+        worker.pace.learn(queue_ms, own_ms, actual_ms, now_s)
+        if self._strangers and worker.pace.factor != self._common:
+            self._common = worker.pace.factor
+            for number in self._strangers:
+                self.all[number].pace.assume(self._common)
 
     @property
     def unseen(self) -> float:
