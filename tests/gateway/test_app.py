@@ -197,9 +197,11 @@ async def killed(url: str, kills: int, tokens: int, streams: int = 8) -> list[li
 
 
 async def test_a_killed_replica_is_a_pause(url: str) -> None:
-    pauses = await killed(url, 1, 160)
-    assert len(pauses) == 1
-    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    text = ""
+    for _ in range(5):  # where steps are fast, all of that replica may have ended a moment before
+        assert len(await killed(url, 1, 160)) == 1
+        if "rayneuron:gateway_replays_total{" in (text := httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text):
+            break
     assert "rayneuron:gateway_replays_total{" in text
 
 
