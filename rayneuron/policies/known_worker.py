@@ -64,8 +64,7 @@ class KnownWorker:
 
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
-        queue = 1e3 * (self.until_s - now_s)
-        return self.behind_ms + (queue if queue > 0 else self.turn_ms)
+        return self.waits_ms(now_s) + (0.0 if self.until_s > now_s else self.turn_ms)
 
     def typical_ms(self, now_s: float) -> float:
         """What everybody loses by one more request, of the kind by which replicas are compared."""

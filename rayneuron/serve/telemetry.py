@@ -114,7 +114,7 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._process = ProcessCollector(registry=None)
-        self.prefix_cache, self.step_s = False, 0.0  # the last of late
+        self.prefix_cache, self.step_s = False, 0.0  # the latter of late
         # Looked up once: these are touched every step.
         self._tokens = self.series[metrics.GENERATION_TOKENS]
         self._step_time, self._iteration = self.histograms[metrics.STEP_TIME], self.histograms[metrics.ITERATION]

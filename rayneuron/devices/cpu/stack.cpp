@@ -94,6 +94,7 @@ class Stack {
         order_.resize(c.batch);
         std::iota(order_.begin(), order_.end(), 0);
         if (c.adapters) std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) { return c.adapters[a] < c.adapters[b]; });
+        int last = -1;  // the last place that is written of blocks that are somebody's
         for (int b : order_) {
             if (c.rows[b] == m_.rows) continue;
             const int first = (int)where_.size();
@@ -102,7 +103,9 @@ class Stack {
                 if (at >= m_.limit) continue;
                 where_.push_back(b * c.tokens + t);
                 position_.push_back(at);
-                slot_.push_back(c.slots[b * c.tokens + t]);
+                const int slot = c.slots[b * c.tokens + t];
+                slot_.push_back(slot);
+                if (slot < m_.blocks * m_.block) last = std::max(last, slot);
             }
             const int count = (int)where_.size() - first;
             if (count) spans_.push_back({b, first, count});
@@ -112,8 +115,6 @@ class Stack {
             else runs.push_back({c.adapters[b], first, count});
         }
         tokens_ = (int)where_.size();
-        int last = -1;
-        for (int slot : slot_) last = slot < m_.blocks * m_.block ? std::max(last, slot) : last;
         if (last >= 0) ahead_.reach(last / m_.block);
         float* to = x();
         const size_t bytes = (size_t)m_.hidden * (m_.kind == F32 ? 4 : 2);
