@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "rayneuron"
 
 # Unit -> what it may import of this package. A unit is a folder, or a module directly under the package; "devices.base" is that file alone.
-LEAVES = {"errors", "constraints", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames"}
+LEAVES = {"errors", "constraints", "types", "seeds", "news", "settings", "metrics", "hashing", "keys", "wire", "frames", "processes"}
 LEAVES |= {"config", "config_features", "group_config", "gateway_config", "host_config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors", "constraints"},
     "seeds": {"types"},
     "news": set(),
+    "processes": set(),
     "metrics": {"errors", "types"},
     "hashing": {"errors", "types"},
     "validation": {"errors"},
@@ -50,8 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frames": {"errors", "types", "news"},
     "models": {"errors", "settings"},
     "compile_cache": {"errors", "settings"},
-    "collectives": {"errors", "settings", "models.collectives"},
-    "devices": {"errors", "settings", "models", "compile_cache", "collectives"},
+    "collectives": {"errors", "settings", "processes", "models.collectives"},
+    "devices": {"errors", "settings", "processes", "models", "compile_cache", "collectives"},
     "policies": {"errors", "types", "news", "hashing"},
     "api": {"errors", "constraints", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
@@ -113,7 +114,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("serve/",),
 }
 TORCH_FREE = (
-    *("errors.py", "types.py", "news.py", "settings.py", "metrics.py", "hashing.py", "config.py", "text/"),
+    *("errors.py", "types.py", "news.py", "settings.py", "processes.py", "metrics.py", "hashing.py", "config.py", "text/"),
     *("gateway_config.py", "host_config.py", "yaml_file.py", "frames.py", "gateway/", "host/"),
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),

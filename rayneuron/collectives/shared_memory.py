@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from rayneuron.collectives.native import shared_memory
 from rayneuron.errors import ConfigError, WorkerLost
+from rayneuron.processes import process_started
 
 SLOT_BYTES = 2**20
 LINE = 64  # bytes of a counter: one cache line, so that ranks do not write into each other's
@@ -278,17 +278,8 @@ class SharedMemory:
                 raise WorkerLost("another rank of the group has failed")
             missing = state - 1 if rank is None else rank
             peer = self._peers.get(missing)
-            if peer is not None and not running(*peer):
+            if peer is not None and process_started(peer[0]) != peer[1]:
                 raise WorkerLost(f"rank {missing} (pid {peer[0]}) is gone")
             if time.monotonic() > until:
                 raise WorkerLost(f"rank {missing} has not come to the exchange within {self._timeout_s:g} s")
             state = self._counters.wait(first, count, turn, PATIENCE_S)
-
-
-def running(pid: int, started: int) -> bool:
-    """True while the process that began at `started` (kernel ticks since boot) runs; a zombie, or another one of that pid, does not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return False
-    return fields[0] not in "ZX" and int(fields[19]) == started

@@ -34,7 +34,7 @@ from rayneuron.models import Progress
 from rayneuron.placement.environment import BEFORE_START
 from rayneuron.placement.layout import Layout, rank_threads
 from rayneuron.placement.memory import float8
-from rayneuron.placement.records import this_process
+from rayneuron.processes import this_process
 from rayneuron.transfer.agent import Agents, FarWorker
 
 log = logging.getLogger(__name__)

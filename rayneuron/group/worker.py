@@ -44,7 +44,7 @@ from rayneuron.group.rank import Rank
 from rayneuron.group.rendezvous import allow_files
 from rayneuron.group.swapping import reweigh, turn
 from rayneuron.models import Progress
-from rayneuron.placement.records import process_started
+from rayneuron.processes import process_started
 
 if TYPE_CHECKING:
     from rayneuron.group.board import BoardReader

@@ -23,6 +23,7 @@ from rayneuron.placement import records
 from rayneuron.placement.instances import Instance
 from rayneuron.placement.records import Holder
 from rayneuron.policies import packing
+from rayneuron.processes import process_started
 
 _FLOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -120,7 +121,7 @@ class Ledger:
         if held:
             for pid, cores in records.lockers(self._path).items():
                 if held & set(cores):
-                    known.append(Holder(cores, pid, "", 0.0, records.process_started(pid)))
+                    known.append(Holder(cores, pid, "", 0.0, process_started(pid)))
                     held -= set(cores)
         return sorted(known, key=lambda holder: holder.cores)
 
@@ -147,7 +148,7 @@ class Ledger:
         try:
             records.remove(self.directory, cores)
             pid = os.getpid()
-            record = records.write(self.directory, Holder(cores, pid, deployment, time.time(), records.process_started(pid)))
+            record = records.write(self.directory, Holder(cores, pid, deployment, time.time(), process_started(pid)))
         except BaseException:
             lock.close()
             raise

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayneuron.processes import process_started
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -27,21 +29,6 @@ class Holder:
     def alive(self) -> bool:
         """True while the very process that wrote the record runs (a zombie does not)."""
         return process_started(self.pid) == self.started is not None
-
-
-def process_started(pid: int) -> int | None:
-    """Start time of a running process in kernel ticks since boot; None where it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def this_process() -> tuple[int, int]:
-    """Pid and start time of the caller."""
-    pid = os.getpid()
-    return pid, process_started(pid) or 0
 
 
 def write(directory: Path, holder: Holder) -> Path:

@@ -26,7 +26,7 @@ from ray.serve.schema import ServeDeploySchema
 from rayneuron.config import Deployment
 from rayneuron.errors import CheckpointError, CompileError, ConfigError, NotReady
 from rayneuron.gateway_config import GatewayConfig
-from rayneuron.serve import readiness
+from rayneuron.serve import own_ray, readiness
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ def run(content: Mapping[str, Any], ours: Ours, grace_s: float, alone: bool = Fa
         for line in ready_lines(schema, ours):
             print(line, flush=True)
         while not signals.asked.wait(LOOK_PERIOD_S):  # a signal that another thread takes does not end a wait
-            pass
+            if (gone := own_ray.ended()) is not None:
+                raise NotReady(f"Ray's {gone} has ended, and all that ran in it; start again")
         output.ready = False
         _end(ours, grace_s)
     finally:
@@ -91,7 +92,7 @@ class Signals:
 
     def _take(self, number: int, frame: object) -> None:
         if self.asked.is_set():
-            _end_now(128 + number)
+            own_ray.end_now(128 + number)
         self.asked.set()
         if self._starting:
             raise SystemExit(128 + number)
@@ -256,22 +257,15 @@ def _reachable(host: str) -> str:
 def _end(ours: Ours, grace_s: float) -> None:
     """Within the grace time, come what may: streams first, then the applications."""
     print(f"ending within {grace_s:g} s, streams first; a second signal ends at once", file=sys.stderr, flush=True)
-    watchdog = threading.Timer(grace_s, _end_now, [1])
-    watchdog.daemon = True
-    watchdog.start()
+    left = threading.Event()
+    threading.Thread(target=own_ray.watch, args=(time.monotonic() + grace_s, left), daemon=True).start()
     gateways = [name for name, one in ours.items() if isinstance(one, GatewayConfig)]
     rounds = [gateways, [name for name in ours if name not in gateways]]
     asyncio.run(_leave(rounds, max(0.0, grace_s - min(ENDING_S, ENDING_SHARE * grace_s))))
+    left.set()
     ray.shutdown()
     sys.stderr.flush()
     os._exit(0)  # what Ray has registered for the end of the interpreter takes seconds, and finds nothing left to do
-
-
-def _end_now(code: int) -> None:
-    node = ray._private.worker._global_node  # None where the cluster is not ours
-    if node is not None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
-    os._exit(code)
 
 
 async def _leave(rounds: Sequence[Sequence[str]], within_s: float) -> None:

@@ -106,7 +106,7 @@ def wait(rank: int, ranks: int, segment: tuple[int, int], timeout_s: str) -> Non
 
     from rayneuron.collectives.shared_memory import Segment, SharedMemory
     from rayneuron.errors import WorkerLost
-    from rayneuron.placement.records import process_started
+    from rayneuron.processes import process_started
 
     print(os.getpid(), process_started(os.getpid()), flush=True)
     peers = {int(r): (int(p), int(s)) for r, p, s in (part.split(":") for part in sys.stdin.readline().split())}

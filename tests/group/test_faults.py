@@ -21,7 +21,7 @@ from rayneuron.errors import WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
-from rayneuron.placement.records import process_started
+from rayneuron.processes import process_started
 from tests.cluster.faults import held
 from tests.group.test_group import PATIENT, SMALL, children, nothing_stays  # noqa: F401
 

@@ -22,7 +22,7 @@ from rayneuron.group.group import Group
 from rayneuron.models.config_json import read_config
 from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
-from rayneuron.placement.records import process_started
+from rayneuron.processes import process_started
 from tests.models import published
 from tests.serve.scripted import PATIENCE_S, eventually
 

@@ -17,6 +17,7 @@ from rayneuron.placement import records
 from rayneuron.placement.instances import declared, instance
 from rayneuron.placement.ledger import Ledger
 from rayneuron.placement.records import Holder
+from rayneuron.processes import process_started
 from tests.placement.owners import Owner
 from tests.serve.scripted import eventually
 
@@ -124,7 +125,7 @@ def test_children_do_not_keep_the_cores_of_a_dead_parent(ledger: Ledger, strays:
     strays.append(child)
     assert ledger.free() == frozenset(), "a child coming and going must not free its parent's cores either"
     owner.kill()
-    assert records.process_started(child) is not None, "the child outlives its parent"
+    assert process_started(child) is not None, "the child outlives its parent"
     eventually(lambda: ledger.free() == ALL, 60)  # a forked child lets go as it begins, which the parent does not wait for
 
 

@@ -319,6 +319,21 @@ def test_as_the_first_process_of_a_container(tiny: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asked", [True, False])
+def test_without_ray_it_ends_at_once(tiny: Path, asked: bool) -> None:
+    """As where a service manager tells every process to end (`asked`), or where the kernel takes the raylet away."""
+    with serving(tiny) as running:
+        await_ready(running)
+        below = descendants(running.pid)
+        raylet = [pid for pid in below if b"/raylet\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in [running.pid, *below] if asked else raylet:
+            os.kill(pid, signal.SIGTERM if asked else signal.SIGKILL)
+        assert running.process.wait(GRACE_S + PATIENCE_S) == (1 if asked else 2)
+        assert "Ray's raylet" in running.said("err") and "Traceback" not in running.said("err"), running.said("err")
+        eventually(lambda: not any(map(lives, below)), PATIENCE_S, lambda: [pid for pid in below if lives(pid)])
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tiny: Path) -> None:
     with serving(tiny) as running:
         await_ready(running)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rayneuron.errors import CompileError
+from rayneuron.processes import kill_started_by
 
 
 class Unwanted(threading.Event):
@@ -33,7 +31,7 @@ class Unwanted(threading.Event):
         """End it. Again for whatever was started in the very moment."""
         super().set()
         for thread in tuple(self._threads):
-            _kill(Path(f"/proc/self/task/{thread}"))
+            kill_started_by(os.getpid(), thread)
 
     def check(self) -> None:
         """Raise CompileError where it is set."""
@@ -65,15 +63,3 @@ class Ticker:
         self._thread.join()
         if self._problem is not None and kind is None:
             raise self._problem
-
-
-def _kill(task: Path) -> None:
-    """All processes that a thread, and what it has started, have started."""
-    started = []
-    with contextlib.suppress(OSError):
-        started = (task / "children").read_text().split()
-    for child in started:
-        with contextlib.suppress(OSError):
-            for thread in Path(f"/proc/{child}/task").iterdir():
-                _kill(thread)
-            os.kill(int(child), signal.SIGKILL)

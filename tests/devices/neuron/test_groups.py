@@ -16,7 +16,7 @@ from rayneuron.errors import WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.group.group import Group
 from rayneuron.group.worker import Invitation
-from rayneuron.placement.records import process_started
+from rayneuron.processes import process_started
 from rayneuron.types import Request
 
 SMALL: dict[str, Any] = {
