@@ -73,8 +73,9 @@ class Batch:
     """The inputs of one step, padded to a Shape (`schema` gives dims and dtypes).
 
     Idle rows are row `space.rows`, padding tokens position `space.limit`; both write nowhere. `blocks`: what holds a row, null behind its
-    end. `slots`: where each token's KV goes. `last`: index of a row's last true token (-1: a verify step's idle row). `uniform`: a random
-    number for each id sampled. `adapters`: the slot of a row's adapter, -1 for none. `hidden`: where a pipeline stage is not the first.
+    end. `slots`: where each token's KV goes. `last`: index of a row's last true token, -1 where nothing is asked of the row: it is idle,
+    or its prompt goes on. `uniform`: a random number for each id sampled. `adapters`: the slot of a row's adapter, -1 for none. `hidden`:
+    where a pipeline stage is not the first.
     """
 
     tokens: Tensor = _array("BT")

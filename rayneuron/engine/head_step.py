@@ -39,7 +39,7 @@ def step(
         else:
             drafted = _at_once(heads, ops, own, batch, shape, kv.shape.space, before, choose)
         batch = replace(batch, tokens=drafted)
-    taps, where = decoder.Taps(heads.taps), plain.places(batch, shape, weights)
+    taps, where = decoder.Taps(heads.taps), replace(plain.places(batch, shape, weights), read=None)
     hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, where, taps=taps)
     found = head_layers.features(heads, ops, own["top"], hidden, taps)
     if heads.chained:

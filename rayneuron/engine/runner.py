@@ -227,9 +227,11 @@ def _some_each(works: Sequence[Work], holds: Sequence[Hold], shape: Shape, space
     for work in works:
         tokens += work.sequence.ids[work.start : work.start + work.count] or (FOLLOWS,)
         tokens += work.drafts
-    arrays = {name: _idle(shape, space)[0][name].copy() for name in (*_PLACES, "last")}
+    arrays = {name: _idle(shape, space)[0][name].copy() for name in _PLACES}
     arrays["positions"][where], arrays["slots"][where], arrays["tokens"][where] = at, slots, tokens
-    arrays["last"][:n] = count - 1
+    asked = [w.last or shape.want.pooled or shape.want.at == "all" for w in works]
+    arrays["last"] = np.full(shape.rows, -1, np.int32)
+    arrays["last"][:n] = np.where(asked, count - 1, -1)
     return arrays
 
 

@@ -32,9 +32,10 @@ def step(
 
 
 def places(batch: Batch, shape: Shape, weights: Weights) -> Places:
-    """Where the new tokens of a step are, and where the weights have room for adapters, whose they are."""
+    """Where the new tokens of a step are, where the weights have room for adapters, whose they are, and which `finish` reads."""
     adapters = batch.adapters if "lora_rank" in weights else None
-    return Places(batch.positions, batch.rows, batch.blocks, batch.slots, shape.length, adapters)
+    read = None if shape.tokens == 1 or shape.want.pooled or shape.want.at == "all" else batch.last
+    return Places(batch.positions, batch.rows, batch.blocks, batch.slots, shape.length, adapters, read)
 
 
 def finish(
@@ -50,7 +51,9 @@ def finish(
     if want.at == "all":
         return _every(arch, ops, comm, weights, hidden, batch, shape, rule)
     if shape.tokens > 1:
-        hidden = hidden[torch.arange(shape.rows, dtype=torch.int32, device=batch.last.device), batch.last]
+        if ops.dynamic and want.ids == "likeliest" and not (batch.last >= 0).any():
+            return StepOutput(ids=torch.zeros(shape.rows, 1, dtype=torch.int32))  # of prompts that go on, nobody reads an id
+        hidden = hidden[torch.arange(shape.rows, dtype=torch.int32, device=batch.last.device), batch.last.clamp(min=0)]
     else:
         hidden = hidden[:, 0]
     if want.ids == "likeliest":

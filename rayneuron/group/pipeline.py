@@ -67,7 +67,9 @@ def stage_step(
     if stage.sequence_parallel and comm.ranks > 1 and shape.tokens % comm.ranks == 0 and not arch.post_norm and arch.norms != "after":
         hidden = sequence_parallel(arch, ops, comm, weights, kv, batch, shape, hidden)
     else:
-        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, places(batch, shape, weights), hidden)
+        where = places(batch, shape, weights)
+        where = where if stage.last else replace(where, read=None)
+        hidden = decoder.forward(arch, ops, comm, weights, kv, batch.tokens, where, hidden)
     if not stage.last:
         return StepOutput(hidden=hidden)
     return finish(arch, ops, comm, weights, hidden, batch, shape, rule)

@@ -87,7 +87,9 @@ class Kv:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the new tokens of a step are, int32: positions [B,T], rows [B], the blocks that hold each row [B,M], and the slots [B,T] where
-    KV goes. The first `length` positions are attended. adapters [B]: a slot, negative for none; None where there are no slots."""
+    KV goes. The first `length` positions are attended. adapters [B]: a slot, negative for none; None where there are no slots.
+    read [B]: the index of the only new token of a row whose output anybody reads, negative for none; None: all are. What a device gives for
+    others may be anything finite."""
 
     positions: Tensor
     rows: Tensor
@@ -95,3 +97,4 @@ class Places:
     slots: Tensor
     length: int
     adapters: Tensor | None = None
+    read: Tensor | None = None

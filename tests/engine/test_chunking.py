@@ -19,6 +19,7 @@ from rayneuron.engine.engine import Engine
 from rayneuron.engine.profile import measure
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan
+from rayneuron.models import decoder
 from rayneuron.policies.chunks import Chunks, fit
 from rayneuron.policies.step_times import prefill_grid
 from rayneuron.types import Request, SamplingParams
@@ -61,6 +62,22 @@ def admitted(engine: Engine, prompt: int) -> tuple[list[int], Any, torch.Tensor]
     while engine.has_work:
         engine.step()
     return steps, said, kv
+
+
+def test_the_head_is_computed_only_where_a_prompt_ends(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, heads, greedy = build(tiny, rows=2, length=512, chunk=128, block=16), [], decoder.greedy
+
+    def counted(*args: Any) -> torch.Tensor:
+        heads.append(engine.steps)
+        return greedy(*args)
+
+    monkeypatch.setattr(decoder, "greedy", counted)
+    for request in (ask("a", 300, 1), ask("b", 20, 1)):
+        engine.add(request)
+    ended = 0
+    while engine.has_work:
+        ended += bool([delta for delta in engine.step() if delta.finish_reason])
+    assert len(heads) == ended < engine.steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -146,6 +146,8 @@ class Kernels:
         call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
         some = places.adapters is not None and bool((places.adapters >= 0).any())
         call.adapters = places.adapters.data_ptr() if some and places.adapters is not None else None
+        read = None if places.read is None or taps is not None else places.read.contiguous()
+        call.read = None if read is None else read.data_ptr()
         call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
         behind = () if taps is None else taps.behind
         states = self._alone(made, x, behind) if comm.ranks == 1 else self._between_ranks(made, arch, comm, x, behind)
@@ -183,10 +185,11 @@ class Kernels:
             for part, join in halves if tokens and i < made.count else ():
                 own = torch.empty(tokens, x.shape[-1])  # a new one each time: another rank may still be reading the last
                 made.call.summand = own.data_ptr()
-                run(i, i + 1, part)
-                total = comm.reduce(own).contiguous()
-                made.call.summand = total.data_ptr()
-                run(i, i + 1, join)
+                tokens = run(i, i + 1, part)  # fewer, where the last layer leaves out what nobody reads
+                if tokens:
+                    total = comm.reduce(own[:tokens]).contiguous()
+                    made.call.summand = total.data_ptr()
+                    run(i, i + 1, join)
         return states
 
     def _stack(self, arch: Arch, comm: Collectives, weights: Mapping[str, Any], kv: Kv) -> Stack | None:

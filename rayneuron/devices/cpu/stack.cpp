@@ -47,9 +47,9 @@ class Stack {
     int run(const Call& c, int first, int last, int parts) {
         if (parts & BEGIN) begin(c);
         for (int i = first; i < last && tokens_; i++) {
-            if (parts & ATTENTION) attention(layer_[i], c);
+            if (parts & ATTENTION) attention(layer_[i], c, i + 1 == m_.layers && c.read);
             if (parts & JOIN_ATTENTION) join(c, layer_[i].o_bias, layer_[i].ln1, true);
-            if (parts & FEED) feed(layer_[i], c);
+            if (parts & FEED && tokens_) feed(layer_[i], c);
             if (parts & JOIN_FEED) join(c, layer_[i].down_bias, layer_[i].ln2, !m_.parallel);
         }
         if (parts & END) end(c);
@@ -192,15 +192,44 @@ class Stack {
         return made;
     }
 
-    void attention(const Layer& w, const Call& c) {
+    // From here on the step is of the tokens that are read alone: their residual, queries, places and runs of adapters lie where all did.
+    void leave_unread(const Call& c, float* qkv) {
+        kept_.clear();
+        for (Span& s : spans_) {
+            const int first = s.first, before = (int)kept_.size();
+            for (int i = first; i < first + s.count; i++)
+                if (where_[i] - s.row * c.tokens == c.read[s.row]) kept_.push_back(i);
+            s.first = before, s.count = (int)kept_.size() - before;
+        }
+        auto left = [&](int token) { return (int)(std::lower_bound(kept_.begin(), kept_.end(), token) - kept_.begin()); };
+        for (Run& r : adapting_.runs) {
+            const int first = left(r.first);
+            r.count = left(r.first + r.count) - first, r.first = first;
+        }
+        spans_.erase(std::remove_if(spans_.begin(), spans_.end(), [](const Span& s) { return !s.count; }), spans_.end());
+        float* residual = x();
+        for (int i = 0; i < (int)kept_.size(); i++) {
+            const int from = kept_[i];
+            where_[i] = where_[from], position_[i] = position_[from];
+            memmove(residual + (size_t)i * m_.hidden, residual + (size_t)from * m_.hidden, m_.hidden * sizeof(float));
+            memmove(qkv + (size_t)i * qkv_width(), qkv + (size_t)from * qkv_width(), qkv_width() * sizeof(float));
+        }
+        tokens_ = (int)kept_.size();
+    }
+    std::vector<int> kept_;
+
+    // `last`: nobody reads what this layer gives for some tokens, but their KV.
+    void attention(const Layer& w, const Call& c, bool last) {
         float* qkv = qkv_.floats((size_t)tokens_ * qkv_width());
         const Norm* norm = m_.post_norm ? nullptr : &w.ln1;
         const Input in = encode(x(), tokens_, m_.hidden, w.qkv, norm, h_);
         const Input beside = plain(in, w.qkv, x(), m_.hidden, norm, plain_room_);
-        if (m_.parallel) enter_feed(w);  // before the residual changes
         const Output three{STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr};
         matmul(pool_, w.qkv, in, tokens_, three, adapters(w, &Lora::qkv, beside));
         place(w, qkv);
+        if (last) leave_unread(c, qkv);
+        if (!tokens_) return;
+        if (m_.parallel) enter_feed(w);  // before the residual changes
         const int width = m_.heads * m_.head_dim;
         const bool direct = w.o.kind == BF16 && w.o.steps * 2 == width;  // attention can write what the product reads
         const Kind kind = direct ? BF16 : F32;

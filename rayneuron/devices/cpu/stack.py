@@ -59,7 +59,7 @@ class CallFields(ctypes.Structure):
     """`Call` of stack.h."""
 
     _fields_ = [
-        *((name, _P) for name in ("x", "y", "positions", "rows", "table", "slots", "summand", "adapters")),
+        *((name, _P) for name in ("x", "y", "positions", "rows", "table", "slots", "summand", "adapters", "read")),
         *((name, _I) for name in ("batch", "tokens", "width")),
     ]
 
