@@ -80,6 +80,22 @@ async def test_two_gateways_serve_at_once_and_each_hears_what_the_other_sends(on
     await one.settle()
 
 
+async def test_what_ends_says_that_its_row_is_free(one: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is time to say how busy the replica is: until then an idle one would be passed over."""
+    monkeypatch.setattr(peer, "TICK_S", 3600.0)
+    (member,) = one.members
+    member.hub._tick.cancel()
+    member.engine.runner.hold()
+    call = asyncio.ensure_future(one.catalogue.completions(GO))
+    (linked,) = one.engine.fleet.able
+    await one.until(lambda: member.orders)
+    member.engine.runner.allow(3)
+    await one.until(lambda: linked.pressure.rows == 1)
+    member.engine.runner.free()
+    await call
+    assert (linked.pressure.rows, linked.pressure.waiting, linked.pressure.seen) == (0, 0, 1)
+
+
 async def test_a_gateway_that_ends_under_load_takes_its_orders_with_it_and_the_next_one_serves(one: House) -> None:
     (member,) = one.members
     async with beside(one) as other:
