@@ -52,8 +52,9 @@ class GatewayAsk(Struct, frozen=True):
 class Terms(Struct, frozen=True):
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
-    `late`: how much later its first tokens come than that, as has been learned; `of`: replicas that were looked at; `second`: the next
-    best and how much worse; `least_ms`: the least that any of those that may take another has to do before it.
+    `late`: how much later its first tokens come than that, as has been learned; `of`: replicas with room that were looked at; `second`: the
+    next best and how much worse, less than 0 where its first token would come too late; `least_ms`: the least that any of those that may
+    take another has to do before it.
     """
 
     worker: int
@@ -77,7 +78,7 @@ class Terms(Struct, frozen=True):
 
     def line(self, waited_s: float) -> str:
         """As the header says it."""
-        second = "" if self.second is None else f"second={self.second[0]}+{self.second[1]:.1f}; "
+        second = "" if self.second is None else f"second={self.second[0]}{self.second[1]:+.1f}; "
         return (
             f"replica={self.name}; cost={self.cost:.1f}; queue={self.queue:.1f}; prefill={self.prefill:.1f}; added={self.added:.1f}; "
             f"overlap={self.overlap}/{self.prompt}; of={self.of}; {second}waited={1e3 * waited_s:.1f}; why={self.why}"
@@ -209,7 +210,7 @@ class Chooser:
     ) -> Terms | None:
         if not priced:
             return None
-        why = "again" if ask.again else ""
+        why, of, late = "again" if ask.again else "", len(priced), list[_Price]()
         free = priced[0][1].extra < self.in_hand
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             priced = _by_goals(ask, priced)
@@ -217,6 +218,7 @@ class Chooser:
         else:
             if not groups:
                 soon_ms = _SOON * min([p[2] + p[3] for p in priced])
+                late = [p for p in priced if p[2] + p[3] > soon_ms]
                 priced = [p for p in priced if p[2] + p[3] <= soon_ms]
             priced.sort(key=_COST)
             same, ties = (1 + _TIE) * priced[0][0], 1
@@ -226,11 +228,12 @@ class Chooser:
             if ask.hashes and not groups and (alike := self._alike(ask, priced, output, now_s)) is not None:
                 best, why = alike, why or "ring"
         cost, worker, queue, prefill, added, overlap = best
-        other = priced[priced[0] is best] if len(priced) > 1 else None
+        least_ms = min([p[1].waits_ms(now_s) for p in priced]) if free else 1e9
+        others = priced if len(priced) > 1 else [*priced, *sorted(late, key=_COST)]
+        other = others[others[0][1] is worker] if len(others) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
-        least_ms = min([p[1].waits_ms(now_s) for p in priced]) if free else 1e9
-        late_ms, of = worker.pace.later_ms(prefill), len(priced)
+        late_ms = worker.pace.later_ms(prefill)
         return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, of, second, least_ms, late_ms, why)
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:

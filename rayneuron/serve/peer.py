@@ -143,6 +143,7 @@ class Caller(asyncio.Protocol):
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
         due = self.seen > self._told_seen or time.monotonic() - self._told_s > TICK_S / 2  # it rides along, so that no frame is its own
+        due = due or any([piece.delta.finish_reason for piece in pieces])  # whose row is free: idle, it would be thought busy until later
         self._tell(pieces, self._hub.pressure(self) if due else None)
 
     def tick(self, now_s: float) -> None:

@@ -44,7 +44,7 @@ def host(tiny: Path) -> Iterator[tuple[str, Path]]:
             args |= {"tensor_parallel": 2, "serving": {"num_cpus": 0.1, "drain_timeout_s": 5}}
             broken = {**args, "model": {"path": "/nowhere"}, "tensor_parallel": 1}
             gateway: dict[str, Any] = {
-                "models": [{"name": "nap", "args": args, "idle_s": 5}, {"name": "broken", "args": broken}],
+                "models": [{"name": "nap", "args": args, "idle_s": 12}, {"name": "broken", "args": broken}],
                 "host": {"instance": "cores:2"}, "scaling": {"min_life_s": 0.5, "orphan_s": 5},
                 "serving": {"num_cpus": 0.1, "drain_timeout_s": 5}, "explain": True,
             }  # fmt: skip
@@ -91,7 +91,8 @@ def test_a_call_wakes_its_model_which_then_sleeps_again(host: tuple[str, Path]) 
     again = httpx.post(f"{url}/v1/completions", json=GO | {"model": "nap"}, timeout=120)
     assert again.json()["choices"] == reply.json()["choices"] and "x-rayneuron-waited-ms" not in again.headers
     eventually(lambda: described(url)["seats"] == [], 60, lambda: described(url)["seats"])
-    assert free(cores) == {0, 1} and state(url, "nap") == "sleeping"
+    assert free(cores) == {0, 1}
+    eventually(lambda: state(url, "nap") == "sleeping", PATIENCE_S)  # which the gateway hears of the arbiter a moment later
     page = httpx.get(f"{url}/debug/hosts", headers={"accept": "text/html"}, timeout=PATIENCE_S)
     assert "nap" in page.text and page.headers["content-type"].startswith("text/html")
 

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rayneuron.news import KvNews, Pressure, Stored
 from rayneuron.policies import choice
@@ -186,6 +187,25 @@ def test_the_header_says_why() -> None:
     line = send.terms.line(send.waited_s)
     assert line.startswith("replica=r1; cost=") and "overlap=1024/1100; of=2; second=r0+" in line and line.endswith("why=prefix")
     assert list(made.recent) == [send]
+
+
+def test_who_is_not_chosen_since_its_first_token_would_be_late_is_told_of_all_the_same() -> None:
+    """A busy replica was looked at as well; and one where less is lost, which is said."""
+    made = desk(2)
+    made.heard(0, Pressure(rows=1, longest=100, slots_free=15, kv_free=32_768), 0.0)
+    made.heard(1, Pressure(rows=1, longest=100, slots_free=15, kv_free=32_768, backlog_ms=400.0), 0.0)
+    made.offer(ask(1), 0.0)
+    (send,) = made.next(0.0)
+    assert (send.terms.name, send.terms.of) == ("r0", 2) and send.terms.second is not None and send.terms.second[1] > 300
+    worse = GatewayDesk(DeskLimits(), Random(0))
+    for number, prompt_ms in ((0, 1.0), (1, 3.0)):  # a first token sooner, and a slow row ever after
+        prefill = tuple((rows, tokens, length, prompt_ms) for rows, tokens, length, _ in TIMES.prefill)
+        decode = tuple((rows, length, 3.0 - prompt_ms + 0.5 + rows) for rows, length, _ in TIMES.decode)
+        worse.join(number, f"r{number}", replace(TIMES, prefill=prefill, decode=decode), 32_768, IDLE, 0.0)
+    worse.offer(ask(1), 0.0)
+    (send,) = worse.next(0.0)
+    assert send.terms.name == "r0" and send.terms.of == 2 and send.terms.second is not None and send.terms.second[1] < 0
+    assert f"of=2; second=r1{send.terms.second[1]:.1f}; " in send.terms.line(0.0)
 
 
 def test_sessions_come_back_to_where_they_were() -> None:
