@@ -35,6 +35,12 @@ class Matcher(Protocol):
     def allows(self, ids: list[int]) -> int:
         """How many of these could come next, one after another."""
 
+    def takes(self, token: int) -> bool:
+        """Whether this one could come next; if so it is consumed."""
+
+    def untake(self) -> None:
+        """The last one consumed has not come."""
+
     def forced(self) -> list[int]:
         """Ids that come next whatever the model thinks."""
 
@@ -79,6 +85,13 @@ class Anything:
         """All."""
         return len(ids)
 
+    def takes(self, token: int) -> bool:
+        """Any."""
+        return True
+
+    def untake(self) -> None:
+        """Nothing to follow."""
+
     def forced(self) -> list[int]:
         """None."""
         return []
@@ -101,6 +114,7 @@ class Grammar:
         self._unended = ~self._bits(sequence.eos_ids)  # all but what ends it
         self._at = -1  # how many ids there were when the mask was made
         self._pending: Future[None] | None = None
+        self._taken: int | None = None  # what the matcher has consumed beyond the ids that are known
         self._strayed = 0.0  # how many of the likeliest ids were forbidden lately
         self._asked = sequence.params.greedy and not sequence.params.edits_logits  # nearly always one id has to be looked at, and no mask
 
@@ -140,12 +154,17 @@ class Grammar:
     def takes(self, likeliest: int) -> bool:
         """Whether the likeliest id of all may come next, and so is the choice of who takes the likeliest. RequestError."""
         self._join()
-        self._follow()
-        if self._at != len(self._sequence.ids) and likeliest not in self._sequence.eos_ids:
-            fits = not self._ends_freedom() if self._free else self._matcher.allows([likeliest]) == 1
-        else:
+        self._follow(likeliest)
+        if self._taken is not None:
+            return True  # it was asked before
+        if self._at == len(self._sequence.ids) or likeliest in self._sequence.eos_ids:
             self.prepare()
             fits = bool(self._mask[likeliest // 32] >> np.uint32(likeliest % 32) & np.uint32(1))
+        elif self._free:
+            fits = not self._ends_freedom()
+        else:
+            fits = self._matcher.takes(likeliest)
+            self._taken = likeliest if fits else None
         self._strayed += RATE * ((not fits) - self._strayed)
         return fits
 
@@ -170,8 +189,8 @@ class Grammar:
         if pending is not None:
             pending.result()
 
-    def _follow(self) -> None:
-        """Take in the ids that have come since."""
+    def _follow(self, likely: int | None = None) -> None:
+        """Take in the ids that have come since. `likely`: what comes next, so that it may stay taken."""
         ids, after, begins, start = self._sequence.ids, self._said.after, self._said.begins, self._sequence.prompt_len
         while self._free and self._known < len(ids):
             self._known += 1
@@ -180,6 +199,11 @@ class Grammar:
                 here = self._known - len(begins) >= start and tuple(ids[self._known - len(begins) : self._known]) == begins
                 self._counted = self._known if here else None
                 self._free &= here or self._known - start < len(begins) + BLANKS
+        if self._taken is not None and self._known < len(ids) and ids[self._known] == self._taken:
+            self._known, self._taken = self._known + 1, None
+        if self._taken is not None and (self._known < len(ids) or likely != self._taken):
+            self._matcher.untake()
+            self._taken = None
         if self._known < len(ids):
             new, self._known = ids[self._known :], len(ids)
             self._matcher.consume(new)

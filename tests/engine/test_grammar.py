@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rayneuron.constraints import StructuredOutputs
 from rayneuron.engine.engine import Engine
-from rayneuron.engine.grammar import Constraining
+from rayneuron.engine.grammar import Constraining, Grammar
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.speculation.drafting import look_up
 from rayneuron.errors import RequestError
@@ -169,6 +169,28 @@ def test_where_the_likeliest_may_come_no_mask_is_made(tiny, grammars, monkeypatc
         params = SamplingParams(temperature=0, max_tokens=24, structured_outputs=said, ignore_eos=True)
         ids, *_ = test_speculation.run(engine, [Request(id="a", prompt_ids=[30] * 9, params=params)])["a", 0]
         assert len(ids) > 12 and (made["all"] <= 4 if said is WIDE else made["all"] >= len(ids) // 2)
+
+
+def test_what_was_taken_and_has_not_come_is_taken_back(tiny, grammars):
+    """Masks and answers are those of a matcher that has only followed what came."""
+    engine = constrained(test_speculation.build(tiny, rows=1), grammars)
+    engine.add(Request(id="a", prompt_ids=[30] * 9, params=SamplingParams(temperature=0, max_tokens=30, structured_outputs=WORDS)))
+    while not (choice := next(iter(engine._requests["a"].values()))).grammar or choice.generated < 1:
+        engine.step()
+
+    def fresh() -> Grammar:
+        return Grammar(choice, grammars.begin(WORDS).result().copy(), WORDS, VOCAB)
+
+    rng, grammar, last = random.Random(3), fresh(), len(choice.ids) + 8
+    while len(choice.ids) < last:
+        mask = fresh().mask()
+        may = [token for token in range(VOCAB) if mask[token // 32] >> token % 32 & 1 and token not in ENDS]
+        tried, other = [rng.choice(may) for _ in range(3)], next(token for token in range(12, VOCAB) if token not in may)
+        assert all(grammar.takes(token) for token in (*tried, tried[-1])) and not grammar.takes(other)
+        assert grammar.takes(tried[0]) and (rng.random() < 0.5 or (grammar.mask() == fresh().mask()).all())
+        if rng.random() < 0.7:
+            choice.ids.append(rng.choice((tried[0], rng.choice(may))))
+        assert grammar.forced(9) == fresh().forced(9) and grammar.allowed(tuple(may[:1] * 2)) == fresh().allowed(tuple(may[:1] * 2))
 
 
 def test_forced_tokens_take_fewer_steps(tiny, grammars):
