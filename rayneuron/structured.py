@@ -132,6 +132,13 @@ class _Matcher:
     def allows(self, ids: list[int]) -> int:
         return int(self._found.validate_tokens(ids))
 
+    def takes(self, token: int) -> bool:
+        return bool(self._found.try_consume_tokens([token]) == 1)
+
+    def untake(self) -> None:
+        self._found.rollback(1)
+        self._sound()
+
     def forced(self) -> list[int]:
         ids: list[int] = self._found.compute_ff_tokens()
         return ids

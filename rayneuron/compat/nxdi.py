@@ -25,6 +25,13 @@ FILE = "neuron_config.json"
 OnDeviceSamplingConfig = SimpleNamespace  # what it holds is checked with the NeuronConfig that holds it
 
 
+class FusedSpecNeuronConfig(SimpleNamespace):
+    """What drafts beside a model, the InferenceConfig's `fused_spec_config`; checked with the model that has it."""
+
+    def __init__(self, worker_cls: Any, draft_config: InferenceConfig | None = None, draft_model_path: str | None = None) -> None:
+        super().__init__(worker_cls=worker_cls, draft_config=draft_config, draft_model_path=draft_model_path)
+
+
 class NeuronConfig:
     """Its words are checked against the table at once. They stay its attributes, with NxD's defaults of the lengths."""
 
@@ -35,10 +42,10 @@ class NeuronConfig:
         self.batch_size = words.get("batch_size", 1)
         self.max_length = words.get("max_length", self.seq_len)
 
-    def told(self) -> dict[str, Any]:
-        """Our dotted keys."""
+    def told(self, **beside: Any) -> dict[str, Any]:
+        """Our dotted keys. `beside`: words that stand outside of it."""
         out = Translation()
-        tell(out, nxdi.NEURON_CONFIG, vars(self), lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
+        tell(out, nxdi.NEURON_CONFIG, {**vars(self), **beside}, lambda name: f"NeuronConfig({name}=...)", "NeuronConfig")
         return out.assigned
 
 
@@ -53,13 +60,8 @@ class InferenceConfig:
 
     def save(self, folder: str) -> None:
         """As neuron_config.json, which `rayneuron translate` reads."""
-        inner = {
-            name: vars(value) if isinstance(value, SimpleNamespace) else str(value) if isinstance(value, torch.dtype) else value
-            for name, value in vars(self.neuron_config).items()
-        }
-        outer = {name: value for name, value in vars(self).items() if name != "neuron_config"}
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / FILE).write_text(json.dumps({**outer, "neuron_config": inner}))
+        (Path(folder) / FILE).write_text(json.dumps(vars(self), default=_written))
 
     @classmethod
     def load(cls, folder: str) -> InferenceConfig:
@@ -80,13 +82,22 @@ def load_pretrained_config(path: str) -> Callable[[InferenceConfig], None]:
 class NeuronBaseForCausalLM:
     """A model: `compile` makes its graphs, `load` loads it. `device` and further keys of a deployment file come as keywords."""
 
+    _model_cls = SimpleNamespace  # named by guides as what drafts, where the file of the draft says which family it is of
+
     def __init__(self, path: str, config: InferenceConfig | None = None, neuron_config: NeuronConfig | None = None, **options: Any) -> None:
         held = Path(path) / FILE
         self.config = config or (InferenceConfig.load(path) if held.is_file() else InferenceConfig(neuron_config or NeuronConfig()))
         self.neuron_config = self.config.neuron_config
         self.path = getattr(self.config, "_name_or_path", path) if config is None else path
-        self.options = override({"device": device(), "model": {"path": self.path}, **options}, self.neuron_config.told())
+        fused = getattr(self.config, "fused_spec_config", None)
+        told = self.neuron_config.told(fused_spec_config=fused)
+        self.options = override({"device": device(), "model": {"path": self.path}, **options}, told)
         self.llm: LLM | None = None
+
+    @classmethod
+    def get_config_cls(cls) -> type[InferenceConfig]:
+        """The InferenceConfig of any family."""
+        return InferenceConfig
 
     def compile(self, folder: str, debug: bool = False) -> None:
         """Graphs are kept in `folder`, beside what made them."""
@@ -126,6 +137,11 @@ class HuggingFaceGenerationAdapter(hf.HuggingFaceGenerationAdapter):
             for top_k, top_p, temperature in sampling_params.tolist()
         ]
         return by_row(self.plain, input_ids, each, words.pop("attention_mask", None), **words)
+
+
+def _written(value: Any) -> Any:
+    """A part of a config as JSON holds it."""
+    return str(value) if isinstance(value, torch.dtype | type) else vars(value)
 
 
 LlamaInferenceConfig = MixtralInferenceConfig = DbrxInferenceConfig = InferenceConfig

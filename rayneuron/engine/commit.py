@@ -26,10 +26,10 @@ FAILED = "this choice failed; the server log has the details under this request'
 class ReadsLogits(Protocol):
     """What is read out of logits on the host; `engine.host_sampling` in an engine."""
 
-    def next_id(self, row: Tensor, sequence: Sequence) -> int:
-        """The next token of a sequence from its logits [V]."""
+    def next_id(self, row: Tensor, sequence: Sequence, taken: int | None) -> int:
+        """The next token of a sequence from its logits [V]; `taken`: what the device has chosen of them, as if nothing were edited."""
 
-    def next_ids(self, rows: Ids[Tensor], sequences: Ids[Sequence]) -> list[int | None]:
+    def next_ids(self, rows: Ids[Tensor], sequences: Ids[Sequence], taken: Ids[int | None]) -> list[int | None]:
         """The same of several, as far as one call can choose them: that costs little more than one."""
 
     def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
@@ -91,9 +91,11 @@ def _advanced(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
     ids = output.ids[:, -1].tolist() if output.ids is not None else None
     complete = output.complete.tolist() if output.complete is not None else None
     rows = output.logits.unbind() if output.logits is not None else ()
-    told = enumerate(works) if rows and ids is not None else ()
-    held = [i for i, w in told if w.last and w.sequence.grammar is not None and w.valid]
-    chosen = dict(zip(held, step.host.next_ids([rows[i] for i in held], [works[i].sequence for i in held]), strict=True)) if held else {}
+    chosen: dict[int, int | None] = {}
+    if rows and ids is not None and (held := [i for i, w in enumerate(works) if w.last and w.sequence.grammar is not None and w.valid]):
+        taken = [ids[i] if complete is None or complete[i] else None for i in held]
+        found = step.host.next_ids([rows[i] for i in held], [works[i].sequence for i in held], taken)
+        chosen = dict(zip(held, found, strict=True))
     deltas: list[TokenDelta | None] = []
     pooled, plain = output.pooled, not rows and complete is None
     for i, work in enumerate(works):
@@ -160,7 +162,7 @@ def _accept(work: Work, told: list[int | None], rows: Tensor | None, step: _Step
         try:
             if token is None or sequence.edited:
                 assert row is not None
-                token = step.host.next_id(row, sequence)
+                token = step.host.next_id(row, sequence, token)
             _append(delta, sequence, token, row, step)
         except Exception:
             if not j:
@@ -193,7 +195,7 @@ def _advance(
         if sequence.search is not None:
             sequence.search.told[sequence] = step.host.candidates(row, sequence), row
             return None
-        token = step.host.next_id(row, sequence) if chosen is None else chosen
+        token = step.host.next_id(row, sequence, token) if chosen is None else chosen
         if sequence.computed > work.start + work.count and taken is not None and token != taken:
             sequence.rewind(work.start + work.count)  # a step is under way with the token that the device had taken
     return _append(TokenDelta(sequence.request.id, sequence.index, []), sequence, token, row, step)

@@ -16,6 +16,7 @@ from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
 
 BLANKS = 8  # tokens of white space there may be in front of a marker that an output begins with
+STRAYS, RATE = 0.5, 0.1  # a mask is made beside the step where more of the likeliest ids than that were forbidden lately
 Mask = NDArray[np.uint32]  # a bit for each id of the vocabulary, the lowest of a word first
 
 
@@ -33,6 +34,12 @@ class Matcher(Protocol):
 
     def allows(self, ids: list[int]) -> int:
         """How many of these could come next, one after another."""
+
+    def takes(self, token: int) -> bool:
+        """Whether this one could come next; if so it is consumed."""
+
+    def untake(self) -> None:
+        """The last one consumed has not come."""
 
     def forced(self) -> list[int]:
         """Ids that come next whatever the model thinks."""
@@ -78,6 +85,13 @@ class Anything:
         """All."""
         return len(ids)
 
+    def takes(self, token: int) -> bool:
+        """Any."""
+        return True
+
+    def untake(self) -> None:
+        """Nothing to follow."""
+
     def forced(self) -> list[int]:
         """None."""
         return []
@@ -100,6 +114,14 @@ class Grammar:
         self._unended = ~self._bits(sequence.eos_ids)  # all but what ends it
         self._at = -1  # how many ids there were when the mask was made
         self._pending: Future[None] | None = None
+        self._taken: int | None = None  # what the matcher has consumed beyond the ids that are known
+        self._strayed = 0.0  # how many of the likeliest ids were forbidden lately
+        self._asked = sequence.params.greedy and not sequence.params.edits_logits  # nearly always one id has to be looked at, and no mask
+
+    @property
+    def masks(self) -> bool:
+        """Whether the next token is likely to be chosen by a mask: the first often is, and a prompt's step has the time to make it."""
+        return not self._asked or self._strayed > STRAYS or not self._sequence.generated
 
     def begin(self, ahead: Future[None]) -> None:
         """Somebody else calls `prepare` meanwhile, and then this is done."""
@@ -113,7 +135,7 @@ class Grammar:
         self._follow()
         if not self._free:
             self._matcher.fill(self._mask)
-        elif said.free_tokens is not None and self._counted is not None and len(ids) - self._counted >= said.free_tokens + self._begun():
+        elif self._ends_freedom():
             self._mask[:] = self._bits([said.after[self._begun()]])
         else:
             self._mask[:] = self._full & self._unended if said.kind else self._full
@@ -128,6 +150,23 @@ class Grammar:
         self._join()
         self.prepare()
         return self._mask
+
+    def takes(self, likeliest: int) -> bool:
+        """Whether the likeliest id of all may come next, and so is the choice of who takes the likeliest. RequestError."""
+        self._join()
+        self._follow(likeliest)
+        if self._taken is not None:
+            return True  # it was asked before
+        if self._at == len(self._sequence.ids) or likeliest in self._sequence.eos_ids:
+            self.prepare()
+            fits = bool(self._mask[likeliest // 32] >> np.uint32(likeliest % 32) & np.uint32(1))
+        elif self._free:
+            fits = not self._ends_freedom()
+        else:
+            fits = self._matcher.takes(likeliest)
+            self._taken = likeliest if fits else None
+        self._strayed += RATE * ((not fits) - self._strayed)
+        return fits
 
     def forced(self, most: int) -> tuple[int, ...]:
         """Up to so many ids that come next whatever the model thinks."""
@@ -150,8 +189,8 @@ class Grammar:
         if pending is not None:
             pending.result()
 
-    def _follow(self) -> None:
-        """Take in the ids that have come since."""
+    def _follow(self, likely: int | None = None) -> None:
+        """Take in the ids that have come since. `likely`: what comes next, so that it may stay taken."""
         ids, after, begins, start = self._sequence.ids, self._said.after, self._said.begins, self._sequence.prompt_len
         while self._free and self._known < len(ids):
             self._known += 1
@@ -160,9 +199,19 @@ class Grammar:
                 here = self._known - len(begins) >= start and tuple(ids[self._known - len(begins) : self._known]) == begins
                 self._counted = self._known if here else None
                 self._free &= here or self._known - start < len(begins) + BLANKS
+        if self._taken is not None and self._known < len(ids) and ids[self._known] == self._taken:
+            self._known, self._taken = self._known + 1, None
+        if self._taken is not None and (self._known < len(ids) or likely != self._taken):
+            self._matcher.untake()
+            self._taken = None
         if self._known < len(ids):
             new, self._known = ids[self._known :], len(ids)
             self._matcher.consume(new)
+
+    def _ends_freedom(self) -> bool:
+        """Whether the marker is due."""
+        most, counted = self._said.free_tokens, self._counted
+        return most is not None and counted is not None and len(self._sequence.ids) - counted >= most + self._begun()
 
     def _begun(self) -> int:
         """How many ids of the marker the output ends with."""
@@ -219,7 +268,7 @@ class Constraining:
 
     def prepare(self, works: list[Work]) -> None:
         """Make the masks of a step's rows beside it. What goes wrong there is met again, and told, by whoever asks for the mask."""
-        grammars: list[Grammar] = [work.sequence.grammar for work in works if work.last and work.sequence.grammar is not None]
+        grammars: list[Grammar] = [g for work in works if work.last and (g := work.sequence.grammar) is not None and g.masks]
 
         def work() -> None:
             for grammar in grammars:

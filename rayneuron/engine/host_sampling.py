@@ -28,9 +28,11 @@ class HostSampling:
     def __init__(self, rule: NeuronSampling | None = None) -> None:
         self._rule = rule
 
-    def next_id(self, row: Tensor, sequence: Sequence) -> int:
-        """The same choice as the device's, after editing the row [V], over the whole vocabulary."""
+    def next_id(self, row: Tensor, sequence: Sequence, taken: int | None) -> int:
+        """The same choice as the device's, after editing the row [V], over the whole vocabulary. `taken`: what that has chosen."""
         params = sequence.params
+        if (token := self._fitting(sequence, taken)) is not None:
+            return token
         if params.edits_logits:
             row = logits.edit(row, sequence)
         if sequence.grammar is not None:
@@ -39,16 +41,20 @@ class HostSampling:
             return int(row.argmax())
         return self._draw(row, sequence, None)
 
-    def next_ids(self, rows: Ids[Tensor], sequences: Ids[Sequence]) -> list[int | None]:
+    def next_ids(self, rows: Ids[Tensor], sequences: Ids[Sequence], taken: Ids[int | None]) -> list[int | None]:
         """As `commit.ReadsLogits`: what constraints allow and only the kernels have to look at."""
+        told: dict[int, int] = {}
         masks: dict[int, Mask] = {}
-        for i, sequence in enumerate(sequences):
+        for i, (sequence, likeliest) in enumerate(zip(sequences, taken, strict=True)):
             if sequence.grammar is not None and not sequence.params.edits_logits and self._by_kernels(sequence):
                 with suppress(Exception):  # `next_id` meets it again
-                    masks[i] = sequence.grammar.mask()
+                    if (token := self._fitting(sequence, likeliest)) is not None:
+                        told[i] = token
+                    else:
+                        masks[i] = sequence.grammar.mask()
         drawn = host.draw([rows[i] for i in masks], [_how(sequences[i]) for i in masks], [*masks.values()]) if masks else None
-        told = dict(zip(masks, drawn or (), strict=drawn is not None))
-        return [told[i] if told.get(i, -1) >= 0 else None for i in range(len(rows))]
+        told |= {i: token for i, token in zip(masks, drawn or (), strict=drawn is not None) if token >= 0}
+        return [told.get(i) for i in range(len(rows))]
 
     def candidates(self, row: Tensor, sequence: Sequence) -> list[tuple[int, float]]:
         """The likeliest, edited as transformers edits them: after the softmax."""
@@ -79,6 +85,13 @@ class HostSampling:
         told = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
         ids, _ = neuron_sampling.sample(row[None], *told, self._rule)
         return int(ids[0])
+
+    def _fitting(self, sequence: Sequence, taken: int | None) -> int | None:
+        """What the device has chosen, if a constraint allows it and so chooses it too: the likeliest of all is that of the allowed ones."""
+        params = sequence.params
+        if taken is None or self._rule is not None or not params.greedy or params.edits_logits or sequence.grammar is None:
+            return None
+        return taken if sequence.grammar.takes(taken) else None
 
     def _by_kernels(self, sequence: Sequence) -> bool:
         """Whether `sampling.on_host` makes the choice alone."""

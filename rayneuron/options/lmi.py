@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from rayneuron import aliases
+from rayneuron.options import drafts
 from rayneuron.options.nxdi import overrides
-from rayneuron.options.shared import ADAPTERS, BY_ITSELF, COMMON, OFF, OWN_GRAPHS, OWN_SHARDS, drafts, dtype, int8
+from rayneuron.options.shared import ADAPTERS, BY_ITSELF, COMMON, OFF, OWN_GRAPHS, OWN_SHARDS, dtype, int8
 from rayneuron.options.words import Args, Said, Table, Word, among, flag, literal, seconds, whole
 
 HANDLERS = ("djl_python.transformers_neuronx", "djl_python.huggingface", "djl_python.neuron_vllm", "djl_python.lmi_vllm.vllm_async_service")
@@ -92,12 +93,7 @@ _LMI: Final[dict[str, Word]] = {
     "model_loader": Word(refused="an Optimum artifact is not read; name the checkpoint", same=("tnx", "vllm", "nxdi"), there="tnx"),
     "on_device_generation": Word(refused="the device samples anyway; write what that file says under sampling_defaults", same=OFF),
     "override_neuron_config": Word("buckets", overrides, note="each name in it is NxD Inference's"),
-    "speculative_draft_model": drafts(),
-    "speculative_length": drafts(),
-    "draft_model_id": drafts(),
-    "spec_length": drafts("1", 1),
-    "draft_model_tp_size": drafts(),
-    "draft_model_compiled_path": drafts(),
+    **drafts.LMI,
     "enable_lora": Word("lora.enabled", flag, OFF, there="false"),
     "max_loras": Word("lora.max_loras", whole, there="4"),
     "max_lora_rank": Word("lora.max_lora_rank", whole, there="16"),
@@ -117,6 +113,7 @@ _SERVER: Final[dict[str, Word]] = {
 }
 _PASSED: Final = (  # names that are the same here
     *("max_model_len", "max_num_seqs", "seed", "block_size", "enable_prefix_caching", "tensor_parallel", "pipeline_parallel"),
+    "speculative_config",
 )
 OPTIONS: Final[Table] = {
     **{name: _vllm(name) for name in aliases.NAMES if name not in ("model", "device")},

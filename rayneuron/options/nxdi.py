@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from rayneuron.errors import ConfigError
-from rayneuron.options.shared import ADAPTERS, GRAPHS, OFF, OWN_SHARDS, drafts, dtype, graphs, reduced
+from rayneuron.options import drafts
+from rayneuron.options.shared import ADAPTERS, GRAPHS, OFF, OWN_SHARDS, dtype, graphs, reduced
 from rayneuron.options.words import Args, Said, Table, Translation, Word, flag, literal, numbers, tell, whole
 
 
@@ -90,7 +91,6 @@ NEURON_CONFIG: Final[Table] = {
     **{name: Word(note=GRAPHS, there="false") for name in ("attn_kernel_enabled", "qkv_kernel_enabled", "mlp_kernel_enabled")},
     **{name: Word(note=GRAPHS, there="false") for name in ("quantized_mlp_kernel_enabled", "rmsnorm_quantize_kernel_enabled")},
     "is_continuous_batching": Word(note="requests are batched continuously", there="false"),
-    "trace_tokengen_model": Word(refused="a model decodes by itself here; leave it out", same=(True,), there="true"),
     "cc_pipeline_tiling_factor": Word("compile.tiling", whole, there="2"),
     "capacity_factor": Word("capacity_factor", lambda v, a: float(v), (None,), there="no token dropped"),
     "glu_mlp": Word(note="the family says it"),
@@ -99,20 +99,7 @@ NEURON_CONFIG: Final[Table] = {
     "pa_block_size": Word("block_size", whole, there="32"),
     "pa_num_blocks": Word("kv_cache_tokens", _blocks),
     "lora_config": Word(refused=ADAPTERS, same=OFF),
-    "spec_batch_size": drafts(),
-    "speculation_length": drafts(),
-    "enable_eagle_speculation": drafts(),
-    "enable_eagle_draft_input_norm": drafts(),
-    "enable_fused_speculation": drafts(),
-    "fused_spec_config": drafts(),
-    "is_medusa": drafts(),
-    "medusa_speculation_length": drafts(),
-    "num_medusa_heads": drafts(),
-    "medusa_tree": drafts(),
-    "is_eagle_draft": drafts(),
-    "worker_cls": drafts(),
-    "draft_config": drafts(),
-    "draft_model_path": drafts(),
+    **drafts.NXDI,
 }
 
 
@@ -121,8 +108,9 @@ def told(config: Mapping[str, Any], where: str) -> Translation:
     inner = config.get("neuron_config", config)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{where}: neuron_config must be a mapping of NeuronConfig's names; {OWN_SHARDS}")
+    beside = {name: config[name] for name in ("fused_spec_config",) if config.get(name)}
     out = Translation()
-    tell(out, NEURON_CONFIG, inner, lambda name: f"{where}: neuron_config.{name}", "NeuronConfig")
+    tell(out, NEURON_CONFIG, {**inner, **beside}, lambda name: f"{where}: neuron_config.{name}", "NeuronConfig")
     if isinstance(config.get("_name_or_path"), str) and config["_name_or_path"]:
         out.say("model.path", config["_name_or_path"], f"{where}: _name_or_path")
     return out

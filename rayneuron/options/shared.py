@@ -17,18 +17,10 @@ dtype = among(DTYPES)
 reduced = among({"float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "bf16": "bf16"})
 
 ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, where the device is cpu; on neuron merge the adapter into the weights"
-NO_DRAFT = (
-    "a draft model is speculative_config: {model: DIR, num_speculative_tokens: 4}, and heads are that with method: medusa, eagle or eagle3"
-)
 GRAPHS = "how a graph is laid out is the compiler's to say, the text is the same"
 OWN_SHARDS = "write model.path: a folder that `rayneuron shard` wrote"
 OWN_GRAPHS = "graphs are compiled ahead by `rayneuron compile --out DIR`; write compile.artifact: DIR"
 BY_ITSELF = "it is so here, or decides itself"
-
-
-def drafts(*also: Any) -> Word:
-    """A word of speculation."""
-    return Word(refused=NO_DRAFT, same=(*OFF, *also))
 
 
 def graphs() -> Word:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,28 @@ def test_nxds_steps(path: str, ids: torch.Tensor, greedy: list[int], tmp_path: P
     assert model.llm is not None and model.llm.config.on_device_sampling.global_topk == 64
     model.llm.close()
     assert transformers_neuronx.MistralForSampling is LlamaForSampling
+
+
+def test_nxds_fused_speculation(path: str, ids: torch.Tensor, greedy: list[int], tmp_path: Path) -> None:
+    """The guide's steps with a draft model that is fused; the same tokens, also of the model that was saved."""
+    neuron_config = nxdi.NeuronConfig(
+        batch_size=1, seq_len=64, torch_dtype=torch.float32, enable_fused_speculation=True, speculation_length=3, trace_tokengen_model=False
+    )
+    config = NeuronLlamaForCausalLM.get_config_cls()(neuron_config, load_config=nxdi.load_pretrained_config(path))
+    draft_neuron_config = copy.deepcopy(neuron_config)
+    draft_neuron_config.trace_tokengen_model, draft_neuron_config.enable_fused_speculation = True, False
+    draft_config = LlamaInferenceConfig(draft_neuron_config, load_config=nxdi.load_pretrained_config(path))
+    config.fused_spec_config = nxdi.FusedSpecNeuronConfig(  # type: ignore[attr-defined]
+        NeuronLlamaForCausalLM._model_cls, draft_config=draft_config, draft_model_path=path
+    )
+    model = NeuronLlamaForCausalLM(path, config, **ON)
+    model.compile(str(tmp_path / "traced"))
+    again = NeuronLlamaForCausalLM(str(tmp_path / "traced"), **ON)
+    for loaded in (model, again):
+        loaded.load(str(tmp_path / "traced"))
+        assert loaded.llm is not None
+        said = loaded.llm.config.speculative_config
+        assert said is not None and (said.method, said.model, said.num_speculative_tokens) == ("draft_model", path, 3)
+        adapter = HuggingFaceGenerationAdapter(loaded)
+        assert adapter.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0].tolist() == greedy
+        loaded.llm.close()

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from rayneuron.constraints import StructuredOutputs
 from rayneuron.engine.engine import Engine
-from rayneuron.engine.grammar import Constraining
+from rayneuron.engine.grammar import Constraining, Grammar
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.speculation.drafting import look_up
 from rayneuron.errors import RequestError
-from rayneuron.structured import Grammars
+from rayneuron.structured import Grammars, _Matcher
 from rayneuron.text.text import Text
 from rayneuron.types import Request, SamplingParams
 from tests.engine import test_draft_model, test_fuzz, test_speculation
@@ -32,6 +32,7 @@ PERSON = {
 }
 PLAIN = StructuredOutputs(json=PERSON, disable_any_whitespace=True)
 WORDS = StructuredOutputs(regex="[a-z]{3,12}( [a-z]{2,9}){0,4}")
+WIDE = StructuredOutputs(regex="(?s:.{1,60})")  # nearly any token may come
 KINDS: list[dict] = [
     {"structured_outputs": StructuredOutputs(json=PERSON)},
     {"structured_outputs": PLAIN, "temperature": 1.0, "seed": 4, "n": 3},
@@ -44,6 +45,8 @@ KINDS: list[dict] = [
     {"structured_outputs": StructuredOutputs(after=(40, 41), begins=(20,), free_tokens=6), "logit_bias": {20: 100.0}},
     {"structured_outputs": StructuredOutputs(after=(40, 41), begins=(20, 20), free_tokens=6), "min_tokens": 20},
     {"structured_outputs": WORDS, "temperature": 1.0, "seed": 2, "typical_p": 0.5, "logprobs": 0, "logprob_token_ids": (9, 3)},
+    {"structured_outputs": WIDE},
+    {"structured_outputs": WIDE, "min_tokens": 20, "logprobs": 2},
     {},
     {"temperature": 1.0, "seed": 5, "logprobs": 1},
     {"temperature": 1.2, "seed": 6, "frequency_penalty": 0.5},
@@ -139,16 +142,55 @@ def test_no_way_of_running_changes_a_token(tiny, grammars, alone, way):
 def test_rows_chosen_in_one_call_are_chosen_as_alone(tiny, grammars, alone, monkeypatch):
     counts, together = Counter(), HostSampling.next_ids
 
-    def one_by_one(self, rows, sequences):
-        found = together(self, rows, sequences)
+    def one_by_one(self, rows, sequences, taken):
+        found = together(self, rows, sequences, taken)
         for token, sequence, row in zip(found, sequences, rows, strict=True):
             counts["edited" if sequence.params.edits_logits else "told" if token is not None else "left"] += 1
-            assert token is None or (not sequence.params.edits_logits and token == self.next_id(row, sequence))
+            assert token is None or (not sequence.params.edits_logits and token == self.next_id(row, sequence, None))
         return [None] * len(found)
 
     monkeypatch.setattr(HostSampling, "next_ids", one_by_one)
     assert test_speculation.run(constrained(WAYS["together"](tiny), grammars), requests(1)) == alone
     assert counts["told"] > 100
+
+
+def test_where_the_likeliest_may_come_no_mask_is_made(tiny, grammars, monkeypatch):
+    """But for the first token, which a mask is made for beside the prompt's step, and ends; of what strays again and again it is."""
+    made, fill = Counter(), _Matcher.fill
+
+    def counted(self, mask):
+        made["all"] += 1
+        fill(self, mask)
+
+    monkeypatch.setattr(_Matcher, "fill", counted)
+    for said, drafts in ((WIDE, None), (WIDE, partial(look_up, 1, 3)), (WORDS, None)):
+        made.clear()
+        engine = constrained(test_speculation.build(tiny, 3, drafts), grammars)
+        params = SamplingParams(temperature=0, max_tokens=24, structured_outputs=said, ignore_eos=True)
+        ids, *_ = test_speculation.run(engine, [Request(id="a", prompt_ids=[30] * 9, params=params)])["a", 0]
+        assert len(ids) > 12 and (made["all"] <= 4 if said is WIDE else made["all"] >= len(ids) // 2)
+
+
+def test_what_was_taken_and_has_not_come_is_taken_back(tiny, grammars):
+    """Masks and answers are those of a matcher that has only followed what came."""
+    engine = constrained(test_speculation.build(tiny, rows=1), grammars)
+    engine.add(Request(id="a", prompt_ids=[30] * 9, params=SamplingParams(temperature=0, max_tokens=30, structured_outputs=WORDS)))
+    while not (choice := next(iter(engine._requests["a"].values()))).grammar or choice.generated < 1:
+        engine.step()
+
+    def fresh() -> Grammar:
+        return Grammar(choice, grammars.begin(WORDS).result().copy(), WORDS, VOCAB)
+
+    rng, grammar, last = random.Random(3), fresh(), len(choice.ids) + 8
+    while len(choice.ids) < last:
+        mask = fresh().mask()
+        may = [token for token in range(VOCAB) if mask[token // 32] >> token % 32 & 1 and token not in ENDS]
+        tried, other = [rng.choice(may) for _ in range(3)], next(token for token in range(12, VOCAB) if token not in may)
+        assert all(grammar.takes(token) for token in (*tried, tried[-1])) and not grammar.takes(other)
+        assert grammar.takes(tried[0]) and (rng.random() < 0.5 or (grammar.mask() == fresh().mask()).all())
+        if rng.random() < 0.7:
+            choice.ids.append(rng.choice((tried[0], rng.choice(may))))
+        assert grammar.forced(9) == fresh().forced(9) and grammar.allowed(tuple(may[:1] * 2)) == fresh().allowed(tuple(may[:1] * 2))
 
 
 def test_forced_tokens_take_fewer_steps(tiny, grammars):

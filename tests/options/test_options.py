@@ -110,6 +110,36 @@ GOLDEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ("nxdi", {"speculation_length": 0, "is_medusa": False, "trace_tokengen_model": True, "padding_side": "right"}, {}),
+    (
+        "nxdi",
+        {"speculation_length": 5, "enable_eagle_speculation": True, "enable_fused_speculation": True, "trace_tokengen_model": False,
+         "enable_eagle_draft_input_norm": True, "spec_batch_size": 1, "worker_cls": "a.b",
+         "fused_spec_config": {"worker_cls": "a.b", "draft_model_path": "/d",
+                               "draft_config": {"neuron_config": {"is_eagle_draft": True, "quantized": True}}}},
+        {"speculative_config.method": "eagle", "speculative_config.model": "/d", "speculative_config.num_speculative_tokens": 5},
+    ),
+    (
+        "nxdi",
+        {"speculation_length": 4, "enable_fused_speculation": True, "draft_model_path": "/d",
+         "draft_config": {"neuron_config": {"quantized": True, "tp_degree": 2}}},
+        {"speculative_config.method": "draft_model", "speculative_config.model": "/d", "speculative_config.num_speculative_tokens": 4,
+         "speculative_config.quantization": "int8", "speculative_config.draft_tensor_parallel_size": 2},
+    ),
+    (
+        "nxdi",
+        {"is_medusa": True, "medusa_speculation_length": 64, "num_medusa_heads": 4, "medusa_tree": [[0], [1]], "speculation_length": 9},
+        {"speculative_config.method": "medusa", "speculative_config.num_speculative_tokens": 4},
+    ),
+    ("nxdi", {"num_medusa_heads": 4, "is_medusa": False}, {}),
+    (
+        "lmi",
+        {"speculative_draft_model": "org/small", "speculative_length": "4", "draft_model_tp_size": "2", "draft_model_compiled_path": "/g"},
+        {"speculative_config.model": "org/small", "speculative_config.num_speculative_tokens": 4,
+         "speculative_config.draft_tensor_parallel_size": 2},
+    ),
+    ("lmi", {"draft_model_id": "d", "spec_length": "3"}, {"speculative_config.model": "d", "speculative_config.num_speculative_tokens": 3}),
+    ("lmi", {"speculative_length": "5", "spec_length": "1", "draft_model_tp_size": "2"}, {}),  # they say nothing without a draft model
+    ("lmi", {"speculative_config": '{"model": "/d"}'}, {"speculative_config": {"model": "/d"}}),
 ]  # fmt: skip
 
 
@@ -126,7 +156,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lmi", {"quantize": "awq"}, "must be one of static_int8, int8"),
     ("lmi", {"n_positionz": "4"}, "did you mean n_positions?"),
     ("lmi", {"adapters": "x"}, "merge the adapter"),
-    ("lmi", {"speculative_draft_model": "x"}, "a draft model is speculative_config: {model: DIR"),
+    ("lmi", {"speculative_draft_model": "x", "draft_model_id": "y"}, "say different things of speculative_config.model"),
+    ("lmi", {"speculative_draft_model": "x", "speculative_length": "many"}, "must be a whole number"),
     ("lmi", {"entryPoint": "model.py"}, "handlers of your own are not run"),
     ("lmi", {"trust_remote_code": "true"}, "never run; leave it out"),
     ("lmi", {"override_neuron_config": "[1]"}, "must be a mapping"),
@@ -134,7 +165,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lmi", {"dtype": "bf16", "amp": "f32"}, "say different things of dtype"),
     ("lmi", {"gpu_memory_utilization": "0.9"}, "write kv_cache_tokens"),
     ("server", {"engine": "OnnxRuntime"}, "write engine=Python"),
-    ("nxdi", {"speculation_length": 5}, "a draft model is speculative_config"),
+    ("nxdi", {"speculation_length": 5}, "5 says nothing of what drafts; a draft model is speculative_config"),
+    ("nxdi", {"fused_spec_config": {"worker_cls": "a"}}, "names no draft_model_path; write the directory"),
+    ("nxdi", {"fused_spec_config": {"draft_model_path": "/d", "depth": 2}}, "FusedSpecNeuronConfig knows no depth"),
+    ("nxdi", {"enable_eagle_speculation": "yes"}, "must be true or false"),
     ("nxdi", {"seq_len": 256, "n_positions": 128}, "say different things of max_model_len"),
     ("tnx", {"cast_logits_dtype": "bfloat16"}, "logits are float32"),
 ]
@@ -241,6 +275,24 @@ def test_nxds_saved_config(tmp_path: Path) -> None:
     (tmp_path / translation.NXDI).write_text(json.dumps({"neuron_config": {"speculation_length": 5}}))
     with pytest.raises(ConfigError, match=r"neuron_config.json: neuron_config.speculation_length: .*draft model"):
         translation.read(tmp_path)
+    drafts = {"neuron_config": {"speculation_length": 5, "enable_eagle_speculation": True}, "_name_or_path": "demo:random:tiny"}
+    (tmp_path / translation.NXDI).write_text(json.dumps({**drafts, "fused_spec_config": {"draft_model_path": "/heads"}}))
+    (made,) = translation.read(tmp_path)[0].deployments.values()
+    said = made.speculative_config
+    assert said is not None and (said.method, said.model, said.num_speculative_tokens) == ("eagle", "/heads", 5)
+    (tmp_path / translation.NXDI).write_text(json.dumps(drafts))
+    with pytest.raises(ConfigError, match="method eagle needs model: a directory with such heads"):
+        translation.read(tmp_path)
+
+
+def test_a_draft_model_of_lmis_is_served_as_one(tmp_path: Path) -> None:
+    text = "option.tensor_parallel_degree=2\noption.speculative_draft_model=demo:random:tiny\noption.speculative_length=4"
+    (made,) = translation.lmi(folder(tmp_path, text), {}, {}, {})[0].deployments.values()
+    said = made.speculative_config
+    assert said is not None and (said.method, said.model, said.num_speculative_tokens) == ("draft_model", "demo:random:tiny", 4)
+    text += "\noption.draft_model_tp_size=4"
+    with pytest.raises(ConfigError, match=r"serving.properties.*draft_tensor_parallel_size 4 beside tensor_parallel 2"):
+        translation.lmi(folder(tmp_path, text), {}, {}, {})
 
 
 RAY = """

@@ -29,10 +29,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     failing: set[int] = set()
     sample = HostSampling.next_id
 
-    def stumble(self: HostSampling, row: Any, sequence: Any) -> int:
+    def stumble(self: HostSampling, row: Any, sequence: Any, taken: int | None) -> int:
         if sequence.index in failing and sequence.generated == 2:
             raise ValueError("a secret of the machine")
-        return sample(self, row, sequence)
+        return sample(self, row, sequence, taken)
 
     monkeypatch.setattr(HostSampling, "next_id", stumble)
     return failing
