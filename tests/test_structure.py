@@ -119,7 +119,7 @@ TORCH_FREE = (
     *("keys.py", "validation.py", "serve_config.py", "group_config.py", "deployment_file.py", "preflight.py", "aliases.py", "sources/"),
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
     *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
-    *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "remote", "buckets", "kv_events", "pressure")),
+    *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "idle", "remote", "buckets", "kv_events", "pressure")),
     *("engine/grammar.py", "constraints.py", "structured.py", "models/safe_header.py"),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "host/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")

@@ -7,13 +7,14 @@ takes it. When nobody holds it any more it stays, until the room is needed: the 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from rayneuron.engine.idle import Cached, Free
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.registered import Registered
 from rayneuron.models.kv import KvSpace
@@ -52,10 +53,10 @@ class Blocks:
         self.space = space
         self.log = log
         self.limbo: dict[int, int] = {}  # block: the step it waits for
-        self.cached: OrderedDict[int, None] = OrderedDict()  # the longest free first
+        self.cached = Cached()
         self.evictions = 0
         self._rows = list(range(space.rows))
-        self._free = list(range(space.blocks))
+        self._free = Free(space.blocks)
         self._holders = [0] * space.blocks
         self.registered = Registered(part)
         self._copies: dict[int, int] = {}  # to: from, which is held until it has been copied
@@ -72,12 +73,12 @@ class Blocks:
     @property
     def free(self) -> int:
         """Blocks nobody holds and nobody knows."""
-        return len(self._free)
+        return self._free.count
 
     @property
     def used(self) -> int:
         """Blocks somebody holds."""
-        return self.space.blocks - len(self._free) - len(self.cached) - len(self.limbo)
+        return self.space.blocks - self._free.count - self.cached.count - len(self.limbo)
 
     @property
     def pinned(self) -> int:
@@ -100,7 +101,8 @@ class Blocks:
         if like is not None and further:
             found = like.blocks[: known // size]
         shared, need = len(found), -(-tokens // size) - len(found)
-        if not self._rows or need > len(self._free) + len(self.cached) - sum([block in self.cached for block in found]):
+        nobodys = [block for block in found if not self._holders[block] and block not in self.limbo]
+        if not self._rows or need > self._free.count + self.cached.count - len(nobodys):
             return None
         age = like.age if like is not None and further else self._resets
         hold = Hold(heapq.heappop(self._rows), found, self._table, age, shared, known if further else shared * size)
@@ -140,7 +142,7 @@ class Blocks:
         """Whether a hold's first own block, of `ids` behind `before`, begins as a registered one, whose KV is copied: `hold.known` says
         how far. `spare`: blocks that must stay to be had meanwhile."""
         at, size = hold.shared, self.space.block
-        if hold.known != at * size or len(self._free) + len(self.cached) <= spare:
+        if hold.known != at * size or self._free.count + self.cached.count <= spare:
             return False
         source, count = self.registered.alike(before, ids)
         if count:
@@ -179,8 +181,7 @@ class Blocks:
 
     def unpin(self, ticket: bytes) -> None:
         """Give back what a ticket holds; harmless where it holds nothing."""
-        hold = self._tickets.pop(ticket, None)
-        if hold is not None:
+        if (hold := self._tickets.pop(ticket, None)) is not None:
             self._pins -= Counter(hold.blocks)  # what comes to nothing goes
             self._shorten(hold, 0)
 
@@ -189,8 +190,8 @@ class Blocks:
         count = len(self.registered)
         self.registered.clear()
         self._resets += 1
-        self._rest(self.cached)
-        self.cached.clear()
+        for block in self.cached.clear():
+            self._free.give(block)
         if self.log is not None:
             self.log.note(Cleared())
         return count
@@ -209,10 +210,11 @@ class Blocks:
     def end(self) -> None:
         """The step that has been under way longest has ended."""
         self._ended += 1
-        over = [block for block, step in self.limbo.items() if step <= self._ended] if self.limbo else ()
-        for block in over:
-            del self.limbo[block]
-        self._rest(over)
+        if self.limbo:
+            over = [block for block, step in self.limbo.items() if step <= self._ended]
+            for block in over:
+                del self.limbo[block]
+            self._rest(over)
 
     def hashes(self) -> list[bytes]:
         """Of all registered blocks."""
@@ -233,9 +235,8 @@ class Blocks:
 
     def _take(self, block: int) -> None:
         """One more holder of a block that is held, cached or in limbo."""
-        if not self._holders[block]:
-            self.limbo.pop(block, None)
-            self.cached.pop(block, None)
+        if not self._holders[block] and self.limbo.pop(block, None) is None:
+            self.cached.leave(block)
         self._holders[block] += 1
 
     def _swap(self, hold: Hold, at: int, block: int) -> None:
@@ -248,8 +249,8 @@ class Blocks:
     def _drop(self, blocks: Iterable[int]) -> None:
         holders, copies, over = self._holders, self._copies, []
         for block in blocks:
-            holders[block] -= 1
-            if not holders[block]:
+            left = holders[block] = holders[block] - 1
+            if not left:
                 if copies and block in copies:  # it is not needed any more
                     self._drop([copies.pop(block)])
                 over.append(block)
@@ -258,22 +259,21 @@ class Blocks:
         else:
             self._rest(over)
 
-    def _rest(self, blocks: Iterable[int]) -> None:
-        known, cached = self.registered.hashes, self.cached
+    def _rest(self, blocks: list[int]) -> None:
+        known = self.registered.hashes
+        self.cached.add([block for block in blocks if block in known])
         for block in blocks:
-            if block in known:
-                cached[block] = None
-            else:
-                heapq.heappush(self._free, block)
+            if block not in known:
+                self._free.give(block)
 
     def _fresh(self, count: int) -> list[int]:
         """So many blocks that nobody holds, the lowest unknown ones first; none where there are too few."""
         free, cached = self._free, self.cached
-        if (short := count - len(free)) > len(cached):
+        if (short := count - free.count) > cached.count:
             return []
-        taken = [heapq.heappop(free) for _ in range(min(count, len(free)))]
+        taken = free.take(min(count, free.count))
         if short > 0:
-            taken += (old := [cached.popitem(last=False)[0] for _ in range(short)])
+            taken += (old := cached.take(short))
             gone, self.evictions = self.registered.leave(old), self.evictions + short
             if self.log is not None and gone:
                 self.log.note(Removed(gone))
@@ -292,7 +292,7 @@ class Blocks:
         nobodys = [block for block, n in enumerate(self._holders) if not n]
         assert sorted([*self._free, *self.cached, *self.limbo]) == nobodys, (self._free, self.cached, self.limbo)
         self.registered.check()
-        assert self.cached.keys() <= known.keys() and known.keys().isdisjoint(self._free)
+        assert {*self.cached} <= known.keys() and known.keys().isdisjoint(self._free)
         for hold in holds:
             width, line = len(hold.blocks), hold.table[hold.row]
             assert line[:width].tolist() == hold.blocks and (line[width:] == self.space.null).all(), hold

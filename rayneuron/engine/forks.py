@@ -33,9 +33,11 @@ class Forks:
 
     def seats(self, search: Search | None) -> bool:
         """Whether there are rows for all that a search may come to, and more blocks than those with which it has been preempted."""
+        if search is None:
+            return True
         blocks = self._blocks
         room = blocks.space.blocks - blocks.used - len(blocks.limbo)
-        return search is None or (blocks.free_rows >= search.width and room >= search.needs)
+        return blocks.free_rows >= search.width and room >= search.needs
 
     def reserve(self, search: Search | None) -> None:
         """Take those rows, once its leader has one."""

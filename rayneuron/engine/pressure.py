@@ -13,26 +13,28 @@ def pressure(scheduler: Scheduler, costs: Costs, output: float, seen: int = 0, a
     running, waiting, blocks = scheduler.running, scheduler.waiting, scheduler.blocks
     before = []
     for s in running:
-        if s.length > longest:
-            longest = s.length
+        length = len(s.ids) + s.unseen
+        if length > longest:
+            longest = length
         if s.phase == "prefill":
-            before.append((s.remaining, s.computed))
-    decoding = len(running) - len(before)
-    before += [(s.remaining, s.computed) for s in waiting]
+            before.append((length - s.computed, s.computed))
+    decoding, slots_free, space = len(running) - len(before), blocks.free_rows, blocks.space
+    if waiting:
+        before += [(s.remaining, s.computed) for s in waiting]
     step_ms = costs.decode_ms(decoding, longest) if decoding else 0.0
     slot_ms = 0.0
     holding = [*running, *(s for _, s in scheduler.remote.values() if s is not None)] if scheduler.remote else running
-    if holding and not blocks.free_rows:
+    if holding and not slots_free:
         each = sum(expected(output, s.max_tokens) for s in holding) / len(holding)  # how far one is says little of how far it goes
         slot_ms = each * costs.decode_ms(len(holding), longest) / len(holding)
     return Pressure(
         seen=seen,
-        backlog_ms=costs.backlog_ms(before, decoding, longest),
+        backlog_ms=costs.backlog_ms(before, decoding, longest) if before else 0.0,
         rows=len(running),
         longest=longest,
-        slots_free=blocks.free_rows,
+        slots_free=slots_free,
         slot_ms=slot_ms,
-        kv_free=blocks.total_tokens - blocks.used * blocks.space.block,
+        kv_free=(space.blocks - blocks.used) * space.block,
         step_ms=step_ms,
         waiting=len(waiting),
         accepting=accepting,
@@ -51,7 +53,7 @@ def snapshot(scheduler: Scheduler, steps: int, ledger_wrong: int, last_step_s: f
         kv_tokens_used=blocks.used * blocks.space.block,
         kv_tokens_total=blocks.total_tokens,
         blocks_free=blocks.free,
-        blocks_cached=len(blocks.cached),
+        blocks_cached=blocks.cached.count,
         blocks_limbo=len(blocks.limbo),
         blocks_pinned=blocks.pinned,
         blocks_total=blocks.space.blocks,

@@ -187,6 +187,8 @@ def shareable(sequence: Sequence) -> tuple[Hold | None, int]:
 def begins_alike(sequence: Sequence, blocks: Blocks, root: Callable[[Sequence], bytes]) -> bool:
     """Whether the first block that one just admitted does not share is begun as a copy. `root`: of its hashes, where it shares none."""
     assert sequence.hold is not None
+    if blocks.registered.part is None:
+        return False
     shared = sequence.hold.shared
     first = shared * blocks.space.block
     ids = sequence.ids[first : min(first + blocks.space.block, len(sequence.ids) - 1)]

@@ -20,7 +20,7 @@ _NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to d
 _SOON = 1.2  # where nothing is shared, a first token may come so much later than anywhere else, for the sake of those after it
 _TIE = 0.01  # costs so close are the same, and chance decides
 _SPARE, _CROWDED_COSTS = 0.1, 1.5  # of the KV; where less is free sequences may soon be preempted, and what that makes of a cost
-_RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
+RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: prompts alike to one replica, unless it has more to do than most
 _SESSIONS = 100_000
 
 _COST = itemgetter(0)
@@ -241,7 +241,7 @@ class Chooser:
         if self.index.followed == len(self.workers.all):
             return None
         most = _RING_LOAD * self.workers.mean_ms
-        for worker in self.workers.on_ring(ask.hashes[:_RING_BLOCKS]):
+        for worker in self.workers.on_ring(ask.hashes[:RING_BLOCKS]):
             if self.index.knows(worker.number):
                 return None
             if worker.level >= 0 and worker.ms <= most and worker.number not in ask.avoid:

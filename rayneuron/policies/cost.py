@@ -29,8 +29,8 @@ class Costs:
     """The times of one profile. Every step is of the graph that the engine would choose, so that crossing a bucket has its price."""
 
     __slots__ = (
-        *("__weakref__", "_chunks", "_cuts", "_decode", "_grid", "_lengths", "_pairs", "_rows", "_sizes", "_steps", "_together"),
-        "profile",
+        *("__weakref__", "_chunks", "_cuts", "_decode", "_grid", "_lengths", "_pairs", "_prompts", "_rows", "_sizes", "_steps"),
+        *("_together", "profile"),
     )
 
     def __init__(self, profile: Profile) -> None:
@@ -47,6 +47,7 @@ class Costs:
         self._sizes: dict[tuple[int, int], float] = {}
         self._steps: dict[tuple[int, int], float] = {}  # the same by true tokens
         self._cuts: dict[tuple[int, bool], _Cut] = {}
+        self._prompts: dict[tuple[int, int, bool], tuple[float, int]] = {}  # what was asked of late: the same is, several times a request
 
     def prefill_size(self, count: int, done: int) -> tuple[int, int]:
         """New tokens and attended positions of the graph for `count` tokens of one row behind `done`."""
@@ -58,14 +59,20 @@ class Costs:
 
     def prefill(self, new: int, cached: int, decoding: bool = False) -> tuple[float, int]:
         """Milliseconds and steps of a prompt's `new` tokens behind `cached` ones, alone; `decoding`: cut as it is while others decode."""
+        found = self._prompts.get((new, cached, decoding))
+        return self._prompt(new, cached, decoding) if found is None else found
+
+    def _prompt(self, new: int, cached: int, decoding: bool) -> tuple[float, int]:
         cut, end = self._cuts.get((cached, decoding)), cached + new
         if cut is None or cut.beyond <= end:
             cut = self._follow(cached, end, decoding)
         at = bisect_right(cut.ends, end) - 1
         done = cut.ends[at]
-        if done == end:
-            return cut.sums[at], at
-        return cut.sums[at] + self.step_ms(end - done, done), at + 1
+        took = (cut.sums[at], at) if done == end else (cut.sums[at] + self.step_ms(end - done, done), at + 1)
+        if len(self._prompts) >= _KEPT:
+            self._prompts.clear()
+        self._prompts[new, cached, decoding] = took
+        return took
 
     def step_ms(self, count: int, done: int) -> float:
         """Of one step that computes `count` tokens of a prompt behind `done`."""

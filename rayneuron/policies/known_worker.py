@@ -28,9 +28,9 @@ class KnownWorker:
     """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
 
     __slots__ = (
-        *("_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows", "booked_tokens"),
-        *("bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders", "pace"),
-        *("place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
+        *("_added_ms", "_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows"),
+        *("booked_tokens", "bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders"),
+        *("pace", "place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
     )
 
     def __init__(
@@ -60,7 +60,8 @@ class KnownWorker:
     def waits_ms(self, now_s: float) -> float:
         """What it has to do before a prompt that is sent now. On this, and not on a step that is under way, hangs whether it is sent:
         waiting here would not make that less."""
-        return self.behind_ms + max(0.0, 1e3 * (self.until_s - now_s))
+        until_s = self.until_s
+        return self.behind_ms + 1e3 * (until_s - now_s) if until_s > now_s else self.behind_ms
 
     def queue_ms(self, now_s: float) -> float:
         """Until a prompt that is sent now would begin."""
@@ -68,24 +69,27 @@ class KnownWorker:
 
     def typical_ms(self, now_s: float) -> float:
         """What everybody loses by one more request, of the kind by which replicas are compared."""
-        return self.queue_ms(now_s) + self._prompt_ms + LATER * added_ms(self.beside, self._typical)
+        until_s = self.until_s
+        queue = self.behind_ms + (1e3 * (until_s - now_s) if until_s > now_s else self.turn_ms)
+        return queue + self._prompt_ms + self._added_ms
 
     def _count(self) -> None:
         """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent
         there since, and waits for rows; `rows` that decode there or will, `extra` that have no row; `step_ms` of a decode step, `turn_ms`
         of what is left of one that is under way; `beside`: what one more adds to it; `free` tokens."""
-        load = self.load
-        self.rows = load.rows + self.booked_rows
-        self.extra = load.waiting + self.booked_rows - load.slots_free
+        load, costs = self.load, self.costs
+        self.rows = rows = load.rows + self.booked_rows
+        self.extra = extra = load.waiting + self.booked_rows - load.slots_free
         self.free = load.kv_free - self.booked_tokens
         self.until_s = self.at_s + load.backlog_ms / 1e3
-        self.step_ms = self.costs.decode_ms(self.rows, load.longest)
-        self.turn_ms = 0.5 * self.step_ms if self.rows > 0 else 0.0
-        self.beside = self.costs.beside(self.rows, load.longest)
+        self.step_ms = step_ms = costs.decode_ms(rows, load.longest)
+        self.turn_ms = 0.5 * step_ms if rows > 0 else 0.0
+        self.beside = beside = costs.beside(rows, load.longest)
+        self._added_ms = LATER * added_ms(beside, self._typical)
         self.behind_ms = self.booked_ms
-        if self.extra >= 0:
-            slot_ms = load.slot_ms or SOME_TOKENS * self.step_ms  # its rows are booked, not taken yet
-            self.behind_ms += slot_ms * (self.extra + 1)
+        if extra >= 0:
+            slot_ms = load.slot_ms or SOME_TOKENS * step_ms  # its rows are booked, not taken yet
+            self.behind_ms += slot_ms * (extra + 1)
 
     def book(self, key: int, ms: float, rows: int, tokens: int, now_s: float) -> int:
         """An order goes there; its number."""

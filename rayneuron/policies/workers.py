@@ -203,7 +203,8 @@ class Workers:
 
 
 def _level(ms: float) -> int:
-    return min(int(8 * log2(ms + 1)), _LEVELS - 1) if ms > 0 else 0  # times measured on a busy machine may fall with the rows
+    level = int(8 * log2(ms + 1)) if ms > 0 else 0  # times measured on a busy machine may fall with the rows
+    return level if level < _LEVELS else _LEVELS - 1
 
 
 def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:

@@ -82,7 +82,7 @@ class Grouped(TracedScheduler):
         while self.members.get(ends[0][2].sequence) is not ends[0][2]:
             heappop(ends)
         count = min(lengths[bisect_left(lengths, longest)] - longest + 1, ends[0][0] - self.steps)
-        room = blocks.free + len(blocks.cached)
+        room = blocks.free + blocks.cached.count
         if len(running) * (count // size + 1) > room:
             ends_at = [(s.hold, s.computed + self.steps - m.since + count) for s, m in self.members.items()]
             if sum([max(0, -(-end // size) - len(hold.blocks)) for hold, end in ends_at if hold is not None]) > room:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from rayneuron.sim.kept import TracedBlocks
 from rayneuron.types import Request, SamplingParams
 
 _REQUEST = Request(id="", prompt_ids=[], params=SamplingParams(max_tokens=None, temperature=0.0))
+_BLANK: Any = Running(_REQUEST, 0, [], 0, 0, 0)  # what all that are simulated have in common
 
 
 class Gained(Struct, frozen=True):
@@ -104,12 +105,14 @@ class ExactHost:
     def submit(self, key: int, prompt: int, output: int, hashes: Sequence[bytes] = (), done: int = 0, loan: Loan | None = None) -> None:
         """A prompt that will be answered with so many tokens, of which `done` were generated elsewhere. hashes: of the first blocks of
         both, and nobody asks for those behind them. `loan`: it is computed for another engine."""
-        ids = cast("list[int]", bytearray(prompt + done))  # it is only counted
-        self._orders += 1
-        sequence = Running(_REQUEST, 0, ids, 0, output, self._orders, prompt_len=prompt, loan=loan)
-        self.scheduler.hashes[self._orders] = hashes
+        self._orders = order = self._orders + 1
+        sequence = _BLANK.__copy__()
+        sequence.ids, sequence.hashes = cast("list[int]", bytearray(prompt + done)), []  # ids are only counted
+        sequence.prompt_len, sequence.max_tokens, sequence.loan = prompt, output, loan
+        sequence.order, sequence.rank = order, (0, order)
+        self.scheduler.hashes[order] = hashes
         self._sequences[key] = sequence
-        self._keys[self._orders], self._had[self._orders] = key, done
+        self._keys[order], self._had[order] = key, done
         self.scheduler.add(sequence)
         self.interrupt()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity
@@ -37,7 +36,6 @@ class TracedBlocks(Blocks):
         # a trace says which blocks are equal, not which begin alike
         super().__init__(capacity.space, KvLog(_KEPT) if logs else None, part=None)
         self.registered = _Named(None)
-        self._free = [*_numbers(capacity.blocks)]
 
     def fill(self, hold: Hold, count: int, hashes: Sequence[bytes]) -> None:
         """The first `count` blocks of a hold are full. `hashes`: of the first of all it will ever fill."""
@@ -48,9 +46,3 @@ class TracedBlocks(Blocks):
         if count > hold.shared:
             self.registered.hashes.update(dict.fromkeys(hold.blocks[hold.shared : count], _NAMELESS))
             hold.shared = count
-
-
-@lru_cache(maxsize=8)
-def _numbers(count: int) -> tuple[int, ...]:
-    """One object each for all engines: what is looked at all the time lies together."""
-    return tuple(range(count))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from rayneuron.engine.buckets import Capacity
+from rayneuron.policies.choice import RING_BLOCKS
 from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.policies.scaling import TARGET_MS
@@ -41,7 +43,7 @@ class Elastic:
     weight_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
     """A fleet of equal engines. `hop_s`: from a gateway to an engine or back. An engine says how busy it is, `load_late_s` after it was so,
     to all gateways when an order has come or ended, and with a step if that is `load_s` ago.
@@ -69,12 +71,16 @@ class Setup:
     pool: PoolSetup | None = None
     elastic: Elastic | None = None
 
-    def hashes(self, arrival: Arrival) -> tuple[bytes, ...]:
-        """Of all full blocks of a request; none where no prefix is kept."""
-        return arrival.hashes(self.capacity.block) if self.caching else ()
+    @cached_property
+    def unasked(self) -> bool:
+        """Whether nobody comes back for what was its own: as a sequence does that is preempted, or moves."""
+        return self.pool is None and not self.kills and self.capacity.holds_all
 
     def named(self, arrival: Arrival) -> int:
         """Blocks of a request that need names: those that others have too, and one more, so that gateways hear of an engine with none but
-        its own. A sequence that is preempted or moves comes back for its own."""
-        unasked = self.pool is None and not self.kills and self.capacity.holds_all
-        return (arrival.prompt + arrival.output - (arrival.own if unasked else 0)) // self.capacity.block + 1
+        its own."""
+        return (arrival.prompt + arrival.output - (arrival.own if self.unasked else 0)) // self.capacity.block + 1
+
+    def hashes(self, arrival: Arrival) -> tuple[bytes, ...]:
+        """Of the blocks of a request that need names, and of those by which a ring tells prompts; none where no prefix is kept."""
+        return arrival.hashes(self.capacity.block, max(self.named(arrival), RING_BLOCKS)) if self.caching else ()

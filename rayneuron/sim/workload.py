@@ -38,13 +38,14 @@ class Arrival(Struct, frozen=True):
     parts: tuple[tuple[int, int], ...] = ()
     own: int = 0
 
-    def hashes(self, block: int) -> tuple[bytes, ...]:
-        """Of all full blocks of prompt and answer. Parts that others have too are whole blocks."""
+    def hashes(self, block: int, most: int = 1 << 30) -> tuple[bytes, ...]:
+        """Of all full blocks of prompt and answer, but no more than the first `most`. Parts that others have too are whole blocks."""
         made: list[bytes] = []
+        most = min(most, (self.prompt + self.output) // block)
         for number, tokens in self.parts:
             behind = (number * _SPREAD & (1 << 44) - 1).to_bytes(6, "little") + number.to_bytes(8, "little")
-            made += [at + behind for at in _places(tokens // block)]
-        return tuple(made[: (self.prompt + self.output) // block])
+            made += [at + behind for at in _places(min(tokens // block, most - len(made)))]
+        return tuple(made)
 
 
 @dataclass(frozen=True, slots=True)

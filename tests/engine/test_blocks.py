@@ -287,8 +287,8 @@ class Both:
         assert store.pinned == len({block for run in model.runs if run.ticket is not None for block in run.hold.blocks})
         assert set(store.hashes()) == {called(path) for path in model.trie}
         assert all(path[:-SIZE] in model.trie for path in model.trie if len(path) > SIZE), "a child without its parent"
-        assert (store.free, len(store.cached), len(store.limbo)) == (model.free, len(model.rest), len(model.limbo))
-        assert store.free + len(store.cached) + len(store.limbo) + store.used == model.blocks
+        assert (store.free, store.cached.count, len(store.limbo)) == (model.free, len(model.rest), len(model.limbo))
+        assert store.free + store.cached.count + len(store.limbo) + store.used == model.blocks
         for run in model.runs:
             assert run.stale or run.hold.shared == len(run.nodes)
 
@@ -331,7 +331,7 @@ def test_the_store_is_a_trie(data: st.DataObject) -> None:
     while model.begun > model.ended:
         both.end()
     both.check()
-    assert both.store.used == 0 and both.store.free + len(both.store.cached) == model.blocks and both.store.free_rows == model.rows
+    assert both.store.used == 0 and both.store.free + both.store.cached.count == model.blocks and both.store.free_rows == model.rows
 
 
 def test_what_is_found_is_no_room() -> None:
@@ -342,8 +342,8 @@ def test_what_is_found_is_no_room() -> None:
     store.settle(first, hashing.chain([1] * 6, SIZE, ROOT), ROOT, [1] * 6)
     other = store.admit(6)
     store.release(first)
-    assert other is not None and (store.free, len(store.cached)) == (2, 3)
-    assert store.admit(12, hashing.chain([1] * 12, SIZE, ROOT)) is None and (store.free, len(store.cached)) == (2, 3)
+    assert other is not None and (store.free, store.cached.count) == (2, 3)
+    assert store.admit(12, hashing.chain([1] * 12, SIZE, ROOT)) is None and (store.free, store.cached.count) == (2, 3)
     hold = store.admit(10, hashing.chain([1] * 10, SIZE, ROOT))
-    assert hold is not None and hold.known == 6 and len(hold.blocks) == 5 and (store.free, len(store.cached)) == (0, 0)
+    assert hold is not None and hold.known == 6 and len(hold.blocks) == 5 and (store.free, store.cached.count) == (0, 0)
     store.check([other, hold])

@@ -72,7 +72,7 @@ def counts(engine) -> None:
     remote = {block for hold, _ in scheduler.remote.values() for block in hold.blocks} - ticketed
     running = {block for s in scheduler.running for block in s.hold.blocks} - ticketed - remote
     running |= set(blocks._copies.values()) - ticketed - remote
-    assert blocks.free + len(blocks.cached) + len(blocks.limbo) + len(running) + len(remote) + len(ticketed) == blocks.space.blocks
+    assert blocks.free + blocks.cached.count + len(blocks.limbo) + len(running) + len(remote) + len(ticketed) == blocks.space.blocks
     assert sum(len(hold.blocks) for hold, _ in scheduler.remote.values()) <= blocks.space.blocks // 2
 
 
