@@ -19,7 +19,8 @@ from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card, Standing
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
-from rayneuron.gateway.remote import Orders, RemoteEngine, Seen
+from rayneuron.gateway.known import Seen
+from rayneuron.gateway.remote import Orders, RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import read_text
 from rayneuron.policies import admission

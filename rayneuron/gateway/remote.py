@@ -7,9 +7,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from math import inf
+from typing import Protocol
 
 from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
@@ -17,6 +16,7 @@ from rayneuron.frames import Card, Order, Settled, Tokens
 from rayneuron.gateway.asking import ask_of, profile_of
 from rayneuron.gateway.books import Books
 from rayneuron.gateway.fleet import Fleet, Linked
+from rayneuron.gateway.known import Together
 from rayneuron.gateway.repair import Repair
 from rayneuron.gateway.ways import Way, Wishes
 from rayneuron.gateway_config import Replays
@@ -25,14 +25,12 @@ from rayneuron.policies.admission import validate
 from rayneuron.policies.desk import GatewayDesk, TurnedAway
 from rayneuron.policies.replay import Replay
 from rayneuron.serve.telemetry import Histogram
-from rayneuron.text.text import Text
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-AGAIN_S = 0.055  # a little more than the desk keeps what came back
-SOON_S = 0.005  # how often the desk is asked while somebody waits there
+LEAST_S = 0.002  # between two questions to the desk while somebody waits there and nothing is heard
 NOTHING = Wishes()
 GATEWAY = metrics.Gateway()
 
@@ -45,14 +43,6 @@ class Orders(Protocol):
 
     def knows(self, replica: str) -> bool:
         """Whether Serve has it already; else its orders go over its connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """How much all replicas hold: `serve.hot.Sizes`."""
-
-    rows: int
-    length: int
 
 
 class RemoteEngine:
@@ -82,6 +72,7 @@ class RemoteEngine:
         self._orders, self._deliver, self._eos_ids, self._rules = orders, deliver, eos_ids, rules
         self._tasks: set[asyncio.Task[None]] = set()
         self._soon: asyncio.TimerHandle | None = None
+        self._due_s = inf  # when that asks the desk
         self._loop = asyncio.get_running_loop()
         self._ticker = self._loop.create_task(self._tick())
 
@@ -235,11 +226,13 @@ class RemoteEngine:
             task = self._loop.create_task(self._order(way, self.fleet.workers[send.worker]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if self._soon is None and len(self.desk.queue):
-            self._soon = self._loop.call_later(SOON_S, self._look_again)
+        if (due_s := self.desk.due_s) < self._due_s:
+            if self._soon is not None:
+                self._soon.cancel()
+            self._soon, self._due_s = self._loop.call_later(max(LEAST_S, due_s - time.monotonic()), self._look_again), due_s
 
     def _look_again(self) -> None:
-        self._soon = None
+        self._soon, self._due_s = None, inf
         self._pump()
 
     async def _order(self, way: Way, linked: Linked) -> None:
@@ -268,7 +261,6 @@ class RemoteEngine:
             for index in way.open:
                 way.replays[index].back(way.attempts[index])
             self.desk.back(way.key, now_s)
-            self._loop.call_later(AGAIN_S, self._pump)
         elif settled.refused is None:  # its tokens may still be on their way
             for index in way.open:
                 way.replays[index].told(way.attempts[index], settled.tokens.get(way.local(index), 0), now_s)
@@ -287,14 +279,3 @@ class RemoteEngine:
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
             self.repair.tick(now_s)
             self._pump()
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a gateway knows of a model: `serve.hot.Known`."""
-
-    engine: RemoteEngine
-    text: Text
-    path: Path
-    generation: dict[str, Any]
-    chosen: dict[str, Any]

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from random import Random
 from weakref import WeakValueDictionary
 
@@ -21,13 +22,13 @@ from rayneuron.policies.cost import Costs, expected
 from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
 from rayneuron.policies.known_worker import KnownWorker
+from rayneuron.policies.queue_speed import QueueSpeed
 from rayneuron.types import Profile
 
 REMEMBERED = 1024  # decisions
 _ADMIT_MS = 200.0
 _BACK_S = 0.05  # until a request that came back undone may be sent again
-_AGAIN_S = 0.005  # until who found no replica looks again, where none has changed
-_RATE_S = 0.5  # over which the speed of the queue is taken
+_AGAIN_S, _LATER_S = 0.005, 0.05  # within which who found no replica looks again, where none has changed: as one will take it, if any will
 
 
 class Admitted(Struct, frozen=True):
@@ -86,8 +87,8 @@ class GatewayDesk:
         self._refused: int | None = None  # whom nobody would take, until some time
         self._again_s = 0.0
         self._tokens = 0  # of prompts that wait
-        self._speed = 0.0  # ms of devices that a replica works off in a millisecond; 0: nobody knows
-        self._sent_ms = self._since_s = 0.0
+        self._speed = QueueSpeed()
+        self.due_s = inf  # when `next` may have something to send though nothing was heard meanwhile
 
     def join(
         self, worker: int, name: str, profile: Profile, kv_tokens: int, load: Pressure, now_s: float, pooled: bool = False
@@ -210,10 +211,12 @@ class GatewayDesk:
             found = self._open[head]
             terms = self.chooser.choose(found.ask, found.output, now_s)
             if terms is None or terms.least_ms > self._admit_ms:
-                self._refused, self._again_s = head, now_s + _AGAIN_S
+                left_s = _LATER_S if terms is None else (terms.least_ms - self._admit_ms) / 1e3
+                self._refused, self._again_s = head, now_s + min(max(left_s, _AGAIN_S), _LATER_S)
                 break
             sends.append(self._send(head, found, terms, now_s))
-        self._measure(now_s)
+        self.due_s = min(inf if head is None else self._again_s, self._back[0][0] if self._back else inf)
+        self._speed.measure(bool(self.queue), self.chooser.workers.placed, now_s)
         self.chooser.index.sweep()
         return sends
 
@@ -254,7 +257,7 @@ class GatewayDesk:
         number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
         self.chooser.workers.weigh(worker, now_s)
         self.chooser.workers.booked(now_s)
-        self._sent_ms += found.ms
+        self._speed.sent_ms += found.ms
         send = Send(key, terms.worker, number, now_s - found.since_s, terms)
         self.recent.append(send)
         return send
@@ -286,13 +289,4 @@ class GatewayDesk:
                 break
             queue = min(queue, worker.waits_ms(now_s))
         ahead = self.queue.ahead_ms(ask.account, ms) if len(self.queue) else 0.0
-        return (queue + ahead / (workers.placed * (self._speed or 1.0))) / 1e3
-
-    def _measure(self, now_s: float) -> None:
-        """How fast the queue moves, while there is one."""
-        if not self.queue or now_s < self._since_s:
-            self._sent_ms, self._since_s = 0.0, now_s
-        elif now_s - self._since_s >= _RATE_S and self.chooser.workers.placed:
-            speed = self._sent_ms / (1e3 * (now_s - self._since_s) * self.chooser.workers.placed)
-            self._speed = max(0.05, speed if not self._speed else self._speed + 0.3 * (speed - self._speed))
-            self._sent_ms, self._since_s = 0.0, now_s
+        return (queue + ahead / (workers.placed * (self._speed.ms or 1.0))) / 1e3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from random import Random
 
@@ -176,6 +177,22 @@ def test_what_came_back_goes_first_a_little_later() -> None:
         made.offer(ask(key), 0.1)
     assert [send.key for send in made.next(0.11)] == [2, 3]
     assert [send.key for send in made.next(0.16)] == [1]
+
+
+def test_it_says_when_to_ask_it_again() -> None:
+    """As some replica will begin the next, whatever else is heard; never for what only news can change."""
+    made = desk(1, admit_ms=100.0)
+    assert made.due_s == math.inf
+    made.heard(0, Pressure(slots_free=8, kv_free=32_768, backlog_ms=130.0), 0.0)
+    made.offer(ask(1), 0.0)
+    assert made.next(0.0) == [] and made.due_s == pytest.approx(0.03)
+    assert made.next(0.02) == [] and [send.key for send in made.next(made.due_s + 1e-6)] == [1] and made.due_s == math.inf
+    made.back(1, 1.0)
+    assert made.next(1.0) == [] and made.due_s == pytest.approx(1.05) and len(made.next(1.051)) == 1
+    for key in (2, 3):
+        made.offer(ask(key, account="capped"), 2.0)
+    made.heard(0, Pressure(2, slots_free=8, kv_free=32_768), 2.0)
+    assert len(made.next(2.0)) == 1 and made.open["waiting"] == 1 and made.due_s == math.inf, "the other one's end is heard of"
 
 
 def test_the_header_says_why() -> None:
