@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.constraints import Beams
+from rayneuron.engine.scores import by_step
 from rayneuron.errors import RequestError
 from rayneuron.llm import LLM
 from rayneuron.types import Request, SamplingParams
@@ -32,7 +33,8 @@ _LENGTHS = ("max_length", "max_new_tokens", "min_length")
 _OTHER = ("do_sample", "num_return_sequences", "eos_token_id", "pad_token_id", "bos_token_id", "bad_words_ids", "suppress_tokens", "seed")
 _BEAMS = ("num_beams", "length_penalty", "early_stopping")
 _ENDS = ("max_time", "stop_strings")
-_SET = {*_SAME, *_LENGTHS, *_OTHER, *_BEAMS, *_ENDS}
+_TOLD = ("return_dict_in_generate", "output_scores", "output_logits")
+_SET = {*_SAME, *_LENGTHS, *_OTHER, *_BEAMS, *_ENDS, *_TOLD}
 Criterion = Callable[..., Any]  # (ids [1, tokens so far], None) -> whether it ends here
 # How transformers drafts, which changes no token; here the deployment says it, by speculative_config.
 _DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule")
@@ -40,11 +42,21 @@ _DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assista
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beam_groups": (None, 1),
     "penalty_alpha": (None, 0),
-    "return_dict_in_generate": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
     "use_cache": (None, True),
 }
+
+
+class Generated(dict[str, Any]):
+    """What generate(return_dict_in_generate=True) gives, by name, index or attribute: `sequences` [B*N, L'] int64; `scores` and `logits`,
+    where asked for, None else: of each step what tokens were chosen from and what the model said [B*N, V]. Of a row that has ended: 0
+    for the pad token, -inf for all others."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("sequences", "scores", "logits"):
+            return self.get(name)
+        raise AttributeError(name)
 
 
 class HuggingFaceGenerationAdapter:
@@ -70,8 +82,9 @@ class HuggingFaceGenerationAdapter:
         streamer: Any = None,
         stopping_criteria: Iterable[Callable[..., Any]] | None = None,
         **kwargs: Any,
-    ) -> Tensor:
-        """input_ids [B, L] (padded on either side, or not) -> [B*N, L'] int64: prompt and output, right-padded with pad_token_id.
+    ) -> Any:
+        """input_ids [B, L] (padded on either side, or not) -> [B*N, L'] int64: prompt and output, right-padded with pad_token_id; in
+        `Generated` with return_dict_in_generate, with what output_scores and output_logits ask for.
         Without `attention_mask`, a pad_token_id that is no EOS marks padding.
 
         Settings come from the model's generation_config, then `generation_config`, then keywords. `streamer` (put, end) needs one sequence.
@@ -95,13 +108,33 @@ class HuggingFaceGenerationAdapter:
             raise RequestError(f"{name} sees tokens as they come, and those of a beam search come at its end; leave it out", param=name)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        made = self._run(requests, streamer, criteria)
+        wanted = _wanted(settings)
+        made, rows = self._run(requests, streamer, criteria, bool(wanted))
         if streamer is not None:
             streamer.end()
-        rows = [made[r.id, i] for r in requests for i in range(copies)]
-        return _padded(input_ids, rows, copies, pad_id(settings, self.llm))
+        pad = pad_id(settings, self.llm)
+        choices = [(r, made[r.id, i], rows.get(r.id, {}).get(i, [])) for r in requests for i in range(copies)]
+        sequences = _padded(input_ids, [tokens for _, tokens, _ in choices], copies, pad)
+        if not settings.get(_TOLD[0]):
+            return sequences
+        eos = {"scores": self.llm.text.eos_ids}  # of logits nothing is edited
+        return Generated(sequences=sequences, **{name: by_step(choices, eos.get(name), pad) for name in wanted})
 
-    def _run(self, requests: list[Request], streamer: Any, criteria: list[Criterion]) -> dict[tuple[str, int], list[int]]:
+    def _run(
+        self, requests: list[Request], streamer: Any, criteria: list[Criterion], kept: bool
+    ) -> tuple[dict[tuple[str, int], list[int]], dict[str, dict[int, list[Tensor]]]]:
+        """The tokens of every choice, and if they are to be kept the logits of each, by request and choice."""
+        if not kept:
+            return self._tokens(requests, streamer, criteria), {}
+        try:
+            for request in requests:
+                self.llm.engine.host.kept.ask(request.id)
+            made = self._tokens(requests, streamer, criteria)
+        finally:
+            rows = {request.id: self.llm.engine.host.kept.take(request.id) for request in requests}
+        return made, rows
+
+    def _tokens(self, requests: list[Request], streamer: Any, criteria: list[Criterion]) -> dict[tuple[str, int], list[int]]:
         prompts = {r.id: r.prompt_ids for r in requests}
         made: dict[tuple[str, int], list[int]] = {(r.id, i): [] for r in requests for i in range(r.params.n)}
         stopped = set()
@@ -118,6 +151,11 @@ class HuggingFaceGenerationAdapter:
                     self.llm.abort(*choice)
                     break
         return made
+
+
+def _wanted(settings: dict[str, Any]) -> list[str]:
+    """What of every step is to be returned beside the tokens."""
+    return [name.removeprefix("output_") for name in _TOLD[1:] if settings.get(name) and settings.get(_TOLD[0])]
 
 
 def _check_drafts(llm: LLM) -> None:
@@ -171,6 +209,7 @@ def _params(settings: dict[str, Any], prompt: int, width: int, most: int) -> Sam
     return SamplingParams(
         **values,
         beams=beams,
+        logprobs=0 if _wanted(settings) else None,  # so that logits come to the host
         n=settings.get("num_return_sequences") or 1,
         max_tokens=min(new, most - prompt),
         min_tokens=max(shortest, 0),
@@ -186,6 +225,8 @@ def _beams(settings: dict[str, Any], sampling: bool) -> Beams | None:
     width = settings.get("num_beams") or 1
     if width == 1:
         return None
+    for name in _wanted(settings):
+        raise RequestError(f"output_{name} of a beam search are not kept; leave it out, or num_beams", param=f"output_{name}")
     if sampling:
         raise RequestError("beams are not sampled: leave do_sample out, or num_beams", param="num_beams")
     return Beams(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayneuron import devices
+from rayneuron.errors import RequestError
 from rayneuron.hf import HuggingFaceGenerationAdapter, pad_id
 
 
@@ -19,10 +20,13 @@ def device() -> str:
 
 def by_row(
     adapter: HuggingFaceGenerationAdapter, input_ids: Tensor, each: Sequence[dict[str, Any]], mask: Tensor | None, **words: Any
-) -> Tensor:
+) -> Any:
     """`generate()` where each row has settings of its own."""
     if all(one == each[0] for one in each):
         return adapter.generate(input_ids, mask, **words, **each[0])
+    if words.get("return_dict_in_generate"):
+        said = "return_dict_in_generate needs rows that are sampled alike; leave it out, or send them one by one"
+        raise RequestError(said, param="return_dict_in_generate")
     rows = [
         adapter.generate(input_ids[i : i + 1], None if mask is None else mask[i : i + 1], **words, **one)[0] for i, one in enumerate(each)
     ]

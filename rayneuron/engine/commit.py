@@ -38,6 +38,9 @@ class ReadsLogits(Protocol):
     def logprobs(self, rows: Ids[Tensor], tokens: Ids[int], count: int) -> list[TokenLogprobs]:
         """Of each row of logits [V] its token's logprob and the `count` likeliest."""
 
+    def saw(self, sequence: Sequence, row: Tensor) -> None:
+        """A token that reports logprobs was chosen from logits [V]."""
+
     def listed(self, row: Tensor, entry: TokenLogprobs, ids: Ids[int]) -> TokenLogprobs:
         """An entry of logits [V] with these `ids` instead of the likeliest."""
 
@@ -52,6 +55,7 @@ class _Step:
 
     def ask(self, delta: TokenDelta, token: int, row: Tensor, sequence: Sequence) -> None:
         """Have a delta tell of one token more."""
+        self.host.saw(sequence, row)
         count = 0 if sequence.params.logprob_token_ids else sequence.params.logprobs or 0
         self.asked.setdefault(count, []).append((delta, token, row, sequence))
 

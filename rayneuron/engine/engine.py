@@ -49,7 +49,7 @@ class Engine:
         self.info = StepInfo()
         self.steps = self.ledger_wrong = 0  # ledger_wrong: times the books did not balance
         self._clock, self._rule = clock, rule
-        self._host = HostSampling(rule)
+        self.host = HostSampling(rule)
         self.constraining = Constraining(grammars, vocab)
         self._requests = Requests(self.capacity.length, self.eos_ids)
         self.waits = False  # the last step found nothing to do before something happens elsewhere: others compute, or hold the room
@@ -231,7 +231,7 @@ class Engine:
         self.runner.close()
 
     def _commit(self, plan: Plan, output: StepOutput, now: float) -> list[TokenDelta]:
-        made, deltas = advance(plan, output, now, self._host), list[TokenDelta]()
+        made, deltas = advance(plan, output, now, self.host), list[TokenDelta]()
         if self.scheduler.speculation is not None and plan.tag == "verify":
             self.scheduler.speculation.learn(plan, made)
         for work, delta in zip(plan.works, made, strict=True):
@@ -255,7 +255,7 @@ class Engine:
         """What a step says of a beam search: nothing before its end. `wrong`: of a beam that failed, and all with it."""
         if not self.knows(search.leader.request.id):
             return []  # another beam had failed before
-        deltas = search.spread(wrong) if wrong is not None else self.scheduler.forks.advance(search, self._host, now)
+        deltas = search.spread(wrong) if wrong is not None else self.scheduler.forks.advance(search, self.host, now)
         if deltas:
             search.leader.finish_reason = deltas[0].finish_reason
             self._forget(search.leader, now)

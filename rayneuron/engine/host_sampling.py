@@ -15,6 +15,7 @@ from rayneuron.devices import host
 from rayneuron.engine import logits, neuron_sampling, sampling
 from rayneuron.engine.grammar import Mask
 from rayneuron.engine.neuron_sampling import NeuronSampling
+from rayneuron.engine.scores import Kept
 from rayneuron.engine.sequence import Sequence
 from rayneuron.errors import RequestError
 
@@ -27,6 +28,8 @@ class HostSampling:
 
     def __init__(self, rule: NeuronSampling | None = None) -> None:
         self._rule = rule
+        self.kept = Kept()
+        self.saw = self.kept.saw
 
     def next_id(self, row: Tensor, sequence: Sequence, taken: int | None) -> int:
         """The same choice as the device's, after editing the row [V], over the whole vocabulary. `taken`: what that has chosen."""
@@ -81,7 +84,7 @@ class HostSampling:
             return -1
         _, top_k, _, _, uniform = how
         if self._rule is None:
-            return sampling.on_host(sampling.typical(row, how, params.typical_p), (1.0, 0, 1.0, 0.0, uniform))
+            return sampling.on_host(sampling.left(row, how, params.typical_p), (1.0, 0, 1.0, 0.0, uniform))
         told = (torch.tensor([top_k]), torch.tensor([params.top_p]), torch.tensor([params.temperature]), torch.tensor([uniform]))
         ids, _ = neuron_sampling.sample(row[None], *told, self._rule)
         return int(ids[0])

@@ -72,19 +72,22 @@ def on_host(row: Tensor, how: tuple[float, int, float, float, float], mask: NDAr
     return int(sample(row[None], temperature, top_k, top_p, min_p, uniform, candidates=len(row))[0])
 
 
-def typical(row: Tensor, how: tuple[float, int, float, float, float], mass: float) -> Tensor:
-    """A row [V] over its temperature, of which stays what the other filters of `how` keep and is locally typical (Meister et al. 2022):
-    of the ids whose surprise is nearest to the expected one, the fewest that have `mass` together. As transformers, it is the last filter.
-    """
+def left(row: Tensor, how: tuple[float, int, float, float, float], mass: float) -> Tensor:
+    """A row [V] over its temperature, of which stays what the filters of `how` keep and, below a `mass` of 1, is locally typical (Meister
+    et al. 2022): of the ids whose surprise is nearest to the expected one, the fewest that have that mass. As transformers, it is the
+    last filter."""
     temperature, top_k, top_p, min_p, _ = how
     top, ids = choice.shortlist((row.double() / temperature)[None], len(row))
     kept, _ = _keep(top, choice.log_sum_exp(top), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]), PLAIN)
-    logp = top[kept].log_softmax(-1)
-    p = logp.exp()
-    far = (-logp + (p * logp).where(p > 0, 0.0).sum()).abs()  # of each one's surprise from the entropy
-    order = far.argsort(stable=True)
-    last = int((p[order].cumsum(-1) < mass).sum().clamp(max=len(p) - 1))
-    return torch.full_like(row, float("-inf")).scatter(0, ids[kept], top[kept].where(far <= far[order[last]], float("-inf")).to(row.dtype))
+    values = top[kept]
+    if mass < 1.0:
+        logp = values.log_softmax(-1)
+        p = logp.exp()
+        far = (-logp + (p * logp).where(p > 0, 0.0).sum()).abs()  # of each one's surprise from the entropy
+        order = far.argsort(stable=True)
+        last = int((p[order].cumsum(-1) < mass).sum().clamp(max=len(p) - 1))
+        values = values.where(far <= far[order[last]], float("-inf"))
+    return torch.full_like(row, float("-inf")).scatter(0, ids[kept], values.to(row.dtype))
 
 
 def masked(row: Tensor, mask: NDArray[np.uint32]) -> Tensor:
