@@ -83,7 +83,7 @@ class Stack {
         const int by = std::max(4, n / (pool_.threads() * 8));
         pool_.run((n + by - 1) / by, [&](int p) {
             for (int i = p * by; i < std::min(n, (p + 1) * by); i++) f(i);
-        });
+        }, true);
     }
 
     // Which tokens are true: position `limit` is padding, row `rows` is idle. Tokens of one adapter lie behind each other.
