@@ -317,6 +317,11 @@ void thin(Kind kind, int rows, const char* w, int vectors, const char* x, size_t
 
 int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + piece_panels(w, rows, threads) - 1) / piece_panels(w, rows, threads); }
 
+void foresee(Pool& pool, const Matrix& w, int rows) {
+    const int wide = piece_panels(w, rows, pool.threads());
+    pool.foresee(rows > MOST_ROWS ? nullptr : w.data, wide * w.panel_bytes(), (w.panels + wide - 1) / wide);
+}
+
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
     if (tiled(w.kind) && rows > MOST_ROWS && out.finish != BEST) return matmul_many(pool, w, x, rows, out, more);
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
