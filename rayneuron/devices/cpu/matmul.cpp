@@ -20,6 +20,8 @@ constexpr int TILE_ROWS = 14;    // the most one tile takes
 constexpr int CHUNK = 32;        // steps that both tiles of a block do before the next: from memory, then from the first cache
 constexpr size_t AHEAD = 4096;   // bytes of a panel asked for early
 constexpr int SHORT = 32;        // steps of attention's products in bf16: 64 positions, a head of 64; where a loop's end costs a twentieth
+constexpr size_t PART_BYTES = 512 << 10;  // of rows that meet all panels before the next ones
+constexpr int PART_ROWS = 96;    // and at least so many, as all panels pass once more
 constexpr int FEW_ROWS = 4;      // of int8, for which vector instructions read memory faster than tiles
 #ifdef __AVX512VNNI__
 constexpr bool VNNI = true;
@@ -204,6 +206,34 @@ void expect(const Matrix& w, const Output& out, int row, int count, int p) {
     for (int i = 0; i < count; i++, y += out.stride) __builtin_prefetch(y, 1), __builtin_prefetch(y + bytes - 1, 1);
 }
 
+// Many rows are cut into parts that stay in the second cache while all panels pass, and every thread begins with parts of its own, whose rows
+// it has met in the product before. A panel stays in the first two caches for the blocks of a part; each block asks for its share of the next.
+void by_parts(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more, Finisher usual) {
+    const int threads = pool.threads(), least = (int)((x.stride * rows + PART_BYTES - 1) / PART_BYTES);
+    const int parts = std::max(1, std::min((least + threads - 1) / threads * threads, rows / PART_ROWS));
+    pool.run(parts * w.panels, [&](int piece) {
+        alignas(64) float acc[MOST_ROWS * PANEL], added[MOST_ROWS * PANEL];
+        if (more) more->help();
+        const int part = piece / w.panels, p = piece % w.panels, vectors = std::min(2, w.vectors() - 2 * p);
+        const int first = (int)((int64_t)rows * part / parts), end = (int)((int64_t)rows * (part + 1) / parts);
+        const char* panel = w.data + p * w.panel_bytes();
+        const int blocks = blocks_of(end - first);
+        for (int b = 0, m = first; b < blocks; b++) {
+            const int count = (end - m + blocks - b - 1) / (blocks - b);
+            expect(w, out, m, count, p);
+            const size_t ahead = b ? 0 : w.panel_bytes();
+            strip_of((Kind)w.kind, count)(panel, w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, w.steps, acc, vectors * LANES, false, ahead);
+            if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
+            if (usual && !more) usual(w, x, out, m, count, p, vectors, acc);
+            else for (int i = 0; i < count; i++) {
+                const int at = i * vectors * LANES;
+                finish(w, x, out, m + i, p, vectors, acc + at, 0, more && more->has(m + i) ? added + at : nullptr);
+            }
+            m += count;
+        }
+    }, true);
+}
+
 }  // namespace
 
 void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, int vectors, const float* acc, int slot, const float* more) {
@@ -287,11 +317,17 @@ void thin(Kind kind, int rows, const char* w, int vectors, const char* x, size_t
 
 int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + piece_panels(w, rows, threads) - 1) / piece_panels(w, rows, threads); }
 
+void foresee(Pool& pool, const Matrix& w, int rows) {
+    const int wide = piece_panels(w, rows, pool.threads());
+    pool.foresee(rows > MOST_ROWS ? nullptr : w.data, wide * w.panel_bytes(), (w.panels + wide - 1) / wide);
+}
+
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
     if (tiled(w.kind) && rows > MOST_ROWS && out.finish != BEST) return matmul_many(pool, w, x, rows, out, more);
     const int wide = piece_panels(w, rows, pool.threads()), pieces = (w.panels + wide - 1) / wide;
     const int blocks = tiled(w.kind) ? (rows + MOST_ROWS - 1) / MOST_ROWS : blocks_of(rows);
     const Finisher usual = finisher_of(w, out);
+    if (blocks > 1 && !tiled(w.kind) && out.finish != BEST) return by_parts(pool, w, x, rows, out, more, usual);
     const int group = blocks == 1 ? MOST_WIDE / 2 : tiled(w.kind) ? 2 : 1;  // panels all rows meet before the next ones
     pool.run(pieces, [&](int piece) {
         alignas(64) float acc[MOST_ROWS * MOST_WIDE * LANES], added[MOST_ROWS * MOST_WIDE * LANES];
@@ -304,7 +340,6 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
                 const int count = (rows - m + blocks - b - 1) / (blocks - b);
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
                 if (more && blocks == 1) more->fetch(0, rows, 2 * p, vectors);
-                if (blocks > 1 && out.finish != BEST) expect(w, out, m, count, p);
                 few(w, count, w.data + p * w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, acc, ahead);
                 if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
                 if (usual && !more) usual(w, x, out, m, count, p, vectors, acc);

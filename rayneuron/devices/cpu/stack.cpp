@@ -83,7 +83,7 @@ class Stack {
         const int by = std::max(4, n / (pool_.threads() * 8));
         pool_.run((n + by - 1) / by, [&](int p) {
             for (int i = p * by; i < std::min(n, (p + 1) * by); i++) f(i);
-        });
+        }, true);
     }
 
     // Which tokens are true: position `limit` is padding, row `rows` is idle. Tokens of one adapter lie behind each other.
@@ -224,6 +224,7 @@ class Stack {
         const Norm* norm = m_.post_norm ? nullptr : &w.ln1;
         const Input in = encode(x(), tokens_, m_.hidden, w.qkv, norm, h_);
         const Input beside = plain(in, w.qkv, x(), m_.hidden, norm, plain_room_);
+        foresee(pool_, w.o, tokens_);
         const Output three{STORE, NONE, F32, (char*)qkv, (size_t)qkv_width() * 4, nullptr, nullptr};
         matmul(pool_, w.qkv, in, tokens_, three, adapters(w, &Lora::qkv, beside));
         place(w, qkv);
@@ -238,6 +239,7 @@ class Stack {
         attend(pool_, {qkv, (size_t)qkv_width(), of(w), m_.slopes, position_.data(), (char*)mixed, stride, (Kind)m_.kind, kind, m_.heads, w.window, m_.scale},
                spans_.data(), (int)spans_.size());
         const Input out = direct ? Input{(const char*)mixed, stride, nullptr} : encode(mixed, tokens_, width, w.o, nullptr, h_);
+        foresee(pool_, w.up, tokens_);
         matmul(pool_, w.o, out, tokens_, onto(c), adapters(w, &Lora::o, plain(out, w.o, mixed, width, nullptr, plain_room_)));
         if (m_.post_norm && !c.summand) norm_rows(w.ln1);
     }
@@ -257,9 +259,12 @@ class Stack {
         const bool direct = w.down.kind == BF16 && w.down.steps * 2 == width;
         const size_t stride = direct ? apart((size_t)width * 2) : (size_t)width * 4;
         float* inner = inner_.floats(tokens_ * stride / 4);
+        foresee(pool_, w.down, tokens_);
         const Output acted{ACT, (Act)m_.act, direct ? BF16 : F32, (char*)inner, stride, nullptr, nullptr};
         matmul(pool_, w.up, fed_, tokens_, acted, adapters(w, &Lora::up, fed_plain_));
         const Input in = direct ? Input{(const char*)inner, stride, nullptr} : encode(inner, tokens_, width, w.down, nullptr, h_);
+        if (&w != &layer_.back()) foresee(pool_, (&w + 1)->qkv, tokens_);
+        else pool_.foresee(nullptr, 0, 0);
         matmul(pool_, w.down, in, tokens_, onto(c, true), adapters(w, &Lora::down, plain(in, w.down, inner, width, nullptr, plain_room_)));
         if (m_.post_norm && !c.summand) norm_rows(w.ln2);
     }

@@ -55,11 +55,11 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels, dtype, n, k):
     if dtype == torch.int8:
         w["a.scale"] = draw(n, 1, seed=3).abs()
     compute = torch.bfloat16 if dtype == torch.int8 else dtype
-    made, x = packed(kernels, w, compute), draw(40, k, seed=2, dtype=compute)
-    alone = torch.cat([kernels.linear(made, "a", x[i : i + 1]) for i in range(40)])
-    for rows in (*range(2, 18), 31, 40):
-        for start in {0, 1, 40 - rows}:
-            part = slice(start, min(start + rows, 40))
+    made, x = packed(kernels, w, compute), draw(300, k, seed=2, dtype=compute)
+    alone = torch.cat([kernels.linear(made, "a", x[i : i + 1]) for i in range(300)])
+    for rows in (*range(2, 18), 31, 40, 97, 300):  # so many are cut into parts
+        for start in {0, 1, 300 - rows}:
+            part = slice(start, min(start + rows, 300))
             assert torch.equal(kernels.linear(made, "a", x[part]), alone[part]), (rows, start)
 
 
