@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ def run(args: argparse.Namespace) -> None:
     """Run it."""
     gc.set_threshold(100_000)  # what is imported from here on stays, and is not looked through for garbage again and again
     from rayneuron import devices, settings, sources
+    from rayneuron.errors import ConfigError
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment
 
+    if not 0 <= args.grace < threading.TIMEOUT_MAX:
+        raise ConfigError(f"--grace: must be a number of seconds, 0 or more, got {args.grace:g}")
     file = deployment.checked(args)
     environment = ray_environment(file.content, [*file.deployments.values(), *file.hosted.values()], args.profile)
     port.check_free(file.content.get("http_options") or {})
