@@ -37,9 +37,12 @@ def run(args: argparse.Namespace) -> None:
         if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
             sources.ask(config.model.source, config.model.allow_pickle)
     settings.export(environment)  # before Ray is imported, which reads them once
-    from rayneuron.serve import fresh
+    from rayneuron.serve import fork_server, fresh
 
+    alone = not isinstance(file.path, Path)
+    own = alone and settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here, for this alone
+    forks = fork_server.begin(next(iter(file.deployments.values())).device) if own else None
     fresh.begin(file.deployments.values())
     from rayneuron.serve import process
 
-    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone=not isinstance(file.path, Path))
+    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone, forks)
