@@ -82,7 +82,10 @@ def read(
 def made(model: str, assignments: Mapping[str, Any], options: Mapping[str, str]) -> DeploymentFile:
     """The file that serves one model at / of this machine alone, with these keys set. Raises ConfigError."""
     name = assignments.get("model.name")
-    entry = {"name": config.Model.model_construct(path=model, name=name).served_name, "route_prefix": "/", "import_path": IMPORT_PATH}
+    served = config.Model.model_construct(path=model, name=name).served_name
+    if not served:
+        raise ConfigError(f"{model!r} names no model; write a directory, org/name of a hub, s3://bucket/prefix or demo:smollm2")
+    entry = {"name": served, "route_prefix": "/", "import_path": IMPORT_PATH}
     content = {
         "http_options": {"host": "127.0.0.1", "port": 8000},
         "controller_options": {"runtime_env": {"env_vars": dict(PROXIES)}},

@@ -50,6 +50,12 @@ def export(values: Mapping[str, str]) -> None:
     os.environ.update({**changed, _EXPORTED: json.dumps(found)})
 
 
+def become(values: Mapping[str, str]) -> None:
+    """Have these variables and no others: those of the process that this one is in place of."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
 def given(name: str) -> str | None:
     """What the operator says: a variable as it was before this program, or the one it was started by, exported its own value."""
     now = os.environ.get(name)

@@ -48,6 +48,10 @@ def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None
         (["config", SMOLLM2, "--set", "max_num_seq=3"], "unknown key max_num_seq; did you mean max_num_seqs?"),
         (["serve", SMOLLM2, "--profile", "faster"], "rayneuron serve: unknown profile 'faster'; write one of: plain, fast"),
         (["serve", SMOLLM2, "--set", "dtype=int3"], "dtype"),
+        (["serve", "demo:smollm2", "--grace", "-5"], "rayneuron serve: --grace: must be a number of seconds, 0 or more, got -5"),
+        (["serve", "demo:smollm2", "--grace", "nan"], "--grace: must be a number of seconds, 0 or more, got nan"),
+        (["serve", "demo:smollm2", "--grace", "inf"], "--grace: must be a number of seconds, 0 or more, got inf"),
+        (["serve", "s3://"], "rayneuron serve: 's3://' names no model; write a directory, org/name of a hub, s3://bucket/prefix"),
         (["demo-model", "--random", "7b"], "rayneuron demo-model: no random model has the size '7b'; write one of tiny"),
         (["demo-model", "--random", "tiny", "--dtype", "int4"], "dtype must be one of fp32, bf16, fp16, got 'int4'"),
     ],
@@ -56,6 +60,16 @@ def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], message: str, ca
     assert cli.main(words) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"), [("server", "; did you mean serve?"), ("smulate", "; did you mean simulate?"), ("x", "; known are batch, check,")]
+)
+def test_an_unknown_command_names_the_nearest(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([command, "demo:smollm2"])
+    said = capsys.readouterr()
+    assert said.err.startswith(f"rayneuron: unknown command {command!r}{hint}") and said.err.count("\n") == 1 and said.out == ""
 
 
 def test_plan_of_the_demo_and_of_a_whole_node(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

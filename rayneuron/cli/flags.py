@@ -36,6 +36,14 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"{rest[0]!r} is one word too many; flags begin with --")
         return found, rest
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, which of a wrong command lists all there are."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            from rayneuron.validation import nearest
+
+            raise argparse.ArgumentError(None, f"unknown command {value!r}{nearest(value, list(action.choices))}")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         """One line, exit code 2."""
         self.exit(2, f"{self.prog}: {message}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ def run(args: argparse.Namespace) -> None:
     """Run it."""
     gc.set_threshold(100_000)  # what is imported from here on stays, and is not looked through for garbage again and again
     from rayneuron import devices, settings, sources
+    from rayneuron.errors import ConfigError
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment
 
+    if not 0 <= args.grace < threading.TIMEOUT_MAX:
+        raise ConfigError(f"--grace: must be a number of seconds, 0 or more, got {args.grace:g}")
     file = deployment.checked(args)
     environment = ray_environment(file.content, [*file.deployments.values(), *file.hosted.values()], args.profile)
     port.check_free(file.content.get("http_options") or {})
@@ -33,9 +37,12 @@ def run(args: argparse.Namespace) -> None:
         if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
             sources.ask(config.model.source, config.model.allow_pickle)
     settings.export(environment)  # before Ray is imported, which reads them once
-    from rayneuron.serve import fresh
+    from rayneuron.serve import fork_server, fresh
 
+    alone = not isinstance(file.path, Path)
+    own = alone and settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here, for this alone
+    forks = fork_server.begin(next(iter(file.deployments.values())).device) if own else None
     fresh.begin(file.deployments.values())
     from rayneuron.serve import process
 
-    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone=not isinstance(file.path, Path))
+    process.run(file.content, {**file.deployments, **file.gateways}, args.grace, alone, forks)

@@ -71,6 +71,11 @@ def installed(name: str) -> bool:
     return name != "neuron" or importlib.util.find_spec("torch_neuronx") is not None
 
 
+def imports(name: str) -> tuple[str, ...]:
+    """The modules that opening it imports, where a process that has them may be forked: the Neuron runtime's may not."""
+    return ("rayneuron.devices.host", "rayneuron.devices.cpu.device") if name != "neuron" else ()
+
+
 def unheard(name: str) -> tuple[str, ...]:
     """Keys of a deployment's `compile` that mean nothing to the device."""
     return UNHEARD.get(name, ())

@@ -19,7 +19,6 @@ from typing import Any
 import pydantic
 import ray
 from ray import serve
-from ray._private.node import Node
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as worker_output
 from ray.serve.schema import ServeDeploySchema
 
@@ -27,6 +26,7 @@ from rayneuron.config import Deployment
 from rayneuron.errors import CheckpointError, CompileError, ConfigError, NotReady
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.serve import own_ray, readiness
+from rayneuron.serve.lean_ray import lean
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ FOR_GOOD = tuple(f"rayneuron.errors.{kind.__name__}: " for kind in (ConfigError,
 Ours = Mapping[str, Deployment | GatewayConfig]  # applications by name
 
 
-def run(content: Mapping[str, Any], ours: Ours, grace_s: float, alone: bool = False) -> None:
+def run(content: Mapping[str, Any], ours: Ours, grace_s: float, alone: bool = False, forks: str | None = None) -> None:
     """Serve the applications of a deployment file until SIGTERM or Ctrl-C, then end within `grace_s`.
 
     Raises ConfigError or NotReady where an application cannot start. `ours`: those that are. `alone`: there is no file that could be
-    changed and deployed again: nothing is started that only serves that.
+    changed and deployed again: nothing is started that only serves that. `forks`: what `fork_server.begin` has said.
     """
     try:
         schema = ServeDeploySchema.model_validate(content)
@@ -56,7 +56,7 @@ def run(content: Mapping[str, Any], ours: Ours, grace_s: float, alone: bool = Fa
     try:
         with signals.ending():
             one = next(iter(ours.values())) if alone else None
-            _start(schema, signals, output, one if isinstance(one, Deployment) else None)
+            _start(schema, signals, output, one if isinstance(one, Deployment) else None, forks)
             _wait(schema, ours)
         output.ready = True
         for line in ready_lines(schema, ours):
@@ -121,14 +121,14 @@ class Output:
                 print(said[3], file=sys.stderr)
 
 
-def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: Deployment | None) -> None:
+def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: Deployment | None, forks: str | None) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     sys.path.insert(0, os.getcwd())  # as `serve run` does, for applications beside the file; Ray's workers take it over
     log.info("starting Ray")
     if alone is None:
         ray.init(namespace="serve")  # with a dashboard, which `serve deploy` speaks to
     else:
-        with _spared():
+        with lean(forks):
             ray.init(namespace="serve", include_dashboard=False)
     log.info("Ray has started")
     signals.listen()
@@ -147,20 +147,6 @@ def _start(schema: ServeDeploySchema, signals: Signals, output: Output, alone: D
     if failed:
         raise failed[0]
     log.info("Serve has started")
-
-
-@contextlib.contextmanager
-def _spared() -> Iterator[None]:
-    """A Ray that starts meanwhile has no dashboard and no autoscaler: two interpreters that nothing here speaks to, of which it starts both
-    also where it is told to have no dashboard, and waits for the first."""
-    kept = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor") if hasattr(Node, name)}  # private: may go
-    try:
-        for name in kept:
-            setattr(Node, name, lambda self, **said: None)
-        yield
-    finally:
-        for name, start in kept.items():
-            setattr(Node, name, start)
 
 
 def _start_serve(schema: ServeDeploySchema, controller: Any, failed: list[BaseException]) -> None:
