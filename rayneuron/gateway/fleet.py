@@ -33,6 +33,8 @@ class Watcher(Protocol):
 
     def joined(self, worker: Linked) -> None: ...
 
+    def timed(self, worker: Linked) -> None: ...
+
     def heard(self, worker: Linked, tokens: Tokens) -> None: ...
 
     def events(self, worker: Linked, news: KvNews) -> None: ...
@@ -70,9 +72,13 @@ class Fleet:
             first, *others = (card.adapters for card in there.values())
             self.names = {name: known for name, known in first.items() if all(other.get(name) == known for other in others)}
         for worker in self.workers.values():
-            if there.pop(worker.link.card.epoch, None) is None and worker.link.open and worker.accepting:
+            card = there.pop(worker.link.card.epoch, None)
+            if card is None and worker.link.open and worker.accepting:
                 worker.accepting = False
                 self._watcher.draining(worker, None)
+            elif card is not None and card.profile != worker.link.card.profile:
+                worker.link.card = card
+                self._watcher.timed(worker)
         for card in there.values():
             self.card = card
             link = Link(card, self._gateway, self)

@@ -159,6 +159,10 @@ class RemoteEngine:
         self.welcome()
         self._pump()
 
+    def timed(self, linked: Linked) -> None:
+        """What the steps of a replica take has changed."""
+        self.desk.timed(linked.number, profile_of(linked.link.card))
+
     def heard(self, linked: Linked, tokens: Tokens) -> None:
         """What a step of a replica gave."""
         deltas, now_s = [], time.monotonic()

@@ -52,9 +52,9 @@ class GatewayAsk(Struct, frozen=True):
 class Terms(Struct, frozen=True):
     """Why a replica was chosen: milliseconds it queues, computes the prompt, and all together lose; `overlap`: tokens it need not compute.
 
-    `late`: how much later its first tokens come than that, as has been learned; `of`: replicas with room that were looked at; `second`: the
-    next best and how much worse, less than 0 where its first token would come too late; `least_ms`: the least that any of those that may
-    take another has to do before it.
+    `own`: the prompt as its steps take now; `late`: how much later its first tokens come than that, as has been learned; `of`: replicas
+    with room that were looked at; `second`: the next best and how much worse, less than 0 where its first token would come too late;
+    `least_ms`: the least that any of those that may take another has to do before it.
     """
 
     worker: int
@@ -68,13 +68,14 @@ class Terms(Struct, frozen=True):
     of: int
     second: tuple[str, float] | None
     least_ms: float
+    own: float
     late: float
     why: str
 
     @property
     def ttft_ms(self) -> float:
         """Predicted, from when it is sent."""
-        return self.queue + self.prefill + self.late
+        return self.queue + self.own + self.late
 
     def line(self, waited_s: float) -> str:
         """As the header says it."""
@@ -233,8 +234,9 @@ class Chooser:
         other = others[others[0][1] is worker] if len(others) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
         why = why or ("prefix" if overlap and groups else "session" if overlap else "load")
-        late_ms = worker.pace.later_ms(prefill)
-        return Terms(worker.number, worker.name, queue, prefill, added, cost, overlap, ask.prompt, of, second, least_ms, late_ms, why)
+        own_ms = worker.own_ms(ask.prompt - overlap, overlap, prefill)
+        late_ms, name = worker.pace.later_ms(own_ms), worker.name
+        return Terms(worker.number, name, queue, prefill, added, cost, overlap, ask.prompt, of, second, least_ms, own_ms, late_ms, why)
 
     def _alike(self, ask: GatewayAsk, priced: list[_Price], output: float, now_s: float) -> _Price | None:
         """Where prompts that begin like this one go, while no replica has said what it keeps."""

@@ -152,6 +152,26 @@ class Costs:
         return ms
 
 
+class TimesNow:
+    """What the steps of a replica take by its last word, beside the `Costs` it is chosen by. These stay: one that was slow for a while, and
+    is asked no more for that, would not measure that it is fast again."""
+
+    __slots__ = ("_decode", "_host_ms", "_prefill")
+
+    def __init__(self, profile: Profile) -> None:
+        self._decode, self._prefill, self._host_ms = decode_grid(profile), prefill_grid(profile), profile.host_ms
+
+    def prefill_ms(self, costs: Costs, new: int, cached: int, rows: int, longest: int) -> float:
+        """As `Costs.prefill_ms`; by how much its first step has changed, all of a prompt's have."""
+        ms, steps = costs.prefill(new, cached, rows > 0)
+        first = min(new, costs.profile.chunk)
+        ms *= (self._prefill.at(*costs.prefill_size(first, cached)) + self._host_ms) / costs.step_ms(first, cached)
+        if not rows or steps < 2:
+            return ms
+        step_ms = self._decode.at(_at_least(costs.profile.batch, rows), _at_least(costs.profile.lengths, longest)) + self._host_ms
+        return ms + (steps - 1) * step_ms
+
+
 def added_ms(beside: tuple[list[float], int, float], stretches: Iterable[tuple[int, float]]) -> float:
     """`Costs.added_ms` of what `beside` and `stretches` say."""
     (after, at, before), total = beside, 0.0

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import Chooser, GatewayAsk, Terms
-from rayneuron.policies.cost import Costs, expected
+from rayneuron.policies.cost import Costs, TimesNow, expected
 from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
 from rayneuron.policies.known_worker import KnownWorker
@@ -67,7 +67,7 @@ class _Open(Struct):
     sent_s: float = 0.0
     ttft_ms: float = 0.0  # predicted, from then on; 0: nobody asks any more
     queue_ms: float = 0.0  # of it, behind others
-    own_ms: float = 0.0  # and its prompt, by the profile
+    own_ms: float = 0.0  # and its prompt, as steps took then
 
 
 class GatewayDesk:
@@ -133,6 +133,12 @@ class GatewayDesk:
             since = found.waits_since()
             found.accepting = since is None or now_s - since <= self.limits.suspect_s
             self._changed(found, now_s)
+
+    def timed(self, worker: int, profile: Profile) -> None:
+        """A replica has said what its steps take now: predictions are made by that, choices by what it said when it came."""
+        found = self.chooser.workers.all.get(worker)
+        if found is not None:
+            found.now = TimesNow(profile)
 
     def events(self, worker: int, news: KvNews) -> bool:
         """A replica has said what prefixes it has; False: it must say everything."""
@@ -252,7 +258,7 @@ class GatewayDesk:
         ask, worker = found.ask, self.chooser.workers.all[terms.worker]
         self._unwait(key, ask, taken=True)
         found.worker, found.overlap, found.sent_s = terms.worker, terms.overlap, now_s
-        found.queue_ms, found.own_ms = terms.queue, terms.prefill
+        found.queue_ms, found.own_ms = terms.queue, terms.own
         found.ttft_ms = 0.0 if ask.again or ask.avoid else terms.ttft_ms
         number = worker.book(key, terms.prefill, ask.rows, ask.prompt - terms.overlap, now_s)
         self.chooser.workers.weigh(worker, now_s)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from rayneuron.news import Pressure
-from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs, added_ms
+from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs, TimesNow, added_ms
 from rayneuron.policies.learned_pace import LearnedPace
 
 _A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
@@ -29,8 +29,8 @@ class KnownWorker:
 
     __slots__ = (
         *("_added_ms", "_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows"),
-        *("booked_tokens", "bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "number", "orders"),
-        *("pace", "place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
+        *("booked_tokens", "bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "now", "number"),
+        *("orders", "pace", "place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
     )
 
     def __init__(
@@ -46,6 +46,7 @@ class KnownWorker:
         self.load = load
         self.at_s = now_s
         self.pace = LearnedPace(now_s)
+        self.now: TimesNow | None = None  # None: as when it came
         self.accepting = True
         self.orders = 0
         self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
@@ -72,6 +73,10 @@ class KnownWorker:
         until_s = self.until_s
         queue = self.behind_ms + (1e3 * (until_s - now_s) if until_s > now_s else self.turn_ms)
         return queue + self._prompt_ms + self._added_ms
+
+    def own_ms(self, new: int, cached: int, known_ms: float) -> float:
+        """What a prompt that is sent now will take by what its steps take now, `known_ms` by `costs`."""
+        return known_ms if self.now is None else self.now.prefill_ms(self.costs, new, cached, self.rows, self.load.longest)
 
     def _count(self) -> None:
         """What choices ask, which are far more than changes: `until_s`: it has done by then what it told of; `behind_ms`: what is sent

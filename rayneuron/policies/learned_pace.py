@@ -16,7 +16,6 @@ _NOISE = 0.25  # of the time to a first token, what nobody can know
 _DOUBT = 0.0002  # of what is known, how much each first token leaves less sure
 _ODD = 3.0  # deviations, the most that an observation counts
 _FORGET_S = 600.0  # in which half of what is known is forgotten where nothing comes
-_STEP, _STEP_MS = 0.05, 0.5  # both are told in steps, when they have moved by more than one: replicas that are alike stay so
 
 
 class LearnedPace:
@@ -74,10 +73,7 @@ class LearnedPace:
         self._both -= share * self._both
 
     def _tell(self) -> None:
-        if abs(self._off - log(self.factor)) > _STEP:
-            self.factor = exp(_STEP * round(self._off / _STEP))
-        if abs(self._late - self.late_ms) > _STEP_MS:
-            self.late_ms = _STEP_MS * round(self._late / _STEP_MS)
+        self.factor, self.late_ms = exp(self._off), self._late
 
 
 def _within(value: float, least: float, most: float) -> float:

@@ -12,6 +12,7 @@ from rayneuron.policies.known_worker import KnownWorker
 
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
 _POINTS = 64  # of a replica on the ring
+_NEWS = 1.05  # of a common pace, by how much it must have changed before all strangers hear of it
 _LATELY = 0.05  # of an average of late, its newest
 
 
@@ -65,8 +66,9 @@ class Workers:
         """A first token has come of a replica, as `LearnedPace.learn` has it."""
         self._strangers.discard(worker.number)
         worker.pace.learn(queue_ms, own_ms, actual_ms, now_s)
-        if self._strangers and worker.pace.factor != self._common:
-            self._common = worker.pace.factor
+        factor = worker.pace.factor
+        if self._strangers and not 1 / _NEWS < factor / self._common < _NEWS:
+            self._common = factor
             for number in self._strangers:
                 self.all[number].pace.assume(self._common)
 

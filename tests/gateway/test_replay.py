@@ -79,6 +79,18 @@ async def test_what_cannot_be_compiled_is_a_400_with_its_field(two: House) -> No
     await two.settle()
 
 
+async def test_what_steps_take_now_is_heard_of_with_the_cards(two: House) -> None:
+    """And only what a replica has measured anew; the one of which nothing has changed is as it was."""
+    workers = two.engine.desk.chooser.workers.all
+    await two.catalogue.entries[0].look()
+    assert not any(worker.now for worker in workers.values())
+    for _ in range(3):
+        await two.catalogue.completions(LONG)
+    ran = {member.name for member in two.members if member.orders}
+    await two.catalogue.entries[0].look()
+    assert {worker.name for worker in workers.values() if worker.now} == ran and ran
+
+
 async def test_every_answer_is_that_of_the_run_without(two: House) -> None:
     went_on = 0
     for kind, params in KINDS.items():
