@@ -43,6 +43,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             raise RequestError(f"{self.field} must name exactly one constraint of {', '.join(KINDS)}; got {got}", param=self.field)
         if self.choice is not None and not self.choice:
             raise RequestError(f"{self.field}.choice must not be empty", param=self.field)
+        try:
+            msgspec.msgpack.encode((self.json, self.structural_tag))
+        except (OverflowError, RecursionError) as wrong:  # it is sent to other processes, and known again by its bytes
+            raise RequestError(f"{self.field} holds what no message can: {wrong}", param=self.field) from None
         if self.free_tokens is not None and not self.after:
             raise RequestError("free_tokens needs the marker that `after` names", param=self.field)
 

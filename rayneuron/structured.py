@@ -98,8 +98,8 @@ class Grammars:
         assert self._tokenizer is not None
         try:
             lark = _grammar(said)
-        except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as wrong:
-            raise _wrong(said, str(wrong)) from wrong
+        except Exception as wrong:  # of what a client wrote nobody knows all that a translator stumbles over
+            raise _wrong(said, str(wrong) or type(wrong).__name__) from wrong
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         found = LLMatcher(self._tokenizer.result(), lark, log_level=0, limits=limits)
         if found.is_error():

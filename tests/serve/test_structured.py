@@ -51,12 +51,19 @@ async def test_texts_match_and_errors_come_before_headers(tiny: Path) -> None:
                 ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strange"}}}),
                 ("structured_outputs", {"grammar": "start: nowhere"}),
                 ("structured_outputs", {"json": "{"}),
+                ("structured_outputs", {"grammar": "x ::= y"}),
+                ("guided_grammar", "root ::= ["),
                 ("structured_outputs", {"json": {"enum": ["x" * 200_000]}}),
                 ("guided_regex", "("),
             ]
             for field, said in bad:
                 for more in ({}, {"stream": True}, {"stream": True, "n": 3}, {"prompt": ["a", "b"], "stream": True}):
                     status, reply = await server.post("/v1/completions", json.dumps({"prompt": "x", field: said, **more}).encode())
+                    assert status == 400 and json.loads(reply)["error"]["param"] == field, reply
+            for number in (10**30, -(2**63) - 1):  # more than a message between processes can hold
+                tag = {"type": "structural_tag", "triggers": number}
+                for field, said in (("response_format", tag), ("guided_json", {"const": number})):
+                    status, reply = await server.post("/v1/completions", json.dumps({"prompt": "x", field: said}).encode())
                     assert status == 400 and json.loads(reply)["error"]["param"] == field, reply
             assert min(rounds) >= 0
         await server.settle()

@@ -149,6 +149,20 @@ async def test_what_is_wrong_is_named(hermes: Server) -> None:
     await hermes.settle()
 
 
+async def test_what_cannot_be_written_as_python_is_named(tiny: Path) -> None:
+    model = {"path": str(tiny), "name": "tiny", "chat_template": TEMPLATE}
+    async with serving(tiny, model=model, max_model_len=256, serving={"tool_call_parser": "pythonic"}) as server:
+        for schema in ({"properties": 5}, {"required": 5}, {"required": "a"}, {"required": [1]}, {"properties": {"a b": {}}}):
+            for strict, choice, param in ((False, "required", "tool_choice"), (True, "auto", "tools")):
+                made = tool("x", schema)
+                made["function"]["strict"] = strict
+                for stream in (False, True):
+                    body = {"messages": USER, "tools": [made], "tool_choice": choice, "stream": stream}
+                    status, reply = await server.post("/v1/chat/completions", json.dumps(body).encode())
+                    assert (status, json.loads(reply)["error"]["param"]) == (400, param), (schema, reply)
+        await server.settle()
+
+
 @pytest.mark.parametrize(("template", "form"), [(TEMPLATE, None), (TEMPLATE + "{# [TOOL_CALLS] #}", "mistral")])
 async def test_the_chat_template_tells_the_form(tiny: Path, template: str, form: str | None) -> None:
     """Where no file says it. What cannot be told is a 400 that says so, and where the file asks for it the server does not start."""

@@ -38,12 +38,13 @@ class Tools(NamedTuple):
         """What an answer must match that is calls in the model's own `form`, or where none is forced, any text and calls."""
         named = bool(form.named) and text.special(form.named[0]) is not None
         before, opening, between, closing, behind = ("", form.begin, "", "", "") if named else form.around
+        field = "tool_choice" if self.forced else "tools"
         rules: list[str] = []
         for place, name in enumerate(self.names):
             function = next(tool["function"] for tool in self.shown or () if tool["function"]["name"] == name)
             parameters = dict(function.get("parameters") or {"type": "object"})
             if not form.keys:
-                rules += _python(f"c{place}", name, parameters)
+                rules += _python(f"c{place}", name, parameters, field)
             elif named:
                 rules.append(f"c{place}: {_quoted(name, text)} {_quoted(form.named[0], text)} {_schema(parameters)}")
             else:
@@ -58,7 +59,7 @@ class Tools(NamedTuple):
         start = ["start: calls"] if self.forced else _free(form.bare, mark, self.many)
         calls = [f"calls: {_quoted(first, text)} body {more} {_quoted(behind, text)}", f"body: ({each}) {_quoted(closing, text)}"]
         lark = "\n".join([*start, *calls, *rules])
-        return StructuredOutputs(grammar=lark, field="tool_choice" if self.forced else "tools")
+        return StructuredOutputs(grammar=lark, field=field)
 
 
 DEFINED = ("$defs", "definitions")
@@ -84,13 +85,15 @@ def _schema(schema: Json) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': WRITTEN})}"
 
 
-def _python(rule: str, name: str, parameters: Json) -> list[str]:
+def _python(rule: str, name: str, parameters: Json, field: str) -> list[str]:
     """Rules of a call as Python writes it: the properties by name and in order, those that are not required left out or not."""
     shared = {key: parameters[key] for key in DEFINED if key in parameters}
     properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
-    if any(not key.isidentifier() for key in properties) or not set(required) <= set(properties):
-        said = f"tool_choice: the parameters of {name!r} cannot be written as Python's; name properties as Python names things"
-        raise RequestError(said, param="tool_choice")
+    if not isinstance(properties, dict) or not isinstance(required, list | tuple):
+        raise RequestError(f"{field}: of the parameters of {name!r} properties must be an object, and required an array", param=field)
+    if any(not key.isidentifier() for key in properties) or not all(key in properties for key in map(str, required)):
+        said = f"{field}: the parameters of {name!r} cannot be written as Python's; name properties as Python names things"
+        raise RequestError(said, param=field)
     rules = [f'{rule}: "{name}(" {rule}a0 ")"']
     for place, (key, schema) in enumerate(properties.items()):
         logical = isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & set(schema)
