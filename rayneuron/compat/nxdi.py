@@ -128,7 +128,7 @@ class HuggingFaceGenerationAdapter(hf.HuggingFaceGenerationAdapter):
         self.plain = hf.HuggingFaceGenerationAdapter(model.llm)
         self.neuron_config = model.neuron_config
 
-    def generate(self, input_ids: Tensor, *args: Any, sampling_params: Tensor | None = None, **words: Any) -> Tensor:
+    def generate(self, input_ids: Tensor, *args: Any, sampling_params: Tensor | None = None, **words: Any) -> Any:
         """As the other adapter's."""
         if sampling_params is None:
             return super().generate(input_ids, *args, **words)

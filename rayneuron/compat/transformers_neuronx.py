@@ -83,7 +83,8 @@ class NeuronAutoModelForCausalLM:
         each = [self._sampling(row, words) for row in range(len(input_ids))]
         adapter = HuggingFaceGenerationAdapter(self.llm)
         ends = {"max_length": sequence_length, "streamer": streamer, "stopping_criteria": stopping_criteria_list}
-        return by_row(adapter, input_ids, each, None, **ends)
+        found: Tensor = by_row(adapter, input_ids, each, None, **ends)
+        return found
 
     def _sampling(self, row: int, words: dict[str, Any]) -> dict[str, Any]:
         config = self.generation_config

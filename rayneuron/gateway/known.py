@@ -1,4 +1,4 @@
-"""What a gateway knows of a model, in the places of what its replicas have opened."""
+"""What a gateway knows of a model, in the place of what a replica has opened."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from rayneuron.text.text import Text
 
 if TYPE_CHECKING:
     from rayneuron.gateway.remote import RemoteEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """How much all replicas hold: `serve.hot.Sizes`."""
-
-    rows: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)

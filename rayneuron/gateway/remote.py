@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -16,7 +17,6 @@ from rayneuron.frames import Card, Order, Settled, Tokens
 from rayneuron.gateway.asking import ask_of, profile_of
 from rayneuron.gateway.books import Books
 from rayneuron.gateway.fleet import Fleet, Linked
-from rayneuron.gateway.known import Together
 from rayneuron.gateway.repair import Repair
 from rayneuron.gateway.ways import Way, Wishes
 from rayneuron.gateway_config import Replays
@@ -43,6 +43,14 @@ class Orders(Protocol):
 
     def knows(self, replica: str) -> bool:
         """Whether Serve has it already; else its orders go over its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How much all replicas hold: `serve.hot.Sizes`."""
+
+    rows: int
+    length: int
 
 
 class RemoteEngine:

@@ -117,7 +117,8 @@ def test_a_text_that_begins_to_repeat_itself_is_found_out():
 
     bad = [step(False) for _ in range(400)]
     tries = [i for i, n in enumerate(bad) if n]
-    assert all(later - one > 1.9 * (one - early) for early, one, later in zip(tries[1:], tries[2:], tries[3:-1], strict=False)), "each later"
+    each = zip(tries[1:], tries[2:], tries[3:-1], strict=False)
+    assert all(later - one > 1.9 * (one - early) for early, one, later in each), "each later"
     assert sum(n > 0 for n in bad[200:]) <= 200 // PROBE + 1 and max(bad[200:]) <= 1
     good = [step(True) for _ in range(PROBE + 48)]
     assert good[-1] == 8
