@@ -12,7 +12,7 @@ class PromptTokens:
     Serve's own policy counts calls, and prefill replicas get none.
     """
 
-    def __init__(self, tokens: int = 8192, full: float = 0.9) -> None:
+    def __init__(self, tokens: float = 8192, full: float = 0.9) -> None:
         self.tokens, self.full = tokens, full
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:

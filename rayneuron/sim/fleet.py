@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count
+from math import ceil, inf
 from random import Random
 
 from rayneuron.news import KvNews, Pressure
@@ -16,15 +17,13 @@ from rayneuron.sim.host import ExactHost, Gained
 from rayneuron.sim.jump import JumpHost
 from rayneuron.sim.parts import FleetCall, FleetGateway, FleetNode
 from rayneuron.sim.pool import Asking, PrefillPool
-from rayneuron.sim.replicas import FleetSize
+from rayneuron.sim.replicas import FleetSize, by_load
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Setup
 from rayneuron.sim.workload import Arrival
 
-_TICK_S = 0.005  # how often a gateway looks again while somebody waits
-_SAMPLE_S = 1.0
-_FOUND_S = 0.01  # until the death of a replica is noticed
-_HOLD_S = 0.1  # until a replay is offered anew where there is no replica
+_TICK_S, _SAMPLE_S = 0.005, 1.0  # how often a gateway looks again while somebody waits, and the fleet is looked at
+_FOUND_S, _HOLD_S = 0.01, 0.1  # until the death of a replica is noticed, and a replay is offered anew where there is no replica
 
 
 class Simulation:
@@ -45,10 +44,10 @@ class Simulation:
         self._nodes: dict[int, FleetNode] = {}
         self._by_host: dict[ExactHost, FleetNode] = {}
         self._calls: dict[int, FleetCall] = {}  # by key
-        self._turn, self._arriving = 0, True
+        self._turn, self._next_s = 0, 0.0
         self._busy_s = self._engine_s = 0.0
         self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
-        made = (self._nodes, self._open, self._gone, lambda: sum(gateway.desk.queue.waiting_ms for gateway in self._gateways))
+        made = (self._nodes, self._open, self._gone, lambda elastic, staying: by_load(elastic, staying, self._gateways))
         self._replicas = FleetSize(self.clock, setup.elastic, *made) if setup.elastic is not None else None
         for _ in range(setup.nodes):
             self._open()
@@ -60,8 +59,7 @@ class Simulation:
         self._arrive_next()
         self.clock.at(_SAMPLE_S, self._sample)
         self.clock.run()
-        report = self.report
-        report.seconds = self.clock.now_s
+        (report := self.report).seconds = self.clock.now_s
         each = [node.host.busy_s for node in self._nodes.values()]
         report.busiest = max(each) * len(each) / sum(each) if sum(each) else 0.0
         for node in list(self._nodes.values()):
@@ -87,7 +85,7 @@ class Simulation:
     def _arrive_next(self) -> None:
         if (arrival := next(self._arrivals, None)) is not None:
             self.clock.at(arrival.at_s, self._arrive, arrival)
-        self._arriving = arrival is not None
+        self._next_s = inf if arrival is None else arrival.at_s
 
     def _arrive(self, arrival: Arrival) -> None:
         self.report.arrived += 1
@@ -294,7 +292,9 @@ class Simulation:
         rows = [node.host.sequences for node in self._nodes.values()]
         if sum(rows) >= len(rows) > 0:
             self.report.crowd.add(max(rows) * len(rows) / sum(rows))
-        if self._replicas is not None:
-            self._replicas.look()
-        if self._arriving or self._calls:
-            self.clock.at(self.clock.now_s + _SAMPLE_S, self._sample)
+        for some in (self._replicas, self._pool):
+            if some is not None:
+                some.look()
+        if self._next_s < inf or self._calls:
+            idle = not self._calls and self._replicas is None and self._pool is None  # then nothing is seen before the next comes
+            self.clock.at(self.clock.now_s + max(_SAMPLE_S, ceil(self._next_s - self.clock.now_s) if idle else 0), self._sample)

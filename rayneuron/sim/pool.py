@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 from rayneuron.engine.remote import Absent, Arrived, First, Lent, Loan, Prefill
@@ -12,28 +13,29 @@ from rayneuron.policies.pools import Queue, choose, measured
 from rayneuron.policies.prefix_index import PrefixIndex
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
+from rayneuron.sim.parts import FleetNode
+from rayneuron.sim.replicas import FleetSize, by_prompts
 from rayneuron.sim.report import FleetReport
-from rayneuron.sim.setup import Setup
+from rayneuron.sim.setup import Elastic, Setup
 
 
 class _Job:
-    __slots__ = ("prefill", "tokens", "whose")
+    __slots__ = ("prefill", "prompt", "tokens", "whose")
 
-    def __init__(self, prefill: Prefill, whose: Asking, tokens: int) -> None:
-        self.prefill, self.whose, self.tokens = prefill, whose, tokens
+    def __init__(self, prefill: Prefill, whose: Asking, prompt: int, tokens: int) -> None:
+        self.prefill, self.whose, self.prompt, self.tokens = prefill, whose, prompt, tokens
 
 
-class _Peer:
-    """A prefill engine, and what was asked of it that has not ended."""
+@dataclass(slots=True, eq=False)
+class _Peer(FleetNode):
+    """A prefill engine, and what was asked of it that has not ended; `queued`: tokens of that which it must compute."""
 
-    def __init__(self, number: int, host: ExactHost) -> None:
-        self.number, self.host = number, host
-        self.jobs: dict[int, _Job] = {}
-        self.queued = 0
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    queued: int = 0
 
 
 class PrefillPool:
-    """Its engines live as long as the fleet. A prompt's first token comes at once, its KV `tail_s` later."""
+    """A prompt's first token comes at once, its KV `tail_s` later."""
 
     def __init__(self, clock: Clock, setup: Setup) -> None:
         pool = setup.pool
@@ -41,37 +43,74 @@ class PrefillPool:
         self.clock, self.hop_s, self.tail_s, self.local_tokens = clock, setup.hop_s, pool.tail_s, pool.local_tokens
         self.rates = measured(setup.profile, pool.profile)
         self.prompts = 0  # computed here
-        costs, self._block = Costs(pool.profile), pool.capacity.block
+        self._costs, self._capacity, self._caching, self._sizes = Costs(pool.profile), pool.capacity, setup.caching, pool.sizes
         self._index = PrefixIndex()
-        self._peers = [_Peer(i, ExactHost(clock, pool.capacity, costs, self._stepped, setup.caching)) for i in range(pool.nodes)]
-        self._by_host = {peer.host: peer for peer in self._peers}
-        self._keys = count(1)
+        self.peers: dict[int, _Peer] = {}
+        self._by_host: dict[ExactHost, _Peer] = {}
+        self._numbers, self._keys = count(), count(1)
+        self._engine_s, self._cached_tokens = 0.0, 0  # of those who have gone
+        for _ in range(pool.nodes):
+            self._open()
+        made = (self.peers, self._open, self._gone, self._wanted)
+        self._size = FleetSize(clock, pool.elastic, *made) if pool.elastic is not None else None
+
+    def look(self) -> None:
+        """Bring or dismiss some, if it is time."""
+        self._index.sweep()
+        if self._size is not None:
+            self._size.look()
 
     def tell(self, report: FleetReport) -> None:
         """What it has done."""
-        report.cached_tokens += sum(peer.host.cached_tokens for peer in self._peers)
+        for peer in self.peers.values():
+            self._count(peer)
+        report.cached_tokens += self._cached_tokens
         report.pooled = self.prompts
+        report.prefill_engines = self._engine_s / report.seconds if report.seconds else 0.0
 
     @property
     def open(self) -> int:
         """Prompts that were asked for, and have not ended."""
-        return sum(len(peer.jobs) for peer in self._peers)
+        return sum(len(peer.jobs) for peer in self.peers.values())
 
     def queues(self, prompt: int, hashes: Sequence[bytes]) -> list[Queue]:
         """What stands before a prompt at each."""
-        groups, depth = self._index.depths(hashes), self._index.depth
-        return [Queue(str(p.number), p.queued, max(1, prompt - depth(hashes, groups, p.number) * self._block)) for p in self._peers]
+        groups, depth, block = self._index.depths(hashes), self._index.depth, self._capacity.block
+        peers = [peer for peer in self.peers.values() if peer.host.accepting]
+        return [Queue(str(p.number), p.queued, max(1, prompt - depth(hashes, groups, p.number) * block)) for p in peers]
+
+    def _open(self) -> None:
+        host, number = ExactHost(self.clock, self._capacity, self._costs, self._stepped, self._caching), next(self._numbers)
+        self.peers[number] = self._by_host[host] = _Peer(number, host, self.clock.now_s)
+
+    def _gone(self, peer: _Peer) -> None:
+        """One that takes no more has computed what it was asked for; it stays until that has been read."""
+        if not peer.host.scheduler.blocks.pinned:
+            del self.peers[peer.number], self._by_host[peer.host]
+            self._index.forget(peer.number)
+            self._count(peer)
+
+    def _count(self, peer: _Peer) -> None:
+        self._engine_s += self.clock.now_s - peer.since_s
+        self._cached_tokens += peer.host.cached_tokens
+
+    def _wanted(self, _: Elastic, staying: list[_Peer]) -> int:
+        blocks = {peer.number: peer.host.scheduler.blocks for peer in staying}
+        tokens = {peer.number: float(sum([job.prompt for job in peer.jobs.values()])) for peer in staying}
+        return by_prompts(self._sizes, {number: (tokens[number], b.pinned / b.space.blocks) for number, b in blocks.items()})
 
     def ask(self, prefill: Prefill, whose: Asking, name: str, prompt: int, uncached: int) -> None:
         """Have a prompt computed by one of them."""
-        peer, key = self._peers[int(name)], next(self._keys)
-        peer.jobs[key] = _Job(prefill, whose, uncached)
+        peer, key = self.peers[int(name)], next(self._keys)
+        peer.jobs[key] = _Job(prefill, whose, prompt, uncached)
         peer.queued += uncached
+        peer.under_way += 1
         self.prompts += 1
         self.clock.at(self.clock.now_s + self.hop_s, self._ordered, peer, key, prompt)
 
     def _ordered(self, peer: _Peer, key: int, prompt: int) -> None:
         loan = Loan(key.to_bytes(8, "little"), _told)
+        peer.under_way -= 1
         peer.host.submit(key, prompt, 1, peer.jobs[key].prefill.hashes, loan=loan)
 
     def _stepped(self, host: ExactHost, told: list[Gained]) -> None:

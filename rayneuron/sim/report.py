@@ -116,6 +116,7 @@ class FleetReport:
     seconds: float = 0.0
     pooled: int = 0  # prompts that a prefill pool has computed
     engines: float = 0.0  # there were, on average
+    prefill_engines: float = 0.0  # of the pool
     busy: float = 0.0  # share of the time that engines had a step under way
     busiest: float = 0.0  # of the one that was busy longest, by the mean of all that lived to the end
     usd_per_hour: float | None = None  # of all nodes
@@ -160,8 +161,9 @@ class FleetReport:
         """All of it."""
         spread = ("ttft", "tpot", "whole", "waited", "pause", "off", "crowd")
         plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds")
+        fleet = ("pooled", "engines", "prefill_engines", "busy", "busiest", "usd_per_hour", "usd_per_million")
         return {
-            **{name: getattr(self, name) for name in (*plain, "pooled", "engines", "busy", "busiest", "usd_per_hour", "usd_per_million")},
+            **{name: getattr(self, name) for name in (*plain, *fleet)},
             "refused": dict(self.refused),
             "slo": {"ttft_s": self.slo_ttft_s, "tpot_s": self.slo_tpot_s, "met": self.good / max(1, self.arrived), "goodput": self.goodput},
             "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
@@ -181,7 +183,7 @@ class FleetReport:
             f"{self.engines:.1f} engines, busy {self.busy:.1%}, the busiest {self.busiest:.2f} times as long as their mean",
         ]
         if self.pooled:
-            lines.append(f"{self.pooled} prompts were computed by the prefill pool")
+            lines.append(f"{self.pooled} prompts were computed by the prefill pool, which had {self.prefill_engines:.1f} engines")
         shown = (("first token", self.ttft), ("each after it", self.tpot), ("answer", self.whole), ("at the gateway", self.waited))
         for name, what in shown:
             s = what.summary()

@@ -11,6 +11,7 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.policies.choice import RING_BLOCKS
 from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
+from rayneuron.policies.pool_sizes import PromptTokens
 from rayneuron.policies.scaling import TARGET_MS
 from rayneuron.sim.workload import Arrival
 from rayneuron.types import Profile
@@ -19,20 +20,12 @@ Route = Literal["kv", "least", "turns"]  # by cost and prefixes; by cost alone; 
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSetup:
-    """Engines that only compute prompts. `local_tokens`: as `policies.pools.choose`; `tail_s`: of the copy of a prompt's last chunk."""
-
-    nodes: int
-    capacity: Capacity
-    profile: Profile
-    local_tokens: int | None = None
-    tail_s: float = 0.002
-
-
-@dataclass(frozen=True, slots=True)
 class Elastic:
-    """How many engines there are, by `policies.scaling.replicas` of `target_ms`: looked at every second, and changed where the same was
-    wished for all of `up_s` or `down_s`. `parts`: seconds of a start (`policies.starts`), none: guessed of `weight_bytes`."""
+    """How many engines there are: looked at every second, and changed where the same was wished for all of `up_s` or `down_s`.
+
+    `target_ms`: of `policies.scaling.replicas`, where they do not only compute prompts. `parts`: seconds of a start (`policies.starts`),
+    none: guessed of `weight_bytes`.
+    """
 
     least: int
     most: int
@@ -41,6 +34,20 @@ class Elastic:
     down_s: float = 600.0
     parts: Mapping[str, float] = field(default_factory=dict)
     weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """Engines that only compute prompts. `local_tokens`: as `policies.pools.choose`; `tail_s`: of the copy of a prompt's last chunk.
+    `elastic`: their number changes, as `sizes` has it."""
+
+    nodes: int
+    capacity: Capacity
+    profile: Profile
+    local_tokens: int | None = None
+    tail_s: float = 0.002
+    elastic: Elastic | None = None
+    sizes: PromptTokens = field(default_factory=PromptTokens)
 
 
 @dataclass(frozen=True)

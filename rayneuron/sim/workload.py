@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
+from math import isfinite
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -149,6 +150,8 @@ def _lines(path: Path) -> Iterator[_Row]:
             for found in requests:
                 if found[1] < 1 or found[2] < 1:
                     raise ValueError("a request has a token at least, each way")
+                if found[0] is not None and not isfinite(found[0]):
+                    raise ValueError("its time is no number of seconds")
                 if found[0] is not None and found[0] < before_s:
                     raise ValueError("it came before the one on the line above; sort the lines by time")
                 before_s = found[0] or before_s
@@ -161,6 +164,8 @@ def _lines(path: Path) -> Iterator[_Row]:
 def _said(wrong: Exception) -> str:
     if isinstance(wrong, IndexError):
         return "it has fewer columns than the first line"
+    if isinstance(wrong, TypeError):
+        return f"it is not as such a trace has its lines ({wrong})"
     return f"there is no {wrong.args[0]}" if isinstance(wrong, KeyError) else str(wrong)
 
 

@@ -15,7 +15,7 @@ from rayneuron.policies.fairness import AccountShare
 from rayneuron.sim.fleet import Simulation
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Setup
-from rayneuron.sim.workload import Traffic, made_up
+from rayneuron.sim.workload import Arrival, Traffic, made_up
 from tests.policies.profiles import engine, profile
 
 CAPACITY = engine(rows=8, length=2048, chunk=512)
@@ -70,6 +70,12 @@ def test_engines_that_are_alike_give_the_same_stepping_or_leaping() -> None:
         one, two = (getattr(report, name) for report in reports)
         assert one.total == pytest.approx(two.total, abs=1e-6) and one.count == two.count
     assert reports[0].cached_tokens == reports[1].cached_tokens
+
+
+def test_an_hour_in_which_nothing_comes_is_one_step() -> None:
+    arrivals = [Arrival(i, at_s, 100, 10, parts=((i, 110),)) for i, at_s in enumerate((1.0, 2.0, 1e12))]
+    fleet = Simulation(Setup(CAPACITY, TIMES), arrivals)
+    assert fleet.run().finished == 3 and fleet.clock._made < 100
 
 
 def test_prefixes_pay() -> None:

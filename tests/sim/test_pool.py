@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 
 import pytest
 
+from rayneuron.policies.pool_sizes import PromptTokens
 from rayneuron.sim.fleet import Simulation
 from rayneuron.sim.report import FleetReport
-from rayneuron.sim.setup import PoolSetup, Setup
-from rayneuron.sim.workload import Traffic, made_up
+from rayneuron.sim.setup import Elastic, PoolSetup, Setup
+from rayneuron.sim.workload import Arrival, Traffic, made_up
 from tests.policies.profiles import engine, profile
 
 CAPACITY = engine(rows=8, length=2048, chunk=512)
@@ -18,16 +20,23 @@ TIMES = profile(CAPACITY)
 
 def run(traffic: list[Traffic], seconds: float, seed: int, pool: PoolSetup | None, **setup: object) -> FleetReport:
     """A run that balances, in the pool too."""
-    fleet = Simulation(Setup(CAPACITY, TIMES, pool=pool, **setup), made_up(traffic, seconds, Random(seed), 64, 2048), seed)  # type: ignore[arg-type]
+    return balanced(made_up(traffic, seconds, Random(seed), 64, 2048), seed, pool, **setup)
+
+
+def balanced(arrivals: Iterable[Arrival], seed: int, pool: PoolSetup | None, **setup: object) -> FleetReport:
+    fleet = Simulation(Setup(CAPACITY, TIMES, pool=pool, **setup), arrivals, seed)  # type: ignore[arg-type]
     report = fleet.run()
     assert report.arrived == report.finished + report.failed + sum(report.refused.values())
     assert report.wrong == 0 and not any(fleet.open.values()), fleet.open
-    hosts = [node.host for node in fleet._nodes.values()] + [peer.host for peer in (fleet._pool._peers if fleet._pool is not None else [])]
+    pool_nodes = [] if fleet._pool is None else list(fleet._pool.peers.values())
+    hosts = [node.host for node in [*fleet._nodes.values(), *pool_nodes]]
     for host in hosts:
         host.scheduler.check()
         assert host.scheduler.blocks.used == host.scheduler.blocks.pinned == 0
     assert not setup.get("kills") or report.replays > 0
-    assert setup.get("kills") or sum(host.tokens for host in hosts) == report.output_tokens + report.pooled
+    elastic = pool is not None and pool.elastic is not None
+    assert setup.get("kills") or elastic or sum(host.tokens for host in hosts) == report.output_tokens + report.pooled
+    assert not elastic or pool.elastic.least <= len(pool_nodes) <= pool.elastic.most  # type: ignore[union-attr]
     return report
 
 
@@ -58,3 +67,39 @@ def test_a_pool_spares_those_who_decode() -> None:
     alike = run(traffic, 40.0, 2, None, nodes=4, caching=False)
     apart = run(traffic, 40.0, 2, PoolSetup(1, CAPACITY, TIMES, 64), nodes=3, caching=False)
     assert apart.pooled > 0.8 * apart.arrived and apart.tpot.at(0.95) < alike.tpot.at(0.95), (apart.tpot.summary(), alike.tpot.summary())
+
+
+def shifts(seed: int) -> list[Arrival]:
+    """A minute of short prompts and long answers, one of long prompts and short answers, and the first again."""
+    talk, read = Traffic(rate=3, prompt=80, output=60), Traffic(rate=12, prompt=1000, output=12)
+    found: list[Arrival] = []
+    for i, stream in enumerate((talk, read, talk)):
+        for a in made_up([stream], 60.0, Random(10 * seed + i), 64, 2048):
+            own = a.prompt + a.output
+            found.append(Arrival(len(found), 60.0 * i + a.at_s, a.prompt, a.output, parts=(((1 << 41) + len(found), own),), own=own))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_that_grows_and_shrinks_loses_nothing(seed: int) -> None:
+    random = Random(seed)
+    start_s, down_s, tail_s = random.choice([0.5, 8.0]), random.choice([0.0, 10.0]), random.choice([0.0, 0.05])
+    elastic = Elastic(1, 5, up_s=random.choice([0.0, 2.0]), down_s=down_s, parts={"spawn": start_s})
+    pool = PoolSetup(1, CAPACITY, TIMES, 64, tail_s, elastic, PromptTokens(tokens=random.choice([500, 2000])))
+    report = balanced(
+        shifts(seed), seed, pool, nodes=3, gateways=random.choice([1, 2]), exact=seed == 0,
+        kills=((70.0, 1, 2.0), (80.0, 1, 2.0), (90.0, 1, 2.0)) if seed % 2 else (),
+    )  # fmt: skip
+    assert report.failed == 0 and report.pooled > 100 and 1.0 < report.prefill_engines < 5.0
+
+
+def test_a_pool_follows_what_prompts_there_are() -> None:
+    """As fast as a large one where prompts become long, for less; one that stays small is not."""
+    elastic = Elastic(1, 5, up_s=1.0, down_s=10.0, parts={"spawn": 1.0})
+    few, grown, many = (
+        balanced(shifts(5), 5, PoolSetup(nodes, CAPACITY, TIMES, 64, elastic=how, sizes=PromptTokens(tokens=1000)), nodes=3)
+        for nodes, how in ((1, None), (1, elastic), (5, None))
+    )
+    assert few.prefill_engines == pytest.approx(1.0) and many.prefill_engines == pytest.approx(5.0)
+    assert 1.2 < grown.prefill_engines < 0.7 * many.prefill_engines
+    assert grown.ttft.mean < 0.5 * few.ttft.mean, (few.ttft.mean, grown.ttft.mean, many.ttft.mean)

@@ -54,6 +54,10 @@ def test_mooncake(tmp_path: Path, block: int) -> None:
         ("a.csv", AZURE.replace(",55", ",0"), r"a\.csv, line 4: a request has a token at least"),
         ("m.jsonl", MOONCAKE + "{}\n", r"m\.jsonl, line 3: there is no input_length"),
         ("m.jsonl", MOONCAKE + "[\n", r"m\.jsonl, line 3"),
+        *(
+            ("m.jsonl", f'{{"timestamp": {when}, "input_length": 9, "output_length": 9, "hash_ids": []}}', r"m\.jsonl, line 1: its time")
+            for when in ("NaN", "Infinity", "1e400")
+        ),
         ("m.parquet", "", r"a trace is a \.csv as Azure's"),
     ],
 )
