@@ -15,7 +15,7 @@ from rayneuron.devices.cpu import library
 
 FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 LONGEST_S = 1800.0  # of one file: the sanitizers take the compiler several times as long
-PARTS = ("kernels", "panels", "tiles", "families", "carry")
+PARTS = ("kernels", "panels", "tiles", "families", "unread", "carry")
 TESTS = (*(f"tests/devices/cpu/test_{part}.py" for part in PARTS), "tests/engine/test_sampling.py")
 
 
