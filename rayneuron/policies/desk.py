@@ -28,7 +28,7 @@ from rayneuron.types import Profile
 REMEMBERED = 1024  # decisions
 _ADMIT_MS = 200.0
 _BACK_S = 0.05  # until a request that came back undone may be sent again
-_AGAIN_S, _LATER_S = 0.005, 0.05  # within which who found no replica looks again, where none has changed: as one will take it, if any will
+_AGAIN_S, _LATER_S = 0.005, 0.05  # within which who found no replica looks again, where none has changed: when one will take it
 
 
 class Admitted(Struct, frozen=True):
@@ -217,7 +217,9 @@ class GatewayDesk:
             found = self._open[head]
             terms = self.chooser.choose(found.ask, found.output, now_s)
             if terms is None or terms.least_ms > self._admit_ms:
-                left_s = _LATER_S if terms is None else (terms.least_ms - self._admit_ms) / 1e3
+                left_s = 0.0  # where not all were looked at, another look may find one
+                if terms is not None and terms.of >= self.chooser.workers.placed:
+                    left_s = (terms.least_ms - self._admit_ms) / 1e3
                 self._refused, self._again_s = head, now_s + min(max(left_s, _AGAIN_S), _LATER_S)
                 break
             sends.append(self._send(head, found, terms, now_s))
