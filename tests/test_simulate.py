@@ -56,6 +56,8 @@ def test_pools_and_autoscaling(made: list[str], tmp_path: Path, capsys: pytest.C
     assert main([*made, *POOLS, "--prefill-nodes", "2", "--json", str(figures)]) == 0
     assert "60 prompts were computed by the prefill pool" in capsys.readouterr().out
     assert json.loads(figures.read_text())["pooled"] == 60
+    assert main([*made, *POOLS, "--set=pools.prefill.serving.autoscaling.max_replicas=3", "--json", str(figures)]) == 0
+    assert json.loads(figures.read_text())["pooled"] == 60 and 1.0 <= json.loads(figures.read_text())["prefill_engines"] <= 3.0
     fast = [*SCALED, "--set=serving.autoscaling.upscale_delay_s=0", "--set=serving.autoscaling.policy.policy_kwargs={target_ms: 1}"]
     assert main([*made, "--set", "max_num_seqs=4", *fast, "--start-s", "1", "--scale", "60", "--json", str(figures)]) == 0
     assert 1.0 <= json.loads(figures.read_text())["engines"] <= 3.0
@@ -74,6 +76,13 @@ def test_pools_and_autoscaling(made: list[str], tmp_path: Path, capsys: pytest.C
         (["--late-ms", "nan"], "--late-ms nan: write 0 or more"),
         (["--scale", "0"], "--scale 0: write a number above 0"),
         (["--fault", "kill:some@3"], "--fault kill:some@3: write kill:N@S"),
+        (["--fault", "kill:²@3"], "--fault kill:²@3: write kill:N@S"),
+        (["--fault", "kill:1@²"], "--fault kill:1@²: write kill:N@S"),
+        (["--fault", "kill:0@3"], "--fault kill:0@3: write kill:N@S"),
+        (["--json", "/"], "--json /: no file can be written there"),
+        (["--json", "/no/such/place.json"], "--json /no/such/place.json: no file can be written there"),
+        ([*SCALED, "--set", "serving.autoscaling.policy.policy_kwargs={target_ms: 0}"], "target_ms: 0: write a number above 0"),
+        ([*SCALED, "--set", "serving.autoscaling.policy.policy_kwargs={tokens: 9}"], "tokens: 9: write a number above 0 for target_ms"),
         (["--max-model-len", "64"], "profile.json was measured with"),
     ],
 )
@@ -108,6 +117,8 @@ def test_the_cheapest_size(made: list[str], tmp_path: Path, capsys: pytest.Captu
         (["--slo-ttft-ms", "0.001"], "The best that can be reached, by a request that is alone: first token "),
         (["--slo-ttft-ms", "100", "--slo-share", "2"], "--slo-share 2: write a share of all requests"),
         (["--slo-ttft-ms", "100", "--price", "inf3=2"], "unknown instance 'inf3'"),
+        (["--slo-ttft-ms", "100", "--profile", "p.json"], "--profile p.json: say where it was measured with --instance"),
+        (["--slo-ttft-ms", "100", "--profile", "p.json", "--instance", "trn1.2xlarge"], "trn1.2xlarge with tensor_parallel 1 is not"),
     ],
 )
 def test_sizes_that_cannot_be(made: list[str], tmp_path: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def _candidates(args: argparse.Namespace, config: Any, known: Any) -> tuple[list
     from rayneuron.sim.sizing import NodeChoice
 
     found, refused = [], dict[str, str]()
-    own = instances.instance(config.instance).name if args.profile is not None and config.instance is not None else None
+    own = _measured_on(args, config)
     for name in args.of or instances.INSTANCES:
         instance = instances.instance(name)
         if name not in known:
@@ -108,6 +108,21 @@ def _candidates(args: argparse.Namespace, config: Any, known: Any) -> tuple[list
         if fits:
             refused.pop(name, None)
     return found, refused
+
+
+def _measured_on(args: argparse.Namespace, config: Any) -> str | None:
+    """The instance type of the profile; None where there is none."""
+    from rayneuron.errors import ConfigError
+    from rayneuron.placement import instances
+
+    if args.profile in (None, times.GUESS):
+        return None
+    if config.instance is None:
+        raise ConfigError(f"--profile {args.profile}: say where it was measured with --instance inf2.48xlarge")
+    own = str(instances.instance(config.instance).name)
+    if (args.of and own not in args.of) or config.tensor_parallel not in instances.instance(own).degrees:
+        raise ConfigError(f"--profile {args.profile}: {own} with tensor_parallel {config.tensor_parallel} is not looked at; see --of")
+    return own
 
 
 def _best_reachable(candidates: list[Any], sized: list[Any], requests: Any, goal: Any) -> str:

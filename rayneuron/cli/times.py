@@ -28,13 +28,15 @@ _LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0}
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a number of which there can be no run."""
+    """Raise ConfigError for a number of which there can be no run, and where its figures cannot be written."""
     from rayneuron.errors import ConfigError
 
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')}"
         if name in _LEAST and value is not None and not _LEAST[name] <= value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: write {_LEAST[name]} or more")
+        if name in ("json", "plot") and value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
+            raise ConfigError(f"{flag} {value}: no file can be written there")  # said before hours of simulation, not behind them
         if name in ("rate", "scale") and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: write a number above 0")
 
