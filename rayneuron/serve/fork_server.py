@@ -45,7 +45,7 @@ def begin(device: str) -> str:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address.replace("@", "\0"))
     listener.listen(BACKLOG)
-    if os.fork() == 0:
+    if "ray" not in sys.modules and os.fork() == 0:  # it could not be told any more: workers start by themselves
         _end_after(_answer, listener, caller, devices.imports(device))
     listener.close()
     return address

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,3 +146,29 @@ def test_a_raylet_is_told_of_both(tmp_path: Path) -> None:
     assert lean_ray.raylet(command, None)[5] == command[5], "without forks Ray's own workers"
     with pytest.raises(ValueError, match="unknown flags"):
         lean_ray.raylet([word for word in command if not word.startswith("--node_id")], None)
+
+
+NODE = """
+import json, os, sys
+from rayneuron.serve import fork_server
+forks = fork_server.begin("cpu")
+import ray
+from rayneuron.serve import lean_ray
+with lean_ray.lean(forks):
+    ray.init(include_dashboard=False, num_cpus=1)
+
+@ray.remote
+def seen():
+    return os.environ.get("MARK"), "rayneuron.serve.app" in sys.modules
+
+print(json.dumps([ray.get(seen.remote()), ray.get(seen.options(runtime_env={"env_vars": {"MARK": "here"}}).remote())]))
+"""
+
+
+@pytest.mark.slow
+def test_such_a_ray_prepares_an_environment_where_a_worker_asks_for_one() -> None:
+    with tempfile.TemporaryDirectory(prefix="rf", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local"}
+        done = subprocess.run([sys.executable, "-c", NODE], env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[None, True], ["here", False]]
