@@ -104,7 +104,7 @@ def test_by_its_own_reckoning_it_is_never_worse_than_without(given_rows, length)
 
 
 def test_a_text_that_begins_to_repeat_itself_is_found_out():
-    """Sixteen rows whose drafts never came true are left alone but for one try in PROBE steps; when they do, it soon tries all."""
+    """Sixteen rows whose drafts never came true are left alone but for one try in 32 steps; when they do, it soon tries all."""
     one, record = pace(), Record(4)
     others = [Record(4, 0.0) for _ in range(15)]
 
@@ -116,11 +116,8 @@ def test_a_text_that_begins_to_repeat_itself_is_found_out():
         return chosen
 
     bad = [step(False) for _ in range(400)]
-    tries = [i for i, n in enumerate(bad) if n]
-    each = zip(tries[1:], tries[2:], tries[3:-1], strict=False)
-    assert all(later - one > 1.9 * (one - early) for early, one, later in each), "each later"
     assert sum(n > 0 for n in bad[200:]) <= 200 // PROBE + 1 and max(bad[200:]) <= 1
-    good = [step(True) for _ in range(PROBE + 48)]
+    good = [step(True) for _ in range(80)]
     assert good[-1] == 8
 
 
