@@ -74,7 +74,7 @@ class NeuronAutoModelForCausalLM:
         streamer: Any = None,
         stopping_criteria_list: Iterable[Callable[..., Any]] | None = None,
         **words: Any,
-    ) -> Tensor:
+    ) -> Any:
         """[B, L] -> [B, at most sequence_length]: sampled as `on_device_generation` says, else from the 50 likeliest."""
         if start_ids is not None:
             raise RequestError("start_ids is not supported; send an attention_mask to generate()", param="start_ids")
