@@ -83,8 +83,7 @@ class NeuronAutoModelForCausalLM:
         each = [self._sampling(row, words) for row in range(len(input_ids))]
         adapter = HuggingFaceGenerationAdapter(self.llm)
         ends = {"max_length": sequence_length, "streamer": streamer, "stopping_criteria": stopping_criteria_list}
-        found: Tensor = by_row(adapter, input_ids, each, None, **ends)
-        return found
+        return by_row(adapter, input_ids, each, None, **ends)
 
     def _sampling(self, row: int, words: dict[str, Any]) -> dict[str, Any]:
         config = self.generation_config
