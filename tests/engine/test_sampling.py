@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 
 from rayneuron.devices.cpu import draws, library
 from rayneuron.engine.logits import describe
-from rayneuron.engine.sampling import sample, typical, uniforms
+from rayneuron.engine.sampling import left, sample, uniforms
 from rayneuron.models.choice import likeliest
 
 VOCAB = 50
@@ -235,7 +235,7 @@ def test_typical_ids_are_transformers(seed, mass, others):
     for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
         scores = warper(others[name])(None, scores) if name in others else scores
     wanted = TypicalLogitsWarper(mass)(None, scores)[0]
-    row = typical(logits, (0.7, others.get("top_k", 0), others.get("top_p", 1.0), others.get("min_p", 0.0), 0.0), mass)
+    row = left(logits, (0.7, others.get("top_k", 0), others.get("top_p", 1.0), others.get("min_p", 0.0), 0.0), mass)
     assert torch.allclose(row.double(), wanted, atol=1e-5)
 
 
