@@ -158,6 +158,7 @@ def _become(asking: socket.socket, command: Sequence[str], standard: Sequence[in
     if variables.get("RAY_JOB_ID") != JOB:
         return  # for another driver's work: the client has no answer, and starts by itself
     settings.become(variables)
+    import_module("ray._raylet").Config.initialize("")  # read as Ray was imported, before `ray.init` has said whether it asks for a token
     os.chdir((client / "cwd").readlink())
     Path("/proc/self/oom_score_adj").write_text((client / "oom_score_adj").read_text())
     os.setpgid(0, os.getpgid(int(client.name)))

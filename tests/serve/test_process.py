@@ -56,11 +56,12 @@ class Served:
 
 @contextmanager
 def serving(
-    model: Path, *words: str, within: tuple[str, ...] = (), bare: bool = False, alone: bool = False, **more: Any
+    model: Path, *words: str, within: tuple[str, ...] = (), bare: bool = False, alone: bool = False, token: str = "", **more: Any
 ) -> Iterator[Served]:  # fmt: skip
     """`rayneuron serve` without a terminal, at a port and in a Ray of its own. `within`: a command to run it in.
 
     `bare`: `serve run` instead, of a file that says what those in deployments/ say. `alone`: of the model, without a file, at /.
+    `token`: nothing is said of who may speak to Ray, which then asks for this.
     """
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder, port = Path(name), free_port()
@@ -73,6 +74,9 @@ def serving(
             **os.environ, "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
+        if token:
+            environment = {**environment, "RAY_AUTH_TOKEN": token}
+            del environment["RAY_AUTH_MODE"]
         command = [*within, sys.executable, "-m", "rayneuron", "serve", str(folder / "file.yaml"), "--grace", str(GRACE_S), *words]
         if alone:
             said = ["--model-name", "tiny", "--dtype", "fp32", "--threads", "1", "--max-model-len", "2048", "--port", str(port)]
@@ -258,9 +262,10 @@ def test_sigterm_lets_streams_end(served: Served) -> None:
     ends_well(served, signal.SIGTERM)
 
 
-def test_a_model_alone_starts_only_what_serves_it(tiny: Path) -> None:
+@pytest.mark.parametrize("token", ["", 64 * "a"])
+def test_a_model_alone_starts_only_what_serves_it(tiny: Path, token: str) -> None:
     """No dashboard and no autoscaler; a worker each for controller, proxy and replica. What it starts ends."""
-    with serving(tiny, alone=True) as running:
+    with serving(tiny, alone=True, token=token) as running:
         eventually(lambda: "tiny is ready" in running.said("out") or running.process.poll() is not None, 200)
         assert f"tiny is ready: {running.url}/ (chat), {running.url}/v1 (OpenAI); cpu, fp32" in running.said("out"), running.said("err")
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0}
