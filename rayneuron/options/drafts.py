@@ -100,8 +100,8 @@ NXDI: Final[Table] = {
     "draft_model_path": Word(MODEL, there="none"),
 }
 LMI: Final[Table] = {
-    "speculative_draft_model": Word(MODEL, lambda value, args: value, OFF, there="none"),
-    "draft_model_id": Word(MODEL, lambda value, args: value, OFF, there="none"),
+    "speculative_draft_model": Word(MODEL, same=OFF, there="none"),
+    "draft_model_id": Word(MODEL, same=OFF, there="none"),
     "speculative_length": Word(f"{SECTION}.num_speculative_tokens", _beside("num_speculative_tokens"), OFF, there="5"),
     "spec_length": Word(f"{SECTION}.num_speculative_tokens", _beside("num_speculative_tokens"), OFF, there="0"),
     "draft_model_tp_size": Word(

@@ -206,6 +206,18 @@ void expect(const Matrix& w, const Output& out, int row, int count, int p) {
     for (int i = 0; i < count; i++, y += out.stride) __builtin_prefetch(y, 1), __builtin_prefetch(y + bytes - 1, 1);
 }
 
+// Sums of `count` rows from `m` on and of `vectors` from panel p on -> what is written, with what adapters add, which comes into `added`.
+// `slot`: of the first row among the best of all pieces.
+void finish_block(const Matrix& w, const Input& x, const Output& out, Finisher usual, Adapting* more, int m, int count, int p, int vectors, const float* acc,
+                  float* added, int slot) {
+    if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
+    if (usual && !more) return usual(w, x, out, m, count, p, vectors, acc);
+    for (int i = 0; i < count; i++) {
+        const int at = i * vectors * LANES;
+        finish(w, x, out, m + i, p, vectors, acc + at, slot + i, more && more->has(m + i) ? added + at : nullptr);
+    }
+}
+
 // Many rows are cut into parts that stay in the second cache while all panels pass, and every thread begins with parts of its own, whose rows
 // it has met in the product before. A panel stays in the first two caches for the blocks of a part; each block asks for its share of the next.
 void by_parts(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more, Finisher usual) {
@@ -223,12 +235,7 @@ void by_parts(Pool& pool, const Matrix& w, const Input& x, int rows, const Outpu
             expect(w, out, m, count, p);
             const size_t ahead = b ? 0 : w.panel_bytes();
             strip_of((Kind)w.kind, count)(panel, w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, w.steps, acc, vectors * LANES, false, ahead);
-            if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
-            if (usual && !more) usual(w, x, out, m, count, p, vectors, acc);
-            else for (int i = 0; i < count; i++) {
-                const int at = i * vectors * LANES;
-                finish(w, x, out, m + i, p, vectors, acc + at, 0, more && more->has(m + i) ? added + at : nullptr);
-            }
+            finish_block(w, x, out, usual, more, m, count, p, vectors, acc, added, m);
             m += count;
         }
     }, true);
@@ -319,7 +326,7 @@ int best_pieces(const Matrix& w, int rows, int threads) { return (w.panels + pie
 
 void foresee(Pool& pool, const Matrix& w, int rows) {
     const int wide = piece_panels(w, rows, pool.threads());
-    pool.foresee(rows > MOST_ROWS ? nullptr : w.data, wide * w.panel_bytes(), (w.panels + wide - 1) / wide);
+    pool.foresee(rows > MOST_ROWS ? nullptr : w.data, wide * w.panel_bytes(), best_pieces(w, rows, pool.threads()));
 }
 
 void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output& out, Adapting* more) {
@@ -341,12 +348,7 @@ void matmul(Pool& pool, const Matrix& w, const Input& x, int rows, const Output&
                 const size_t ahead = blocks == 1 ? AHEAD : b ? 0 : group * w.panel_bytes();  // memory never rests
                 if (more && blocks == 1) more->fetch(0, rows, 2 * p, vectors);
                 few(w, count, w.data + p * w.panel_bytes(), vectors, x.rows + m * x.stride, x.stride, acc, ahead);
-                if (more) more->wait(), more->sums(m, count, 2 * p, vectors, added);
-                if (usual && !more) usual(w, x, out, m, count, p, vectors, acc);
-                else for (int i = 0; i < count; i++) {
-                    const int at = i * vectors * LANES;
-                    finish(w, x, out, m + i, p, vectors, acc + at, piece * rows + m + i, more && more->has(m + i) ? added + at : nullptr);
-                }
+                finish_block(w, x, out, usual, more, m, count, p, vectors, acc, added, piece * rows + m);
                 m += count;
             }
         }

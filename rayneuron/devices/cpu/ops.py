@@ -146,7 +146,7 @@ class Kernels:
         call.positions, call.rows, call.table, call.slots = (t.data_ptr() for t in given)
         some = places.adapters is not None and bool((places.adapters >= 0).any())
         call.adapters = places.adapters.data_ptr() if some and places.adapters is not None else None
-        read = None if places.read is None or taps is not None else places.read.contiguous()
+        read = None if places.read is None else places.read.contiguous()
         call.read = None if read is None else read.data_ptr()
         call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
         behind = () if taps is None else taps.behind
