@@ -251,10 +251,12 @@ def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile
 
     config, made = model.config, []
     said = config.model_dump(include=_TIMED) | {"threads": rank_threads(config, fitted.layout, settings.threads())}
-    parts = {"built": devices.built(config.device), "said": said, "model": model.raw, "dtype": model.dtype, "capacity": model.capacity}
+    padded = devices.pads(config.device)
+    parts: dict[str, Any] = {"built": devices.built(config.device), "said": said, "model": model.raw, "dtype": model.dtype}
+    parts |= {"capacity": model.capacity, "padded": padded}
 
     def fill(folder: Path) -> None:
-        made.append(profiles.measure(runner, model.arch.vocab))
+        made.append(profiles.measure(runner, model.arch.vocab, padded=padded))
         (folder / _PROFILE).write_bytes(msgspec.json.encode(made[0]))
 
     try:
@@ -265,7 +267,7 @@ def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile
                 break
     except (OSError, CompileError, msgspec.MsgspecError) as problem:
         log.warning("what steps take cannot be kept for the next start: %s", problem)
-        found = made[0] if made else profiles.measure(runner, model.arch.vocab)
+        found = made[0] if made else profiles.measure(runner, model.arch.vocab, padded=padded)
     return profiles.limited(found, config.prefill_chunk_ms)
 
 

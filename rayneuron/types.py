@@ -278,10 +278,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine's steps take, in ms from packing to output, all taking the likeliest ids. `policies.step_times` reads between points.
 
     decode: (rows, attended positions, ms); prefill: (rows, new tokens, attended positions, ms). tokens: (new tokens of a step, ms) over
-    short contexts, whosever they are: differences say what more add. chunk: most new tokens of a prefill step; chunk_ms: its longest time
-    while others decode, 0 for any; fitting: the most then, by lengths (empty: as the times say). host_ms: of a step beside that, and
-    output_tokens of a request, 0 before the first. verify, passes: (rows, ms) with all drafts, and of one pass of a draft model. The rest
-    is the Capacity's.
+    short contexts: differences say what more add. chunk: most new tokens of a prefill step; chunk_ms: its longest time while others
+    decode, 0 for any; fitting: the most then, by lengths (empty: as the times say). host_ms: of a step beside that. output_tokens of a
+    request, 0 before the first. verify, passes: (rows, ms) with all drafts, and of a draft's pass. padded: steps take what buckets do.
     """
 
     batch: tuple[int, ...]
@@ -298,3 +297,4 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     fitting: tuple[int, ...] = ()
     host_ms: float = 0.0
     output_tokens: float = 0.0
+    padded: bool = True

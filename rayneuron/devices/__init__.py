@@ -76,6 +76,11 @@ def imports(name: str) -> tuple[str, ...]:
     return ("rayneuron.devices.host", "rayneuron.devices.cpu.device") if name != "neuron" else ()
 
 
+def pads(name: str) -> bool:
+    """Whether a step takes the time of its shape, however much of that is padding."""
+    return name == "neuron"
+
+
 def unheard(name: str) -> tuple[str, ...]:
     """Keys of a deployment's `compile` that mean nothing to the device."""
     return UNHEARD.get(name, ())

@@ -78,7 +78,7 @@ class Point:
         return self.rows + self.tokens - 1 if self.one else self.rows * self.tokens
 
 
-def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter) -> Profile:
+def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_counter, padded: bool = True) -> Profile:
     """Time up to twelve steps of a warm runner, the lesser of two runs each, within the budget; what it does not reach is estimated.
 
     Nothing is written but scratch, so that memory nobody has used stays unused. On a CPU attention over long contexts therefore reads few
@@ -88,6 +88,7 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     deepest = at_least(c.lengths, c.chunk, "sequence length")
     decode = [Point("decode", rows, 1, n) for n in dict.fromkeys((c.lengths[0], c.lengths[-1])) for rows in _some(c.batch)]
     prefill = [Point("prefill", 1, tokens, n) for n in dict.fromkeys((deepest, c.lengths[-1])) for tokens in _some(c.context)]
+    ones = [] if padded else [Point("prefill", 1, 1, n) for n in dict.fromkeys((deepest, c.lengths[-1]))]  # a bucket says nothing of them
     short = decode[: len(_some(c.batch))] + prefill[: len(_some(c.context))]
     held = at_least(c.lengths, max(c.verify, 1), "sequence length")
     verify = [Point("verify", rows, c.verify, held) for rows in _some(c.batch) if c.verify]
@@ -98,11 +99,13 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
         _took(runner, point, vocab, clock)
     # a very small step takes what the weights do, and tells nothing of larger ones; what fits where a prompt is longest hangs on attention
     least, width = 1 if c.context[0] >= SMALLEST_CONTEXT else 2, len(_some(c.context))
-    sure = (decode[0], *prefill[:least], *prefill[width : width + 1], *verify[:1])
-    found = _timed(runner, list(dict.fromkeys((*sure, *short, *drafted, *decode, *prefill))), len(sure), vocab, clock)
+    sure = (decode[0], *ones[:1], *prefill[:least], *prefill[width : width + 1], *verify[:1])
+    rest = [point for point in dict.fromkeys((*short, *drafted, *decode, *ones, *prefill)) if point not in sure]
+    found = _timed(runner, sure, rest, vocab, clock)
     tokens = _rising(_added(found, short) if verify else ((p.size, found[p]) for p in short if p in found))
     passes = _rising(_passes(found, drafted))
     _fill(found, decode, 0)
+    _fill(found, ones, 1)
     _fill(found, prefill, 1)
     _fill(found, verify, 1)
     return Profile(
@@ -112,10 +115,11 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
         prefix=c.prefix,
         chunk=c.chunk,
         decode=tuple((p.rows, p.length, found[p]) for p in decode),
-        prefill=tuple((p.rows, p.tokens, p.length, found[p]) for p in prefill),
+        prefill=tuple((p.rows, p.tokens, p.length, found[p]) for p in (*ones, *prefill)),
         tokens=tokens,
         verify=tuple((p.rows, found[p]) for p in verify),
         passes=passes,
+        padded=padded,
     )
 
 
@@ -151,7 +155,8 @@ def outdated(profile: Profile, runner: Runs, vocab: int, clock: Callable[[], flo
     """Whether a decode or a prefill step takes far less than the profile says: others kept the machine busy back then. How long a chunk
     may be hangs on both."""
     rows, length, decode_ms = profile.decode[0]
-    some, tokens, deep, prefill_ms = profile.prefill[len(_some(profile.context)) // 2]  # of the shorter contexts, by tokens
+    sizes = _some(profile.context)
+    some, tokens, deep, prefill_ms = next(at for at in profile.prefill if at[1] == sizes[len(sizes) // 2])  # over the shorter context
     known = ((Point("decode", rows, 1, length), decode_ms), (Point("prefill", some, tokens, deep), prefill_ms))
     return any(_took(runner, point, vocab, clock) < QUIETER * was_ms for point, was_ms in known)
 
@@ -185,6 +190,7 @@ class Timing:
         works, profile = plan.works, self.fixed
         if plan.fills:
             return
+        length = max([work.start + work.count for work in works])
         if plan.tag == "decode":
             grid, true, size = self._decode, len(works), at_least(profile.batch, len(works), "batch")
         elif plan.tag == "prefill" and works[0].sequence.prompt_logprobs is None:
@@ -192,9 +198,12 @@ class Timing:
             grid, true, size = self._prefill, sum(counts), len(counts) * at_least(profile.context, max(counts), "context")
         else:
             return  # drafts, and the logits of a whole prompt, take time of their own
-        if true < FULL * size:
+        if not profile.padded:
+            size = true
+        elif true < FULL * size:
             return
-        length = at_least(profile.lengths, max([work.start + work.count for work in works]), "sequence length")
+        if profile.padded or grid is self._decode:  # as `Costs` reads them
+            length = at_least(profile.lengths, length, "sequence length")
         ratio = min(max(1e3 * run_s / grid.at(size, length), 1 / MOST_OFF), MOST_OFF)
         for at, share in grid.shares(size, length):
             grid.ms[at] *= ratio ** (_RATE * share)
@@ -219,15 +228,16 @@ def _some(sizes: Listed[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
 
 
-def _timed(runner: Runs, points: Listed[Point], sure: int, vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
-    """Milliseconds of the points, the first `sure` of which are never left out."""
-    found: dict[Point, float] = {}
+def _timed(runner: Runs, sure: Listed[Point], rest: Listed[Point], vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
+    """Milliseconds of the points. The `sure` ones are never left out, and first come again while there is time, however
+    long they took: one that was disturbed would be multiplied in what is estimated."""
     began = clock()
-    for again in (False, True):
-        for i, point in enumerate(points):
-            if (i < sure and not again) or clock() - began + _expected(point, found) / 1e3 <= BUDGET_S:
-                took = _took(runner, point, vocab, clock)
-                found[point] = min(took, found.get(point, took))
+    found = {point: _took(runner, point, vocab, clock) for point in sure}
+    for i, point in enumerate((*sure, *rest, *rest)):
+        expected_ms = 0.0 if i < len(sure) else _expected(point, found)
+        if clock() - began + expected_ms / 1e3 <= BUDGET_S:
+            took = _took(runner, point, vocab, clock)
+            found[point] = min(took, found.get(point, took))
     return found
 
 
@@ -240,9 +250,10 @@ def _took(runner: Runs, point: Point, vocab: int, clock: Callable[[], float]) ->
 
 
 def _expected(point: Point, found: dict[Point, float]) -> float:
-    """Milliseconds: as measured before, or as those alike say at worst."""
-    alike = [ms / p.size for p, ms in found.items() if p.tag == point.tag]
-    return found.get(point, point.size * max(alike, default=0.0))
+    """Milliseconds: as measured before, or in proportion to the largest of those alike that are no larger."""
+    alike = [(p.size, ms) for p, ms in found.items() if p.tag == point.tag]
+    size, ms = max([at for at in alike if at[0] <= point.size], default=min(alike, default=(1, 0.0)))
+    return found.get(point, ms * max(point.size / size, 1.0))
 
 
 def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:

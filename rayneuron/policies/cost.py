@@ -38,7 +38,7 @@ class Costs:
         grid, host_ms = decode_grid(profile), profile.host_ms
         self._rows, self._lengths = profile.batch[-1], profile.lengths
         lengths = (*profile.lengths, profile.lengths[-1])  # beyond the largest size, that of the largest
-        sizes = [_at_least(profile.batch, rows) for rows in range(self._rows + 1)]
+        sizes = [_rows(profile, rows) for rows in range(self._rows + 1)]
         self._decode = [[grid.at(rows, length) + host_ms for length in lengths] for rows in sizes]  # by true rows
         self._together = [[rows * ms for ms in line] for rows, line in enumerate(self._decode)]  # of all rows
         self._grid = prefill_grid(profile)
@@ -50,8 +50,10 @@ class Costs:
         self._prompts: dict[tuple[int, int, bool], tuple[float, int]] = {}  # what was asked of late: the same is, several times a request
 
     def prefill_size(self, count: int, done: int) -> tuple[int, int]:
-        """New tokens and attended positions of the graph for `count` tokens of one row behind `done`."""
+        """New tokens and attended positions of the graph for `count` of one row behind `done`; without padding, the true ones."""
         p = self.profile
+        if not p.padded:
+            return count, done + count
         if p.prefix:
             found = select_prefix(self._pairs, count, done)
             return found.prefill, min(found.prefill + found.prefix, p.lengths[-1])
@@ -97,6 +99,7 @@ class Costs:
     def _prefill_step(self, count: int, done: int) -> float:
         if len(self._steps) >= _KEPT:
             self._steps.clear()
+            self._sizes.clear()
         size = self.prefill_size(count, done)
         ms = self._sizes.get(size)
         if ms is None:
@@ -168,7 +171,7 @@ class TimesNow:
         ms *= (self._prefill.at(*costs.prefill_size(first, cached)) + self._host_ms) / costs.step_ms(first, cached)
         if not rows or steps < 2:
             return ms
-        step_ms = self._decode.at(_at_least(costs.profile.batch, rows), _at_least(costs.profile.lengths, longest)) + self._host_ms
+        step_ms = self._decode.at(_rows(costs.profile, rows), _at_least(costs.profile.lengths, longest)) + self._host_ms
         return ms + (steps - 1) * step_ms
 
 
@@ -189,6 +192,10 @@ def expected(known: float, most: int | None) -> float:
 def moved(known: float, new: float) -> float:
     """An average of late that has heard of one more; `known` 0: of none before."""
     return known + _RATE * (new - known) if known else new
+
+
+def _rows(profile: Profile, rows: int) -> int:
+    return _at_least(profile.batch, rows) if profile.padded else rows
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

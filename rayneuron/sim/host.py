@@ -250,10 +250,13 @@ class ExactHost:
             return self._decode_s(len(works), length)
         if len(works) == 1:
             return self.costs.step_ms(works[0].count, works[0].start) * self.slow / 1e3
+        profile = self.costs.profile
+        if not profile.padded:
+            return (self._prefill.at(sum([w.count for w in works]), length) + profile.host_ms) * self.slow / 1e3
         shape = prefill_shape(c, [w.count for w in works], length, LIKELIEST)
         ms = self._known.get(shape)
         if ms is None:
-            ms = self._known[shape] = self._prefill.at(shape.rows * shape.tokens, shape.length) + self.costs.profile.host_ms
+            ms = self._known[shape] = self._prefill.at(shape.rows * shape.tokens, shape.length) + profile.host_ms
         return ms * self.slow / 1e3
 
     def _decode_s(self, rows: int, length: int) -> float:

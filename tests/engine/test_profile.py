@@ -119,6 +119,20 @@ def test_of_two_runs_the_lesser_counts(disturbed: int) -> None:
     assert set(runs.values()) == {2} and len(runs) == 12
 
 
+def test_one_disturbed_run_does_not_make_all_that_is_estimated_long() -> None:
+    """A start is busy: 300 ms for the shortest prefill, once, and what is left of the time is not enough for anything larger."""
+    runs: Counter[int] = Counter()
+
+    def cost(plan: Plan) -> float:
+        tokens = plan.works[0].count
+        runs[tokens] += 1
+        return 8 * by_tokens(plan) + 0.3 * (tokens == 32 and runs[32] == 1)
+
+    profile, _ = measured(CAPACITIES["default"], cost)
+    short = {t: ms for _, t, n, ms in profile.prefill if n == 512}
+    assert short[32] == pytest.approx(8 * (3 + 3.2 * 1.0625)) and short[512] <= 16 * short[32]
+
+
 @pytest.mark.parametrize("slower", [4, 30, 200])
 def test_a_slow_model_is_measured_no_longer(slower: int) -> None:
     """What there was no time for is estimated from the nearest that there was: more tokens in proportion, no context for nothing."""
@@ -252,6 +266,24 @@ def test_a_disturbed_step_counts_for_no_more_than_others(timing: Timing) -> None
 def test_steps_that_say_nothing_of_their_bucket_are_left_out(plan: Plan, timing: Timing) -> None:
     timing.note(plan, took(60.0), False)
     assert (timing.profile().decode, timing.profile().prefill) == (timing.fixed.decode, timing.fixed.prefill)
+
+
+def test_where_nothing_is_padded_every_step_tells_of_its_true_tokens() -> None:
+    """A prompt of 20 tokens, and 70 beside 9, take the time of so many, and of no bucket; of what they take the nearest points hear."""
+    held = CAPACITIES["default"]
+    runner = Slow(held, by_tokens)
+    fixed = measure(runner, 512, runner.clock, padded=False)
+    timing, costs = Timing(fixed), Costs(fixed)
+    for new, done in ((1, 0), (20, 0), (70, 300), (300, 3796)):
+        assert costs.step_ms(new, done) == pytest.approx(3 + 0.1 * new * (1 + max(done + new, 512) / 8192), rel=0.01)
+    assert costs.decode_ms(3, 100) == pytest.approx(3 + 0.3 * (1 + 128 / 8192))
+    for _ in range(12 * HALF_LIFE):
+        timing.note(plan_of("prefill", (0, 70), (0, 9)), took(2e-3 * costs.step_ms(79, 0)), False)
+        timing.note(plan_of("decode", *[(90, 1)] * 3), took(3e-3 * costs.decode_ms(3, 100)), False)
+    now = Costs(timing.profile())
+    assert now.step_ms(79, 0) == pytest.approx(2 * costs.step_ms(79, 0), rel=0.05)
+    assert now.decode_ms(3, 100) == pytest.approx(3 * costs.decode_ms(3, 100), rel=0.05)
+    assert now.step_ms(512, 0) == pytest.approx(costs.step_ms(512, 0))
 
 
 def test_what_requests_generate_is_learnt(timing: Timing) -> None:

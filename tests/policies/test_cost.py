@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rayneuron.devices.base import LIKELIEST
 from rayneuron.engine.buckets import capacity, decode_shape, prefill_shape
@@ -28,6 +29,15 @@ def test_every_size_is_the_one_the_engine_chooses(data) -> None:
     rows, longest = data.draw(st.integers(1, c.rows)), data.draw(st.integers(1, length))
     shape = decode_shape(c, rows, longest, LIKELIEST)
     assert costs.decode_ms(rows, longest) == next(ms for b, n, ms in p.decode if (b, n) == (shape.rows, shape.length))
+
+
+def test_without_padding_a_step_takes_what_its_true_tokens_do() -> None:
+    c = engine()
+    padded, costs = Costs(profile(c)), Costs(replace(profile(c), padded=False))
+    assert costs.step_ms(88, 300) == pytest.approx(4 + 8.8 + 2 * 388 / 1024)
+    assert padded.step_ms(88, 300) == pytest.approx(4 + 12.8 + 1)
+    assert costs.decode_ms(3, 100) == pytest.approx(5 + 1.5 + 3 * 128 / 1024)
+    assert padded.decode_ms(3, 100) == padded.decode_ms(4, 100) > costs.decode_ms(3, 100)
 
 
 def test_a_prompt_takes_the_time_of_its_chunks() -> None:

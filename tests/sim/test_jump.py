@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from rayneuron.engine.buckets import Capacity
 from rayneuron.policies.cost import Costs
@@ -22,7 +23,8 @@ def fleet(random: Random) -> tuple[Capacity, Profile, bool]:
     rows = random.randint(1, 6)
     least, most = -(-length // block) * block, rows * (length + block)
     c = engine(rows, length, random.choice([32, 64, 128]), block, kv_tokens=random.randint(least, max(least, most)))
-    return c, profile(c, random.choice([0.0, 15.0])), block < length and random.random() < 0.7
+    times = replace(profile(c, random.choice([0.0, 15.0])), padded=random.random() < 0.7)
+    return c, times, block < length and random.random() < 0.7
 
 
 def play(kind: type[ExactHost], seed: int, dies_s: float | None = None) -> tuple[dict[int, tuple[float, float]], ExactHost]:
