@@ -16,7 +16,9 @@ from rayneuron.devices.cpu import library
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-LOAD = "from rayneuron import devices; from rayneuron.devices.cpu import library as l; print(l.present() is l.library()); print(devices.built('cpu'))"
+LOAD = """from rayneuron import devices
+from rayneuron.devices.cpu import library
+print(library.present() is library.library(), devices.built("cpu"))"""
 
 
 @pytest.fixture
