@@ -1,5 +1,5 @@
-"""The C++ of this folder as a library: compiled when the package is installed, else once for a source, compiler and processor and kept in the
-cache; loaded by every process."""
+"""The C++ of this folder as a library: compiled when the package is installed, else once for a source, compiler and processor and kept
+in the cache; loaded by every process."""
 
 from __future__ import annotations
 
