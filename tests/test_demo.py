@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayneuron import demo
+from rayneuron.demo import gguf_reader
 from rayneuron.demo import smollm2 as source
 from rayneuron.errors import CheckpointError, ConfigError
 
@@ -40,6 +41,55 @@ def test_first_block_of_the_embedding_is_what_the_bytes_say(smollm2: Path) -> No
     scale, *values = struct.unpack("<e32b", raw)
     row = load_file(smollm2 / "model.safetensors")["model.embed_tokens.weight"][0, :32]
     assert row.tolist() == pytest.approx([scale * value for value in values], rel=2**-8)  # bf16 keeps 8 bits
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_weight_files_are_those_of_safetensors(dtype: str, tmp_path: Path) -> None:
+    """Every upper half of a finite float32, with a lower half that rounds down, up, and to even either way."""
+    import torch
+    from safetensors.torch import save_file
+
+    halves = torch.arange(1 << 16, dtype=torch.int64)
+    bits = torch.cat([halves << 16 | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    values = bits.to(torch.int32).view(torch.float32)
+    weights = {"b": values[values.abs() <= (65504 if dtype == "fp16" else torch.finfo().max)], "a": torch.randn(3, 5)}
+    demo.llama.save({name: (w.shape, w.numpy) for name, w in weights.items()}, tmp_path, dtype)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    save_file({name: w.to(kind) for name, w in weights.items()}, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])
+def test_formats_are_read_as_the_package_gguf_reads_them(kind: str, tmp_path: Path) -> None:
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    values = np.random.default_rng(1).standard_normal((70, 64), dtype=np.float32)
+    packed = quants.quantize(values, GGMLQuantizationType[kind])
+    writer = GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_array("names", ["a", "é", ""])
+    writer.add_tensor("first.weight", packed, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    meta, (tensor,) = gguf_reader.read(tmp_path / "one.gguf")
+    assert meta["names"] == ["a", "é", ""] and (tensor.name, tensor.shape) == ("first.weight", (70, 64))
+    assert (tensor.values() == quants.dequantize(packed, GGMLQuantizationType[kind])).all()
+
+
+def test_a_format_nobody_reads_is_said(tmp_path: Path) -> None:
+    import numpy as np
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("first.weight", np.zeros((2, 32), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="first.weight has GGUF's format 1; F32, Q4_1 and Q8_0 are read"):
+        gguf_reader.read(tmp_path / "one.gguf")
 
 
 def test_directory_is_a_standard_one(smollm2: Path) -> None:

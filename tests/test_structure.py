@@ -94,7 +94,6 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "nixl": ("transfer/nixl.py",),
     "matplotlib": ("sim/plots.py",),
     "llguidance": ("structured.py",),
-    "gguf": ("demo/",),
     "pydantic": (
         *("config.py", "config_features.py", "dialect_config.py", "gateway_config.py", "serve_config.py", "group_config.py"),
         *("host_config.py", "validation.py", "serve/"),
@@ -104,10 +103,10 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "jinja2": ("text/",),
     "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
     + ("neuron_check/", "compat/"),
-    "safetensors": ("models/", "devices/", "demo/"),
+    "safetensors": ("models/", "devices/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),
-    "numpy": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/", "structured.py"),
+    "numpy": ("demo/", "models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "hashing.py", "sim/", "structured.py"),
     "yaml": ("cli/", "yaml_file.py", "deployment_file.py", "serve/"),
     "tqdm": ("cli/", "loading.py", "llm.py", "serve/"),
     "prometheus_client": ("metrics.py", "serve/", "gateway/"),
@@ -121,6 +120,7 @@ TORCH_FREE = (
     *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
     *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "idle", "remote", "buckets", "kv_events", "pressure")),
     *("engine/grammar.py", "constraints.py", "structured.py", "models/safe_header.py"),
+    *("demo/gguf_reader.py", "demo/smollm2.py"),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "host/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")
 DEVICE_NAMES = {"cpu", "neuron", "cuda", "xla"}

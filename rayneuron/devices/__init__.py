@@ -165,14 +165,15 @@ def built(name: str) -> str:
 
         found = sdk()
         return f"{found.chip} {sorted(found.versions.items())}"
-    from rayneuron.devices.cpu.library import library
+    from rayneuron.devices.cpu import library
 
-    kernels = library()
-    return Path(kernels._name).parent.name if kernels is not None else "torch"
+    kernels = library.library()
+    return library.version(kernels) if kernels is not None else "torch"
 
 
 def build_first(name: str) -> None:
-    """Build what every rank of the device needs, if none was ever built on this machine. What fails is for whoever needs it to say."""
+    """Build what every rank of the device needs, if none was ever built on this machine or installed. What fails is for whoever needs it to
+    say."""
     from rayneuron.devices.cpu import library
 
     if name != "neuron" and not any(_native().folder.manifests()):
@@ -205,7 +206,7 @@ def precompile(
     tell(f"the CPU runs its {len(shapes)} shapes ({counts}) with one library of C++ kernels, built once for this processor")
     progress(0, 1)
     try:
-        entry = library.built(library.best()).parent
+        entry = library.entry(library.best())
     except (OSError, subprocess.SubprocessError) as problem:
         raise CompileError(
             f"the C++ kernels cannot be built here ({problem}); install gcc, or run without: torch's own ops are used"

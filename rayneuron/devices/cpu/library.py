@@ -1,4 +1,5 @@
-"""The C++ of this folder as a library: compiled once for a source, compiler and processor, kept in the cache, loaded by every process."""
+"""The C++ of this folder as a library: compiled when the package is installed, else once for a source, compiler and processor and kept
+in the cache; loaded by every process."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rayneuron import settings
 from rayneuron.compile_cache import cache
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O2", "-std=c++17", "-ffp-contract=off", "-fPIC", "-pthread", "-w")  # contraction off: the same source rounds the same everywhere
 NEEDED = frozenset({"avx2", "fma", "f16c"})
 AVX512, BF16, INT8, TILES = 1, 2, 4, 8  # bits of rn_features
+KERNELS = "kernels-"  # how the names of installed files begin
 _LONGEST_S = 300.0
 _P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -69,10 +72,10 @@ def present() -> ctypes.CDLL | None:
     if NEEDED - processor_flags():
         return None
     try:
-        entry = _cache().get(_key(best()))
+        there = _installed(best()).is_file() or _cache().get(_key(best())) is not None
     except OSError:
         return None
-    return library() if entry is not None else None
+    return library() if there else None
 
 
 @lru_cache
@@ -80,6 +83,8 @@ def best() -> str:
     """The instruction set for this processor, operating system and compiler; said in the log where tiles are part of the question."""
     if not isa.has_tiles():
         return isa.NATIVE
+    if _installed(isa.AMX).is_file():
+        return isa.AMX
     try:
         _run([_compiler(), *isa.flags(isa.AMX), "-fsyntax-only", "-x", "c++", "/dev/null"])
     except (OSError, subprocess.SubprocessError) as problem:
@@ -98,7 +103,14 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def built(name: str, extra: tuple[str, ...] = ()) -> Path:
-    """The library's file, compiled at most once a machine kind, a file a core. Raises OSError where there is no compiler or it fails."""
+    """The library's file: what was installed, or of the cache's entry. Raises OSError where there is no compiler or it fails."""
+    if not extra and (installed := _installed(name)).is_file():
+        return installed
+    return entry(name, extra) / "kernels.so"
+
+
+def entry(name: str, extra: tuple[str, ...] = ()) -> Path:
+    """The cache's folder of a library, compiled at most once a machine kind, a file a core. Raises as `built`."""
 
     def build(target: Path) -> None:
         flags = [_compiler(), *FLAGS, *extra, *isa.flags(name)]
@@ -108,18 +120,44 @@ def built(name: str, extra: tuple[str, ...] = ()) -> Path:
             list(pool.map(lambda pair: _run([*flags, "-c", "-o", pair[1], str(pair[0])]), by_size))
             _run([*flags, "-shared", "-o", str(target / "kernels.so"), *objects])
 
-    return _cache().get_or_build(_key(name, extra), build) / "kernels.so"
+    return _cache().get_or_build(_key(name, extra), build)
+
+
+def install(folder: Path) -> str:
+    """Put the kernels of this machine into `folder`, that of this module in a package that is being built; what was done, in words."""
+    try:
+        target = folder / _installed(best()).name
+        shutil.copy(built(best()), draft := target.with_suffix(".draft"))
+    except (OSError, subprocess.SubprocessError, RayNeuronError) as problem:
+        return f"the CPU kernels are left to the first start ({problem})"
+    for old in folder.glob(f"{KERNELS}*.so"):
+        old.unlink()
+    os.replace(draft, target)
+    return f"the CPU kernels are in {target}"
+
+
+def version(kernels: ctypes.CDLL) -> str:
+    """What a loaded library was made of, as a name."""
+    file = Path(kernels._name)
+    return file.stem if file.stem.startswith(KERNELS) else file.parent.name
+
+
+def _installed(name: str) -> Path:
+    """Where the kernels would be if they came with the package. They hold on machines without a compiler, so theirs does not count."""
+    return Path(__file__).with_name(f"{KERNELS}{cache.key('cpu-kernels', **_made_of(name, ())).digest}.so")
 
 
 def _key(name: str, extra: tuple[str, ...] = ()) -> cache.Key:
-    return cache.key(
-        "cpu-kernels",
-        source=cache.source_version(*_sources(), *Path(__file__).parent.glob("*.h")),
-        compiler=_run([_compiler(), "--version"]).splitlines()[0],
-        flags=[*FLAGS, *extra, name, *isa.flags(name)],
-        processor=sorted(processor_flags()) if isa.is_native(name) else name,
-        libc=list(platform.libc_ver()),
-    )
+    return cache.key("cpu-kernels", compiler=_run([_compiler(), "--version"]).splitlines()[0], **_made_of(name, extra))
+
+
+def _made_of(name: str, extra: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "source": cache.source_version(*_sources(), *Path(__file__).parent.glob("*.h")),
+        "flags": [*FLAGS, *extra, name, *isa.flags(name)],
+        "processor": sorted(processor_flags()) if isa.is_native(name) else name,
+        "libc": list(platform.libc_ver()),
+    }
 
 
 def _cache() -> cache.Cache:
