@@ -18,8 +18,8 @@ from rayneuron.api import openai
 from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card, Standing
-from rayneuron.gateway.attendance import Attends
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
+from rayneuron.gateway.attendance import Attends
 from rayneuron.gateway.known import Seen
 from rayneuron.gateway.remote import RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
