@@ -1,5 +1,4 @@
-"""What gateways and replicas say to each other: an order and its outcome by Serve, all else over one connection (msgspec structs); they too
-where Serve does not know the replica yet."""
+"""What gateways and replicas say to each other over one connection (msgspec structs); only cards travel by Serve."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from rayneuron.errors import RayNeuronError
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason, Profile, Request, TokenDelta
 
-VERSION = 4  # raised with every change of a message
+VERSION = 5  # raised with every change of a message
 MOST_BYTES = 64 * 2**20  # of one frame; prompt_logprobs of a long prompt are megabytes
 
 
@@ -22,9 +21,7 @@ class Order(msgspec.Struct, tag=True, array_like=True, frozen=True):
     `waited_s`: how long ago the client asked.
     """
 
-    gateway: bytes
     number: int
-    replica: str
     request: Request
     waited_s: float = 0.0
     left_s: float | None = None
@@ -51,23 +48,13 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
         return made
 
 
-class Settled(msgspec.Struct, array_like=True, frozen=True):
-    """How an order ended. `misdirected`: it came to another replica, or to one that takes none from this gateway; nothing was done.
-
-    `tokens`: how many each choice has got of this replica: whoever has heard of fewer waits for the rest. `failed`: a step of it has.
-    """
-
-    misdirected: bool = False
-    refused: Refusal | None = None
-    tokens: dict[int, int] = {}
-    failed: bool = False
-
-
 class OrderEnded(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """How an order ended that came over the connection."""
+    """An order has ended otherwise than by its tokens. Not `refused`: the replica takes none any more, and nothing was done. `failed`: a
+    step of it has."""
 
     order: int
-    settled: Settled
+    refused: Refusal | None = None
+    failed: bool = False
 
 
 class Greeting(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -207,7 +207,7 @@ class Gateway:
     replays: Metric = Metric("rayneuron:gateway_replays", "counter", "Choices whose replica was lost.", ("cause", "outcome"))
     replayed: Metric = Metric("rayneuron:gateway_replayed_tokens", "counter", "Output tokens that went along to another replica.")
     tool_calls: Metric = Metric("rayneuron:gateway_tool_calls", "counter", TOOL_CALLS.help, TOOL_CALLS.labels)
-    misdirected: Metric = Metric("rayneuron:gateway_misdirected", "counter", "Orders that Serve gave to another replica; sent again.")
+    undone: Metric = Metric("rayneuron:gateway_undone", "counter", "Orders that came back from a replica undone; sent again.")
     frames: Metric = Metric("rayneuron:gateway_link_frames", "counter", "Frames heard from replicas.")
 
 

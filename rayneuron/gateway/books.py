@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rayneuron.gateway.ways import Way
 
 
@@ -12,6 +14,7 @@ class Books:
         self.ways: dict[int, Way] = {}
         self.asked: dict[str, dict[int, Way]] = {}
         self.placed: dict[tuple[int, int], Way] = {}  # by worker and number of the order
+        self.orders: Counter[int] = Counter()  # of those, by worker
 
     def take_in(self, way: Way, now_s: float) -> None:
         """A way begins."""
@@ -23,22 +26,25 @@ class Books:
         """It goes to a replica."""
         way.place(worker, number)
         self.placed[worker, number] = way
+        self.orders[worker] += 1
 
     def unplace(self, way: Way) -> None:
         """It is at no replica."""
-        if way.worker is not None:
-            self.placed.pop((way.worker, way.number), None)
-            way.worker = None
+        self._take_off(way)
+        way.worker = None
 
     def forget(self, way: Way) -> None:
         """It is over; harmless where it was before."""
-        if way.worker is not None:
-            self.placed.pop((way.worker, way.number), None)
+        self._take_off(way)
         self.ways.pop(way.key, None)
         mine = self.asked.get(way.request.id, {})
         mine.pop(way.key, None)
         if not mine:
             self.asked.pop(way.request.id, None)
+
+    def _take_off(self, way: Way) -> None:
+        if way.worker is not None and self.placed.pop((way.worker, way.number), None) is not None:
+            self.orders[way.worker] -= 1
 
     def of(self, request_id: str) -> list[Way]:
         """Those of a request."""

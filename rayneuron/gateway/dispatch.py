@@ -1,4 +1,4 @@
-"""Orders by Ray Serve: a unary call for each, directed to one replica by the id it is known under as a multiplexed model."""
+"""Calls by Ray Serve: to every replica of an application, or to one, by the id it is known under as a multiplexed model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from rayneuron.deployment_file import DEPLOYMENT
-from rayneuron.frames import Card, Order, Settled
+from rayneuron.frames import Card
 from rayneuron.serve import readiness
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,15 @@ class Dispatch:
         blob = await asyncio.to_thread(readiness.shown, self.application)
         return msgspec.msgpack.decode(blob, type=Card) if blob else None
 
-    async def send(self, order: Order) -> Settled:
-        """Until every choice of it has ended. Serve sends what names an unknown replica anywhere; the replica says so in the outcome."""
-        handle = self._directed.get(order.replica)
+    async def attend(self, replica: str, gateway: bytes) -> bool:
+        """Wait at a replica. Serve sends what names an unknown one anywhere, where it is False at once."""
+        handle = self._directed.get(replica)
         if handle is None:
-            handle = self._open().options(method_name="answer", multiplexed_model_id=order.replica)
-            self._directed[order.replica] = handle
+            handle = self._open().options(method_name="attend", multiplexed_model_id=replica)
+            self._directed[replica] = handle
         # From an empty context: calls made inside one request are one to Serve's router, which then may swap them.
-        asked = contextvars.Context().run(handle.remote, msgspec.msgpack.encode(order))
-        outcome: Settled = msgspec.msgpack.decode(await asked, type=Settled)
-        return outcome
+        there: bool = await contextvars.Context().run(handle.remote, gateway, replica)
+        return there
 
     async def all(self, method: str) -> list[object]:
         """What every replica answers to a call of a method, or what it raised."""

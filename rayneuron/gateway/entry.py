@@ -19,8 +19,9 @@ from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card, Standing
 from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
+from rayneuron.gateway.attendance import Attends
 from rayneuron.gateway.known import Seen
-from rayneuron.gateway.remote import Orders, RemoteEngine
+from rayneuron.gateway.remote import RemoteEngine
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import read_text
 from rayneuron.policies import admission
@@ -41,7 +42,7 @@ CHANGING_S, SOON_S = 60.0, 0.5  # and for so long after one has come or gone
 RETRY_S = 2.0  # what a client is told where none is there
 
 
-class Replicas(Orders, Protocol):
+class Replicas(Attends, Protocol):
     """The way to the replicas of one application: `gateway.dispatch`."""
 
     async def cards(self) -> list[Card]:
@@ -116,6 +117,7 @@ class CatalogueEntry(Handles):
         self._looking, self._looks, self._news = asyncio.Lock(), 0, asyncio.Event()
         self._there: set[bytes] = set()  # replicas that were connected at the last look
         self._changed_s = 0.0
+        self._doubting: asyncio.Task[None] | None = None
 
     @property
     def names(self) -> Sequence[str]:
@@ -207,6 +209,9 @@ class CatalogueEntry(Handles):
         self._news.set()
         self._news = asyncio.Event()
 
+    def _doubt(self) -> None:  # Serve has a replica no more, which gets no more orders then
+        self._doubting = asyncio.get_running_loop().create_task(self.look())
+
     async def joined(self, within_s: float) -> None:
         """Wait for a replica to be connected, no longer than so long."""
         with contextlib.suppress(asyncio.TimeoutError):
@@ -221,7 +226,7 @@ class CatalogueEntry(Handles):
         desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)
         flights.engine = engine
-        engine.fleet.card, engine.welcome = card, self._joined
+        engine.fleet.card, engine.welcome, engine.attendance.doubt = card, self._joined, self._doubt
         seen = Seen(engine, text, path, card.generation, card.chosen)
         made = around(Routed, config, seen, engine, flights, self.telemetry, None, lambda: self.now.limits, card.user_config)
         self._user_config = card.user_config

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from rayneuron.frames import Card, Tokens
+from rayneuron.frames import Card, OrderEnded, Tokens
 from rayneuron.gateway.link import Link
 from rayneuron.news import KvNews, Pressure
 
@@ -36,6 +36,8 @@ class Watcher(Protocol):
     def timed(self, worker: Linked) -> None: ...
 
     def heard(self, worker: Linked, tokens: Tokens) -> None: ...
+
+    def ended(self, worker: Linked, how: OrderEnded) -> None: ...
 
     def events(self, worker: Linked, news: KvNews) -> None: ...
 
@@ -123,6 +125,10 @@ class Fleet:
         if tokens.pressure is not None:
             worker.pressure = tokens.pressure if worker.accepting else replace(tokens.pressure, accepting=False)
         self._watcher.heard(worker, tokens)
+
+    def ended(self, link: Link, how: OrderEnded) -> None:
+        """How an order has ended that its tokens do not say so of."""
+        self._watcher.ended(self._of[link], how)
 
     def events(self, link: Link, news: KvNews) -> None:
         """What prefixes a replica has KV of."""

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import msgspec
 
 from rayneuron import frames, wire
-from rayneuron.frames import Alive, Cancel, Card, FromReplica, Greeting, KvEvents, Leaving, Order, OrderEnded, Reception, Settled, Tokens
+from rayneuron.frames import Alive, Cancel, Card, FromReplica, Greeting, KvEvents, Leaving, Order, OrderEnded, Reception, Tokens
 from rayneuron.news import KvNews, Pressure
 from rayneuron.types import FinishReason
 
@@ -29,6 +29,8 @@ class Listener(Protocol):
     def opened(self, link: Link, pressure: Pressure) -> None: ...
 
     def heard(self, link: Link, tokens: Tokens) -> None: ...
+
+    def ended(self, link: Link, how: OrderEnded) -> None: ...
 
     def events(self, link: Link, news: KvNews) -> None: ...
 
@@ -49,7 +51,6 @@ class Link(asyncio.Protocol):
         self._frames: wire.Frames[FromReplica] = wire.Frames(FromReplica, frames.MOST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._number = 0
-        self._outcomes: dict[int, asyncio.Future[Settled]] = {}  # of orders that went this way
         self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self._why = ""
         self._gone = self._waits = False
@@ -94,22 +95,16 @@ class Link(asyncio.Protocol):
         elif isinstance(message, KvEvents):
             self._listener.events(self, message.news)
         elif isinstance(message, OrderEnded):
-            if (told := self._outcomes.pop(message.order, None)) is not None and not told.done():
-                told.set_result(message.settled)
+            self._listener.ended(self, message)
         else:
             self._number += 1
             if message.number != self._number:
                 return self.end(f"frame {self._number} is missing, {message.number} came")
             self._listener.heard(self, message)
 
-    async def order(self, order: Order) -> Settled:
-        """Send an order this way, until every choice of it has ended. Raises ConnectionError where the connection ends before."""
-        if self._gone:
-            raise ConnectionError(f"the connection to {self.card.replica} has ended")
-        told: asyncio.Future[Settled] = asyncio.get_running_loop().create_future()
-        self._outcomes[order.number] = told
+    def order(self, order: Order) -> None:
+        """Send an order."""
         self._send(order)
-        return await told
 
     def cancel(self, order: int, index: int | None, reason: FinishReason) -> None:
         """An order, or a choice of it, is not wanted any more."""
@@ -137,9 +132,6 @@ class Link(asyncio.Protocol):
         if self._gone:
             return
         self._gone, self.open = True, False
-        for told in self._outcomes.values():
-            if not told.done():
-                told.set_exception(ConnectionError(why))
         if self._transport is not None:
             self._transport.abort()
         self._listener.lost(self, why, died)

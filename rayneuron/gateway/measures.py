@@ -25,14 +25,14 @@ class Measured:
     def collect(self) -> Iterator[Family]:
         """Every family, for prometheus_client."""
         series = {metric: Series(metric) for metric in (GATEWAY.requests, GATEWAY.replicas, GATEWAY.refusals, GATEWAY.replays)}
-        series |= {metric: Series(metric) for metric in (GATEWAY.replayed, GATEWAY.misdirected, GATEWAY.frames, GATEWAY.tool_calls)}
+        series |= {metric: Series(metric) for metric in (GATEWAY.replayed, GATEWAY.undone, GATEWAY.frames, GATEWAY.tool_calls)}
         for engine in self._engines:
             waiting, placed = engine.under_way()
             series[GATEWAY.requests].add(waiting, "waiting")
             series[GATEWAY.requests].add(placed, "placed")
             series[GATEWAY.replicas].add(len(engine.fleet.able))
             series[GATEWAY.replayed].add(engine.repair.tokens)
-            series[GATEWAY.misdirected].add(engine.misdirected)
+            series[GATEWAY.undone].add(engine.undone)
             series[GATEWAY.frames].add(engine.fleet.heard_frames())
             for (cause, outcome), count in engine.repair.counts.items():
                 series[GATEWAY.replays].add(count, cause, outcome)

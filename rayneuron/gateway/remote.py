@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
-from rayneuron.frames import Card, Order, Settled, Tokens
+from rayneuron.frames import Card, Order, OrderEnded, Tokens
 from rayneuron.gateway.asking import ask_of, profile_of
+from rayneuron.gateway.attendance import Attendance, Attends
 from rayneuron.gateway.books import Books
 from rayneuron.gateway.fleet import Fleet, Linked
 from rayneuron.gateway.repair import Repair
@@ -27,22 +26,10 @@ from rayneuron.policies.replay import Replay
 from rayneuron.serve.telemetry import Histogram
 from rayneuron.types import Fault, FinishReason, Request, Snapshot, TokenDelta
 
-log = logging.getLogger(__name__)
-
 TICK_S = 0.25
 LEAST_S = 0.002  # between two questions to the desk while somebody waits there and nothing is heard
 NOTHING = Wishes()
 GATEWAY = metrics.Gateway()
-
-
-class Orders(Protocol):
-    """How orders reach replicas: `gateway.dispatch`, by Serve."""
-
-    async def send(self, order: Order) -> Settled:
-        """Until every choice of it has ended. Raises whatever Serve says of a replica that has died."""
-
-    def knows(self, replica: str) -> bool:
-        """Whether Serve has it already; else its orders go over its connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +53,19 @@ class RemoteEngine:
     prefills = None
 
     def __init__(
-        self, orders: Orders, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
+        self, calls: Attends, deliver: Callable[[list[TokenDelta]], None], eos_ids: frozenset[int], rules: Replays, desk: GatewayDesk
     ) -> None:  # fmt: skip
         self.gateway = secrets.token_bytes(8)
         self.fleet = Fleet(self.gateway, self)
+        self.attendance = Attendance(calls, self.gateway)
         self.desk = desk
         self.books = Books()
         self.repair = Repair(self.books, desk, deliver, lambda: self.known, rules)
         self.wishes: dict[str, Wishes] = {}
-        self.misdirected = 0
+        self.undone = 0  # orders that came back
         self.welcome: Callable[[], None] = lambda: None  # called when a replica is connected
         self.errors = Histogram(GATEWAY.prediction_error)  # of what is predicted
-        self._orders, self._deliver, self._eos_ids, self._rules = orders, deliver, eos_ids, rules
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._deliver, self._eos_ids, self._rules = deliver, eos_ids, rules
         self._soon: asyncio.TimerHandle | None = None
         self._due_s = inf  # when that asks the desk
         self._loop = asyncio.get_running_loop()
@@ -158,6 +145,7 @@ class RemoteEngine:
         """Hang up everywhere."""
         self._ticker.cancel()
         self.fleet.close()
+        self.attendance.close()
 
     def joined(self, linked: Linked) -> None:
         """A replica is connected."""
@@ -224,8 +212,9 @@ class RemoteEngine:
         """A connection has ended, and with it what was on its way over it. Who was there when a process died may have killed it, begun or
         not as far as is known here: the step that kills is the one nothing comes back of."""
         self.desk.lost(linked.number, time.monotonic())
+        self.attendance.forget(linked.number)
         for way in self.books.on(linked.number):
-            self.repair.again(way, self.repair.cause(way, "crash" if died else "silence"))
+            self.repair.again(way, self.repair.cause(way, "crash" if died and linked.accepting else "silence"))
         self._pump()
 
     def _pump(self) -> None:
@@ -235,9 +224,7 @@ class RemoteEngine:
             self.books.place(way, send.worker, send.number)
             if way.wishes.say is not None:
                 way.wishes.say(send.terms.line(send.waited_s))
-            task = self._loop.create_task(self._order(way, self.fleet.workers[send.worker]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._order(way, self.fleet.workers[send.worker])
         if (due_s := self.desk.due_s) < self._due_s:
             if self._soon is not None:
                 self._soon.cancel()
@@ -247,40 +234,30 @@ class RemoteEngine:
         self._soon, self._due_s = None, inf
         self._pump()
 
-    async def _order(self, way: Way, linked: Linked) -> None:
-        """One order, to its end."""
-        number, now_s, request = way.number, time.monotonic(), way.request
+    def _order(self, way: Way, linked: Linked) -> None:
+        now_s, request = time.monotonic(), way.request
         left_s = None if request.deadline_s is None else request.deadline_s - now_s
-        asked, replica, waited_s = way.asked(), linked.link.card.replica, now_s - request.arrival_s
-        settled: Settled | None = None
-        try:
-            send = self._orders.send if self._orders.knows(replica) else linked.link.order
-            settled = await send(Order(self.gateway, number, replica, asked, waited_s, left_s))
-        except Exception as wrong:  # Serve's word for a replica that has died, or is no longer there
-            log.info("order %s ended with %r", asked.id, wrong)
-        if self.books.placed.get((linked.number, number)) is way:  # else it has ended, or gone on elsewhere
-            self._over(way, linked, settled)
-            self._pump()
+        linked.link.order(Order(way.number, way.asked(), now_s - request.arrival_s, left_s))
+        self.attendance.stand_for(linked.number, linked.link.card.replica, self.books.orders[linked.number])
 
-    def _over(self, way: Way, linked: Linked, settled: Settled | None) -> None:
-        """What a replica, or Serve, says of an order that is over."""
-        now_s = time.monotonic()
-        if settled is None:  # all that is there is lost, not this order alone
-            linked.link.end("Serve says that it is gone", died=True)
-        elif settled.misdirected or (settled.refused is not None and settled.refused.kind == Busy.__name__):
-            self.misdirected += settled.misdirected
+    def ended(self, linked: Linked, how: OrderEnded) -> None:
+        """A replica has ended an order otherwise than by its tokens."""
+        way = self.books.placed.get((linked.number, how.order))
+        if way is None:
+            return  # it has ended here, or gone on elsewhere
+        error = None if how.refused is None else how.refused.error()
+        if error is None or isinstance(error, Busy):
+            self.undone += 1
             self.books.unplace(way)
             for index in way.open:
                 way.replays[index].back(way.attempts[index])
-            self.desk.back(way.key, now_s)
-        elif settled.refused is None:  # its tokens may still be on their way
-            for index in way.open:
-                way.replays[index].told(way.attempts[index], settled.tokens.get(way.local(index), 0), now_s)
-        elif isinstance(error := settled.refused.error(), NotReady | WorkerLost):
-            self.repair.again(way, self.repair.cause(way, "step" if settled.failed else "leave"))
+            self.desk.back(way.key, time.monotonic())
+        elif isinstance(error, NotReady | WorkerLost):
+            self.repair.again(way, self.repair.cause(way, "step" if how.failed else "leave"))
         else:
             fault: Fault = "call" if isinstance(error, RequestError) else "choice"
             self.repair.fail(way, way.open, error.message, fault, "abort" if isinstance(error, RequestTimeout) else "error", error.param)
+        self._pump()
 
     async def _tick(self) -> None:
         while True:
@@ -290,4 +267,6 @@ class RemoteEngine:
             for number in self.desk.overdue(now_s):
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
             self.repair.tick(now_s)
+            for linked in self.fleet.able:
+                self.attendance.stand_for(linked.number, linked.link.card.replica, self.books.orders[linked.number])
             self._pump()

@@ -102,11 +102,7 @@ class Repair:
             self._offer(way)
 
     def tick(self, now_s: float) -> None:
-        """Look for what did not come, and for whom nobody came."""
-        for way in list(self._books.placed.values()):
-            for index in way.open:
-                self.act(way, index, way.replays[index].tick(now_s), "gap")
-            self.settle(way)
+        """Look for whom nobody came."""
         for way in [way for way in self._held if now_s - way.since_s > self._rules.hold_s]:
             self.fail(way, way.open, "no replica of this model is ready", "engine")
 

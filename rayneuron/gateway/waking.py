@@ -17,7 +17,7 @@ import msgspec
 
 from rayneuron.config import Deployment
 from rayneuron.errors import Busy, NotReady, RequestTimeout
-from rayneuron.frames import Asked, Card, Order, Settled, Standing, Wanting
+from rayneuron.frames import Asked, Card, Standing, Wanting
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.loading import read_text
@@ -86,11 +86,10 @@ class SeatReplicas:
         """Whether Serve has shown it."""
         return replica in self._known
 
-    async def send(self, order: Order) -> Settled:
-        """Until every choice of it has ended."""
-        seat = self.seat_of[order.replica]
-        way = self._ways.get(seat) or self._follow(seat)
-        return await way.send(order)
+    async def attend(self, replica: str, gateway: bytes) -> bool:
+        """Wait at a replica."""
+        seat = self.seat_of[replica]
+        return await (self._ways.get(seat) or self._follow(seat)).attend(replica, gateway)
 
     async def all(self, method: str) -> list[object]:
         """What every replica answers."""

@@ -215,12 +215,12 @@ class GatewayDesk:
         self.chooser.in_hand = int(self.queue.alone)  # who waits for a row there would be before others whose turn it is then
         while (head := self.queue.head()) is not None and not self._waits(head, now_s):
             found = self._open[head]
-            terms = self.chooser.choose(found.ask, found.output, now_s)
+            left_ms = self.chooser.workers.busy_ms(now_s) - self._admit_ms  # who knows that without a choice makes none
+            terms = None if left_ms > 0.0 else self.chooser.choose(found.ask, found.output, now_s)
             if terms is None or terms.least_ms > self._admit_ms:
-                left_s = 0.0  # where not all were looked at, another look may find one
-                if terms is not None and terms.of >= self.chooser.workers.placed:
-                    left_s = (terms.least_ms - self._admit_ms) / 1e3
-                self._refused, self._again_s = head, now_s + min(max(left_s, _AGAIN_S), _LATER_S)
+                if terms is not None and terms.of >= self.chooser.workers.placed:  # else another look may find one
+                    left_ms = terms.least_ms - self._admit_ms
+                self._refused, self._again_s = head, now_s + min(max(left_ms / 1e3, _AGAIN_S), _LATER_S)
                 break
             sends.append(self._send(head, found, terms, now_s))
         self.due_s = min(inf if head is None else self._again_s, self._back[0][0] if self._back else inf)

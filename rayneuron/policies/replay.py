@@ -17,7 +17,6 @@ from typing import Literal
 from rayneuron.types import FinishReason
 
 STRIKE_TOKENS = 16  # a crash so soon behind the crash before may be the request's own doing; the last tokens before it are lost on the way
-WAIT_S = 1.0  # for tokens a replica says it has sent
 
 Cause = Literal["crash", "step", "leave", "silence", "gap"]  # what ended an attempt; crash and step may be strikes
 ReplayState = Literal["waiting", "placed", "done", "failed"]
@@ -51,7 +50,7 @@ _ALL = PassOn(0, False)
 class Replay:
     """A choice's attempts, counted from 1. `ids`: all tokens the client has. `forget`: how many late or double pieces were dropped."""
 
-    __slots__ = ("_due_s", "_from", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
+    __slots__ = ("_from", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
 
     def __init__(self, limit: int = 3, most_strikes: int = 2) -> None:
         self.limit = limit
@@ -61,7 +60,6 @@ class Replay:
         self.ids: list[int] = []
         self.dropped = 0
         self._from = 0  # tokens there were when the attempt began
-        self._due_s: float | None = None  # until when the rest of the tokens must have come
         self._strikes = 0
         self._strike_at: int | None = None  # tokens there were at the last one
 
@@ -70,7 +68,7 @@ class Replay:
         assert self.state == "waiting", self.state
         self.state = "placed"
         self.attempt += 1
-        self._from, self._due_s = len(self.ids), None
+        self._from = len(self.ids)
         return self.attempt
 
     def piece(self, attempt: int, at: int, ids: Sequence[int], end: FinishReason | None) -> Effect:
@@ -94,22 +92,11 @@ class Replay:
             return None
         return PassOn(skip, False) if skip else _ALL  # the most frequent one by far
 
-    def told(self, attempt: int, tokens: int, now_s: float) -> None:
-        """The replica is done with an attempt, in which the choice came to so many output tokens: the rest is on its way, or lost."""
-        if attempt == self.attempt and self.state == "placed":
-            self._due_s = now_s + WAIT_S
-
     def back(self, attempt: int) -> None:
         """The replica has not taken it: that attempt was none."""
         if attempt == self.attempt and self.state == "placed" and len(self.ids) == self._from:
             self.state = "waiting"
             self.attempt -= 1
-
-    def tick(self, now_s: float) -> Effect:
-        """Time has passed."""
-        if self.state == "placed" and self._due_s is not None and now_s >= self._due_s:
-            return self.lost(self.attempt, "gap")
-        return None
 
     def lost(self, attempt: int, cause: Cause) -> Effect:
         """An attempt has come to nothing."""

@@ -12,6 +12,7 @@ from rayneuron.policies.known_worker import KnownWorker
 
 _LEVELS = 160  # of load, each 9 % above the one before: from 1 ms to a quarter of an hour
 _POINTS = 64  # of a replica on the ring
+_FEW = 8  # replicas
 _NEWS = 1.05  # of a common pace, by how much it must have changed before all strangers hear of it
 _LATELY = 0.05  # of an average of late, its newest
 
@@ -169,6 +170,12 @@ class Workers:
     def mean_ms(self) -> float:
         """Of what is compared in levels."""
         return self._ms / self.placed if self.placed else 0.0
+
+    def busy_ms(self, now_s: float) -> float:
+        """What every replica has to do first, at least; 0 where they are too many to ask each."""
+        if len(self.all) > _FEW:
+            return 0.0
+        return min([worker.waits_ms(now_s) for worker in self.all.values() if worker.level >= 0], default=0.0)
 
     def least(self, most: int, start: int) -> list[KnownWorker]:
         """Up to `most` of those with least to do; where many have equally little, some of these, from some place on."""

@@ -1,4 +1,4 @@
-"""What a replica is for gateways: it shows its card, takes orders, and tells who is connected that it leaves."""
+"""What a replica is for gateways: it shows its card, and tells who is connected that it leaves."""
 
 # No `from __future__ import annotations` here: Serve looks at the signature of what it multiplexes.
 import ray
@@ -25,10 +25,10 @@ class Answering(Replica):
         """Nothing is loaded: Serve's routers send a call that names this model, the replica's id, to the one replica that has it."""
         return replica
 
-    async def answer(self, order: bytes) -> bytes:
-        """An order of a gateway, to its end (frames.Order, frames.Settled)."""
+    async def attend(self, gateway: bytes, replica: str) -> bool:
+        """Wait, to be counted by Serve, while there is an order of this gateway; False where this is not that replica."""
         assert self._hub is not None
-        return await self._hub.answer(order)
+        return await self._hub.attend(gateway, replica)
 
     async def card(self) -> bytes:
         """What a gateway has to know of this replica (frames.Card). Raises NotReady where it takes no calls."""
@@ -56,6 +56,7 @@ class Answering(Replica):
             self._hub.leave(within_s, failed)
 
     async def hang_up(self) -> None:
-        """Close every gateway's connection."""
+        """Close every gateway's connection; what came over it a moment ago goes on elsewhere."""
         if self._hub is not None:
+            self._hub.leave(0.0)
             await self._hub.close()

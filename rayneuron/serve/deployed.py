@@ -177,5 +177,5 @@ def log_through_serve() -> None:
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """Not what gateways and collectors ask of every replica, twice a second, and get."""
-    return not record.getMessage().startswith(("CALL card OK", "CALL replica_metrics OK"))
+    """Not what gateways and collectors ask of every replica, twice a second, and get; nor calls that only wait for orders to end."""
+    return not record.getMessage().startswith(("CALL card OK", "CALL replica_metrics OK", "CALL attend OK"))

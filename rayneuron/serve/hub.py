@@ -1,4 +1,4 @@
-"""The replica's side of gateways: their orders, which come by Serve, and a connection to each, over which the tokens go."""
+"""The replica's side of gateways: a connection to each, over which its orders come and their tokens go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from typing import Any, Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from rayneuron import wire
 from rayneuron.config import Deployment
@@ -21,7 +20,6 @@ from rayneuron.frames import (
     Order,
     OrderEnded,
     Refusal,
-    Settled,
 )
 from rayneuron.loading import Opened
 from rayneuron.news import KvNews, Pressure
@@ -75,7 +73,7 @@ class Hub:
         self._server: asyncio.Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self._stirred: asyncio.TimerHandle | None = None
-        self._orders: set[asyncio.Task[None]] = set()  # that came over a connection
+        self._orders: set[asyncio.Task[None]] = set()
 
     async def listen(self, ip: str) -> None:
         """Wait for gateways at an address of this node."""
@@ -85,50 +83,52 @@ class Hub:
         self._server = await loop.create_server(lambda: Caller(self), sock=listener)
         self._tick = loop.create_task(self._run())
 
-    async def answer(self, blob: bytes) -> bytes:
-        """Serve an order to its end; its tokens go over the gateway's connection."""
-        return msgspec.msgpack.encode(await self._answer(msgspec.msgpack.decode(blob, type=Order)))
+    async def attend(self, gateway: bytes, replica: str) -> bool:
+        """Wait for as long as there are orders of a gateway for this call to stand for: what Serve counts, and lets end before a replica
+        does, are calls. False: it came to another replica, or from nobody who is connected."""
+        caller = self.callers.get(gateway)
+        if replica != self.replica or caller is None:
+            return False
+        await caller.attended()
+        return True
 
     def order(self, caller: Caller, order: Order) -> None:
-        """An order that comes over a gateway's own connection, and whose outcome goes there."""
+        """Serve an order to its end; its tokens go over its gateway's connection, and how it ended where they do not say so."""
         task = asyncio.get_running_loop().create_task(self._settle(caller, order))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
     async def _settle(self, caller: Caller, order: Order) -> None:
         try:
-            settled = await self._answer(replace(order, gateway=caller.gateway))
+            ended = await self._answer(caller, order)
         except Exception:
             log.exception("order %s failed, and all of its gateway with it", order.request.id)
             return caller.hang_up()
-        caller.send(OrderEnded(order.number, settled))
+        if ended is not None:
+            caller.send(ended)
 
-    async def _answer(self, order: Order) -> Settled:
-        caller = self.callers.get(order.gateway)
-        if order.replica != self.replica or caller is None:
-            return Settled(misdirected=True)
+    async def _answer(self, caller: Caller, order: Order) -> OrderEnded | None:
         reader = Forward(caller, order.number, len(order.request.output_ids))
-        caller.seen = max(caller.seen, order.number)
         headers = {b"traceparent": order.request.trace.encode("latin-1")} if order.request.trace else {}
         arrival_s = time.monotonic() - order.waited_s
         limit_s = None if order.left_s is None else order.left_s + order.waited_s
-        refused, begun = None, False
-        caller.orders[order.number] = order.request.id
+        begun = False
+        caller.take(order.number, order.request.id)
         self._stir()
         try:
             with self._owner.now.carry([order.request], lambda request: reader, arrival_s, limit_s, headers) as flight:
                 begun = True
                 await flight.finish()
+                return None
         except RayNeuronError as wrong:
             if not begun and isinstance(wrong, NotReady):
-                return Settled(misdirected=True)  # to one that takes no calls any more
+                return OrderEnded(order.number)
             if self._owner.failed:
-                self.leave(0.0, failed=True)  # over the connection, ahead of its end, whatever Serve makes of the outcome
-            refused = Refusal.of(wrong)
+                self.leave(0.0, failed=True)  # ahead of the connection's end
+            return OrderEnded(order.number, Refusal.of(wrong), self._owner.failed)
         finally:
             caller.orders.pop(order.number, None)
             self._stir()
-        return Settled(refused=refused, tokens=reader.counts, failed=self._owner.failed)
 
     def card(self, config: Deployment, opened: Opened, user_config: dict[str, Any] | None) -> bytes:
         """What a gateway has to know of this replica."""
@@ -162,6 +162,7 @@ class Hub:
         """A connection has ended."""
         if self.callers.get(caller.gateway) is caller:
             del self.callers[caller.gateway]
+            caller.dismiss(0)
             for request in list(caller.orders.values()):
                 _end(self._owner.flights, request, None, "abort")
 

@@ -21,6 +21,7 @@ TICK_S = 0.05  # how often a busy replica says how busy it is
 IDLE_S = 0.5  # and one with nothing to do
 SILENT_S = 5.0  # a gateway that says nothing for so long is gone, and its orders with it
 AWAY_S = 1.5  # between two ticks: this process has not run, or hardly
+ATTENDED_S = 0.25  # for how long a call of Serve stands for an order that has ended: the next one takes it over
 MOST_UNREAD = 64 * 2**20  # bytes that wait for a gateway which does not read
 
 
@@ -59,7 +60,7 @@ class Forward:
 
 class Caller(asyncio.Protocol):
     """The connection of one gateway. `orders`: those under way, with their request's id; `seen`: the last of them; `known`: up to where it
-    has heard of prefixes; `waiting_ms`: this replica's part of the work that waits there."""
+    has heard of prefixes; `waiting_ms`: this replica's part of the work that waits there; `attending`: its calls that stand for orders."""
 
     def __init__(self, hub: Switch) -> None:
         self.gateway = b""
@@ -67,12 +68,14 @@ class Caller(asyncio.Protocol):
         self.seen = 0
         self.known = (0, 0)
         self.waiting_ms = 0.0
+        self.attending: list[asyncio.Future[None]] = []
+        self._most = 0  # orders at once since _reviewed_s
         self._hub = hub
         self._news: asyncio.Future[KvNews | None] | None = None
         self._frames: wire.Frames[FromGateway] = wire.Frames(FromGateway, wire.FIRST_BYTES)
         self._pieces: list[Gain] = []
         self._number = 0
-        self._heard_s = self._told_s = self._ticked_s = time.monotonic()
+        self._heard_s = self._told_s = self._ticked_s = self._reviewed_s = time.monotonic()
         self._told_seen = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -134,6 +137,29 @@ class Caller(asyncio.Protocol):
         """It has ended, whoever ended it."""
         self._hub.gone(self)
 
+    def take(self, order: int, request_id: str) -> None:
+        """An order has come."""
+        self.seen = max(self.seen, order)
+        self.orders[order] = request_id
+        self._most = max(self._most, len(self.orders))
+
+    async def attended(self) -> None:
+        """Until there are fewer orders than calls that stand for them."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.attending.append(over)
+        try:
+            await over
+        finally:
+            if over in self.attending:
+                self.attending.remove(over)
+
+    def dismiss(self, left: int) -> None:
+        """Let all but so many of those calls end."""
+        while len(self.attending) > left:
+            over = self.attending.pop()
+            if not over.done():
+                over.set_result(None)
+
     def add(self, piece: Gain) -> None:
         """What a step gave; all of a step goes in one frame."""
         if not self._pieces:
@@ -154,6 +180,9 @@ class Caller(asyncio.Protocol):
         if now_s - self._heard_s > SILENT_S:
             log.warning("a gateway has said nothing for %g s: its %d orders end", SILENT_S, len(self.orders))
             return self.hang_up()
+        if now_s - self._reviewed_s > ATTENDED_S:
+            self.dismiss(self._most)
+            self._reviewed_s, self._most = now_s, len(self.orders)
         if now_s - self._told_s >= TICK_S:
             pressure = self._hub.pressure(self)
             if pressure.rows or pressure.waiting or now_s - self._told_s >= IDLE_S:

@@ -1,4 +1,4 @@
-"""A gateway over replicas in this process: everything but Ray. Orders are plain calls, tokens go over real connections on the loopback."""
+"""A gateway over replicas in this process: everything but Ray. Orders and tokens go over real connections on the loopback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rayneuron.errors import RayNeuronError
-from rayneuron.frames import Card, Order, Settled
+from rayneuron.frames import Card, Order
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import Routed
 from rayneuron.gateway.remote import RemoteEngine
@@ -27,6 +27,7 @@ class Member:
         self.name = name
         self.replica = Replica(config, opener)
         self.orders: list[Order] = []
+        self.attending = 0  # calls that Serve would count
         self.dead = False
 
     async def open(self) -> None:
@@ -59,7 +60,7 @@ class Member:
 
 
 class Wired:
-    """The replicas of one application, as `gateway.dispatch` reaches them. `misdirect`: so many orders come to somebody else."""
+    """The replicas of one application, as `gateway.dispatch` reaches them. `misdirect`: so many calls come to somebody else."""
 
     def __init__(self, members: list[Member]) -> None:
         self.members = members
@@ -84,20 +85,19 @@ class Wired:
                     cards.append(msgspec.msgpack.decode(member.card(), type=Card))
         return cards
 
-    async def send(self, order: Order) -> Settled:
+    async def attend(self, replica: str, gateway: bytes) -> bool:
         assert not self.unknown
-        member = next((m for m in self.members if m.name == order.replica), None)
+        member = next((m for m in self.members if m.name == replica), None)
         if self.misdirect:
             self.misdirect -= 1
             member = next(m for m in self.members if m is not member)
         if member is None or member.dead:
             raise RuntimeError("ActorDiedError")
-        blob = msgspec.msgpack.encode(order)
-        member.orders.append(msgspec.msgpack.decode(blob, type=Order))
-        reply = await member.hub.answer(blob)
-        if member.dead:
-            raise RuntimeError("ActorDiedError")
-        return msgspec.msgpack.decode(reply, type=Settled)
+        member.attending += 1
+        try:
+            return await member.hub.attend(gateway, replica)
+        finally:
+            member.attending -= 1
 
     async def all(self, method: str) -> list[object]:
         if method == "replica_metrics":
@@ -142,6 +142,7 @@ class House:
             for member in wired.members:
                 if not member.dead:
                     await self.until(lambda m=member: not m.replica.served.engine.pending() and not len(m.replica.flights))
+                    await self.until(lambda m=member: not m.attending)
                     member.engine.check_ledger()
                     assert member.replica.flights.sequences == 0
 

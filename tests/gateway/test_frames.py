@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayneuron import frames, wire
 from rayneuron.errors import Busy, NotReady, RayNeuronError, RequestError, UnknownModel
-from rayneuron.frames import Alive, Cancel, FromGateway, FromReplica, Gain, Greeting, Leaving, Order, Reception, Refusal, Settled, Tokens
+from rayneuron.frames import Alive, Cancel, FromGateway, FromReplica, Gain, Greeting, Leaving, Order, OrderEnded, Reception, Refusal, Tokens
 from rayneuron.news import Pressure
 from rayneuron.types import Request, SamplingParams, Stamps, TokenDelta, TokenLogprobs
 from tests.gateway.fleet import House, house, scripted
@@ -46,6 +46,7 @@ MESSAGES = st.one_of(
     st.builds(Reception, st.binary(max_size=9)),
     st.builds(Tokens, st.integers(1, 9), st.lists(PIECES, max_size=3), st.none() | PRESSURES),
     st.builds(Leaving, st.floats(0, 9)),
+    st.builds(OrderEnded, st.integers(1, 9)),
 )
 
 
@@ -73,15 +74,14 @@ def test_what_a_gateway_says(message: Any) -> None:
 
 def test_an_order_and_its_outcome() -> None:
     request = Request(id="a", prompt_ids=[1, 2], params=SamplingParams(n=2, logit_bias={3: 1.0}), seed=2**63 + 5, output_ids=[])
-    order = Order(b"g", 7, "r", request, 0.5, None)
+    order = Order(7, request, 0.5, None)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
     assert again == order
     for error in (Busy("full", retry_after_s=2.0), RequestError("wrong", param="n"), UnknownModel("none"), NotReady("wait")):
-        outcome = Settled(refused=Refusal.of(error), tokens={0: 5, 1: 6})
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=Settled)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(OrderEnded(7, Refusal.of(error), True)), type=OrderEnded)
         made = told.refused.error()
         assert (type(made), made.message, made.param, made.retry_after_s) == (type(error), error.message, error.param, error.retry_after_s)
-        assert told.tokens == {0: 5, 1: 6}
+        assert (told.order, told.failed) == (7, True)
 
     class Own(RequestError):
         pass

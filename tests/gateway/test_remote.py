@@ -42,13 +42,9 @@ def client(app: Any) -> httpx.AsyncClient:
 
 
 @pytest.fixture
-async def two(tiny: Path, request: pytest.FixtureRequest) -> AsyncIterator[House]:
+async def two(tiny: Path) -> AsyncIterator[House]:
     async with house({"scripted": scripted(tiny)}) as made:
-        made.wired["scripted"].unknown = getattr(request, "param", False)
         yield made
-
-
-by_link = pytest.mark.parametrize("two", [False, True], indirect=True, ids=["serve", "link"])  # how orders go
 
 
 @pytest.fixture
@@ -83,7 +79,6 @@ def joined(events: list[Any]) -> dict[int, tuple[str, list[Any]]]:
     return out
 
 
-@by_link
 @pytest.mark.parametrize("kind", STREAMS)
 async def test_it_says_what_a_replica_alone_says(two: House, single: Replica, kind: str) -> None:
     path, body = STREAMS[kind]
@@ -143,7 +138,6 @@ async def test_replicas_know_of_the_work_that_waits_before_them(two: House) -> N
     await two.settle()
 
 
-@by_link
 async def test_a_client_that_leaves_frees_its_row(two: House) -> None:
     stream = two.catalogue.generate("go on", {"max_tokens": 200, "ignore_eos": True})
     await anext(stream)
@@ -166,15 +160,66 @@ async def test_a_stop_string_ends_the_work(two: House) -> None:
     await two.settle()
 
 
-@pytest.mark.parametrize("orders", [1, 3])
-async def test_an_order_that_came_to_somebody_else_is_sent_again(two: House, orders: int) -> None:
-    two.wired["scripted"].misdirect = orders
-    reply = await two.catalogue.completions({"prompt": "say:here", "max_tokens": 20})
-    assert reply["choices"][0]["text"] == "here" and two.engine.misdirected == orders
+async def test_serve_counts_as_many_calls_as_a_replica_has_orders(two: House) -> None:
+    """Those that follow each other use the same, and a moment after the last none is left: a replica that is to end waits no longer."""
+    for member in two.members:
+        member.engine.runner.hold()
+    calls = [asyncio.ensure_future(two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})) for i in range(8)]
+    await two.until(lambda: [member.attending for member in two.members] == [len(member.orders) for member in two.members] == [4, 4])
+    for member in two.members:
+        member.engine.runner.free()
+    await asyncio.gather(*calls)
+    (first, *_) = sorted(two.members, key=lambda member: -member.attending)
+    made = count_calls(two)
+    for i in range(4):
+        await two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})
+    assert len(first.orders) + len(two.members[1].orders) > 8 and not made
     await two.settle()
 
 
-@by_link
+def count_calls(made: House) -> list[str]:
+    """The calls of Serve to replicas from now on."""
+    wired, calls = made.wired["scripted"], []
+    attend = wired.attend
+
+    async def counted(replica: str, gateway: bytes) -> bool:
+        calls.append(replica)
+        return await attend(replica, gateway)
+
+    wired.attend = made.engine.attendance._calls.attend = counted  # type: ignore[method-assign]
+    return calls
+
+
+async def test_a_call_that_came_to_somebody_else_or_failed_is_made_again(two: House) -> None:
+    """Its order waits for nothing; where Serve had that replica before, the gateway looks who is there at once."""
+    two.wired["scripted"].misdirect = 1
+    for member in two.members:
+        member.engine.runner.hold()
+    call = asyncio.ensure_future(two.catalogue.completions({"prompt": "say:here", "max_tokens": 20}))
+    await two.until(lambda: any(member.orders for member in two.members))
+    await two.until(lambda: any(member.attending for member in two.members))
+    looks = two.catalogue.entries[0]._looks
+    attended = next(member for member in two.members if member.attending)
+    attended.replica.leave()  # Serve shows it to nobody any more; nobody tells the gateway
+    two.wired["scripted"].misdirect = 1
+    for over in list(two.members[two.members.index(attended)].hub.callers.values()):
+        over.dismiss(0)
+    await two.until(lambda: two.catalogue.entries[0]._looks > looks and len(two.engine.fleet.able) == 2)
+    await two.until(lambda: [linked.accepting for linked in two.engine.fleet.able].count(True) == 1)
+    for member in two.members:
+        member.engine.runner.free()
+    assert (await call)["choices"][0]["text"] == "here"
+
+
+async def test_an_order_that_comes_to_one_that_takes_none_goes_to_another(two: House) -> None:
+    member = two.members[0]
+    member.replica.leave()
+    said = await asyncio.gather(*(two.catalogue.completions({"prompt": "say:here", "max_tokens": 20}) for _ in range(6)))
+    assert {reply["choices"][0]["text"] for reply in said} == {"here"} and two.engine.undone > 0
+    member.replica.state = "serving"
+    await two.settle()
+
+
 @pytest.mark.parametrize("after", [0, 1, 5, 30])
 async def test_what_a_dead_replica_left_goes_on_elsewhere(two: House, single: Replica, after: int) -> None:
     """After so many tokens of each of two prompts; every token once."""
@@ -257,7 +302,6 @@ async def test_what_is_nobody_s_doing_is_no_strike(tiny: Path, way: str) -> None
         assert (await call)["choices"][0]["text"] == "done"
 
 
-@by_link
 async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, single: Replica) -> None:
     body = {"prompt": "go on", "max_tokens": 60, "ignore_eos": True}
     wanted = await single.completions(body)
@@ -298,7 +342,6 @@ async def test_nobody_there_is_a_503_and_a_late_replica_ends_the_wait(two: House
     assert (await call)["choices"][0]["text"] == "late"
 
 
-@by_link
 async def test_what_a_replica_refuses_is_the_caller_s(two: House) -> None:
     """What only the replica knows comes as the first event of the flight."""
     with pytest.raises(RequestError, match="no token is left"):

@@ -10,7 +10,7 @@ import pytest
 from rayneuron.policies.replay import Again, Effect, Fail, PassOn, Replay
 
 TOKENS = (10, 11, 12, 13)  # what every engine says to this request
-EVENTS = ("say", "hear", "late", "twice", "crash", "step", "leave", "told", "stop", "back")
+EVENTS = ("say", "hear", "late", "twice", "crash", "step", "leave", "stop", "back")
 
 
 @dataclass
@@ -48,10 +48,6 @@ class World:
             made.took(machine.lost(machine.attempt, event), 0)  # type: ignore[arg-type]
         elif event == "step" and placed:  # a step has failed: everybody on it is told so
             made.took(machine.piece(machine.attempt, len(machine.ids), [], "error"), 0)
-        elif event == "told" and placed:
-            machine.told(machine.attempt, len(TOKENS), 0.0)
-            assert machine.tick(0.5) is None
-            made.took(machine.tick(5.0), 0)
         elif event == "back" and placed and not self.said and not machine.ids:
             machine.back(machine.attempt)
         elif event == "stop" and not self.over:
