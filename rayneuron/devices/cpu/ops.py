@@ -201,6 +201,10 @@ class Kernels:
             self._stacks[key] = Stack(self.found, self.team, arch, comm, weights, kv, self.slots) if usable else None
         return self._stacks[key]
 
+    def runs_all(self, weights: Mapping[str, Any]) -> bool:
+        """Whether a step has run these layers in one call, or in halves between ranks."""
+        return self._stacks.get(id(weights["layers"])) is not None
+
     def forget(self, weights: Mapping[str, Any]) -> None:
         """These weights are not used any more."""
         made = self._stacks.pop(id(weights["layers"]), None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayneuron import devices
+from rayneuron import devices, models
 from rayneuron.devices.base import LIKELIEST, SCORES, Shape
 from rayneuron.devices.cpu import device
 from rayneuron.devices.idle import idle
 from rayneuron.engine.buckets import capacity, inventory
+from rayneuron.engine.runner import Runner
 from rayneuron.errors import CompileError, ConfigError
+from rayneuron.models import hub, weights
 from rayneuron.models import ops as plain
 from rayneuron.models.kv import KvShape, KvSpace
 
@@ -86,3 +88,18 @@ def test_kv_comes_back_as_it_was_read():
 def test_unknown_devices_are_named():
     with pytest.raises(ConfigError, match="cpu, neuron"):
         devices.open("cuda")
+
+
+@pytest.mark.parametrize(("native", "threads"), [(True, 1), (False, 2)])
+def test_torch_wakes_no_threads_beside_those_of_the_kernels(tiny, native, threads):
+    """What it would wake for a copy goes on spinning, and the step of a full batch with drafts took half as long again."""
+    raw, before = hub.read_config(tiny), torch.get_num_threads()
+    arch, capacities = models.architecture(raw), capacity(rows=2, length=32, chunk=16)
+    runner = Runner(arch, device.Cpu(dtype=torch.float32, threads=2, native=native), capacities)
+    runner.load(weights.load(arch, models.family(raw), hub.Checkpoint(tiny), dtype=torch.float32))
+    try:
+        runner.warm(lambda *_: None)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+        runner.close()
