@@ -36,6 +36,22 @@ def test_a_trace(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["output_tokens"] == sum(5 + s % 7 for s in range(60)) and 0 < found["ttft"]["p50"] < 0.1
 
 
+def test_what_does_not_fit_is_counted(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a trace with longer requests than the model takes, the others are simulated, as many as are asked for."""
+    rows = [(100, 20), (9000, 5), (120, 30), (100, 8100), (7000, 9), (130, 10)]
+    lines = [f"2023-11-16 18:15:{s:02}.5,{prompt},{output}" for s, (prompt, output) in enumerate(rows)]
+    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    length = 4096  # what such a model is served with, where nothing is said
+    for more, arrived, left_out in (([], 3, 3), (["--requests", "2"], 2, 1)):
+        assert main([*made, *more, "--json", str(tmp_path / "figures.json")]) == 0
+        longest = max(sum(row) for row in rows[: 3 if more else None])
+        said = f"{left_out} more were left out: prompt and answer have more tokens than max_model_len {length}, up to {longest}\n"
+        assert said in capsys.readouterr().out
+        found = json.loads((tmp_path / "figures.json").read_text())
+        assert found["arrived"] == found["finished"] == arrived
+        assert found["left_out"] == {"requests": left_out, "longest": longest, "max_model_len": length}
+
+
 def test_equal_seeds_and_more_engines(made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     made_up = [*made[:4], "--requests", "50", "--prompt-tokens", "50", "--output-tokens", "10", "--rate", "5"]
     for more in ([], [], ["--nodes", "2", "--route", "turns", "--exact"]):
@@ -71,6 +87,11 @@ def test_pools_and_autoscaling(made: list[str], tmp_path: Path, capsys: pytest.C
         (["--trace", "no.csv"], "no.csv"),
         (["--nodes", "0"], "--nodes 0: write 1 or more"),
         (["--gateways", "0"], "--gateways 0: write 1 or more"),
+        (["--nodes", "100000000000"], "engines: 100000000000, gateways: 1; before the first request they take "),
+        (["--gateways", "100000000000"], "engines: 1, gateways: 100000000000; before the first request they take "),
+        ([*POOLS, "--profile", "guess", "--instance", "inf2.xlarge", "--prefill-nodes", "9999999999"], "and 9999999999 that only"),
+        (["--requests", "10000000000"], "--requests 10000000000: write 1000000000 or less"),
+        (["--repeat", "10000000000"], "--repeat 10000000000: write 1000000 or less"),
         (["--requests", "-1"], "--requests -1: write 1 or more"),
         (["--prompt-tokens", "0"], "--prompt-tokens 0: write 1 or more"),
         (["--late-ms", "nan"], "--late-ms nan: write 0 or more"),
@@ -115,6 +136,7 @@ def test_the_cheapest_size(made: list[str], tmp_path: Path, capsys: pytest.Captu
     [
         ([], "a size for what goal? write --slo-ttft-ms MS"),
         (["--slo-ttft-ms", "0.001"], "The best that can be reached, by a request that is alone: first token "),
+        (["--slo-ttft-ms", "100", "--most", "100000000000"], "before the first request they take "),
         (["--slo-ttft-ms", "100", "--slo-share", "2"], "--slo-share 2: write a share of all requests"),
         (["--slo-ttft-ms", "100", "--price", "inf3=2"], "unknown instance 'inf3'"),
         (["--slo-ttft-ms", "100", "--profile", "p.json"], "--profile p.json: say where it was measured with --instance"),

@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron.sim import plots
+    from rayneuron.sim import plots, room
     from rayneuron.sim.fleet import Simulation
     from rayneuron.sim.setup import Setup
 
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
         slo_ttft_s=times.seconds("--slo-ttft-ms", args.slo_ttft_ms), slo_tpot_s=times.seconds("--slo-tpot-ms", args.slo_tpot_ms),
         pool=_pool(args, config), elastic=_elastic(args, config, _LOAD, ("target_ms",))[0],
     )  # fmt: skip
+    room.check(setup)
     most = args.requests or (1000 if args.trace is None else None)
     arrivals = times.arrivals(args, args.rate * args.nodes, most, capacity.block, capacity.length)
     report = Simulation(setup, arrivals, args.seed).run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ def run(args: argparse.Namespace) -> None:
     """Run it."""
     from rayneuron.errors import ConfigError
     from rayneuron.placement import prices
-    from rayneuron.sim import plots, sizing
+    from rayneuron.sim import plots, room, sizing
+    from rayneuron.sim.setup import Setup
 
     times.check(args)
     if args.plot is not None:
@@ -45,11 +45,14 @@ def run(args: argparse.Namespace) -> None:
     if not candidates:
         raise ConfigError("no instance type can hold it:\n" + "\n".join(f"  {name}: {why}" for name, why in refused.items()))
 
-    def requests(candidate: Any) -> Iterator[Any]:
+    largest = max(candidates, key=lambda c: c.engines)
+    room.check(Setup(largest.capacity, largest.profile, args.most * largest.engines))
+
+    def requests(candidate: Any) -> Any:
         c = candidate.capacity
         return times.arrivals(args, args.rate, args.requests, c.block, c.length)
 
-    if next(requests(candidates[0]), None) is None:
+    if next(iter(requests(candidates[0])), None) is None:
         raise times.nothing_fits(candidates[0].capacity.length)
     sized = sizing.size(candidates, requests, goal, args.most, args.seed)
     best = sized[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 _ONE = ("nodes", "gateways", "requests", "repeat", "prompt_tokens", "output_tokens", "most", "prefill_nodes")
 _LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0}
+_MOST = {"requests": 1_000_000_000, "repeat": 1_000_000}  # days of simulation; what has no room is said by `sim.room`
 
 
 def check(args: argparse.Namespace) -> None:
@@ -35,14 +34,16 @@ def check(args: argparse.Namespace) -> None:
         flag = f"--{name.replace('_', '-')}"
         if name in _LEAST and value is not None and not _LEAST[name] <= value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: write {_LEAST[name]} or more")
+        if name in _MOST and value is not None and value > _MOST[name]:
+            raise ConfigError(f"{flag} {value}: write {_MOST[name]} or less, which already takes days")
         if name in ("json", "plot") and value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
             raise ConfigError(f"{flag} {value}: no file can be written there")  # said before hours of simulation, not behind them
         if name in ("rate", "scale") and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: write a number above 0")
 
 
-def arrivals(args: argparse.Namespace, rate: float, most: int | None, block: int, length: int) -> Iterator[Any]:
-    """Those requests that fit a context of `length`; made up, or of a trace without times: `rate` a second."""
+def arrivals(args: argparse.Namespace, rate: float, most: int | None, block: int, length: int) -> Any:
+    """Those requests that fit a context of `length` (`workload.Fitting`); made up, or of a trace without times: `rate` a second."""
     from random import Random
 
     from rayneuron.sim import workload
@@ -52,7 +53,7 @@ def arrivals(args: argparse.Namespace, rate: float, most: int | None, block: int
     else:
         stream = workload.Traffic(rate * args.scale, args.prompt_tokens, args.output_tokens)
         found = workload.made_up([stream], float("inf"), Random(args.seed), block, length)
-    return islice((a for a in found if a.prompt + a.output <= length), most)
+    return workload.Fitting(found, length, most)
 
 
 def nothing_fits(length: int) -> Exception:

@@ -22,6 +22,11 @@ class Clock:
         self._made += 1
         heappush(self._calls, (when_s, self._made, call, args))
 
+    @property
+    def next_s(self) -> float:
+        """When something is called next; inf: nothing is."""
+        return self._calls[0][0] if self._calls else inf
+
     def run(self, until_s: float | None = None) -> None:
         """Until nothing is left to be called, or not before a time."""
         calls, until_s, collects = self._calls, inf if until_s is None else until_s, gc.isenabled()

@@ -1,4 +1,4 @@
-"""Gateways with their desks before engines with their schedulers, and what lies between: time, loss and death."""
+"""Gateways with their desks before engines with their schedulers, and what lies between: requests on their way, and tokens back."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from itertools import count
 from math import ceil, inf
 from random import Random
 
-from rayneuron.news import KvNews, Pressure
 from rayneuron.policies.choice import GatewayAsk
 from rayneuron.policies.cost import Costs
 from rayneuron.policies.desk import GatewayDesk, Send, TurnedAway
 from rayneuron.policies.replay import Again, Fail, PassOn
 from rayneuron.sim.clock import Clock
-from rayneuron.sim.host import ExactHost, Gained
-from rayneuron.sim.jump import JumpHost
-from rayneuron.sim.parts import FleetCall, FleetGateway, FleetNode
-from rayneuron.sim.pool import Asking, PrefillPool
+from rayneuron.sim.engines import FleetEngines
+from rayneuron.sim.host import Gained
+from rayneuron.sim.parts import FleetCall, FleetGateway
+from rayneuron.sim.pool import PrefillPool
 from rayneuron.sim.replicas import FleetSize, by_load
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Setup
-from rayneuron.sim.workload import Arrival
+from rayneuron.sim.workload import Arrival, Fitting
 
 _TICK_S, _SAMPLE_S = 0.005, 1.0  # how often a gateway looks again while somebody waits, and the fleet is looked at
-_FOUND_S, _HOLD_S = 0.01, 0.1  # until the death of a replica is noticed, and a replay is offered anew where there is no replica
+_HOLD_S = 0.1  # until a replay is offered anew where there is no replica
 
 
 class Simulation:
@@ -33,26 +32,24 @@ class Simulation:
         self.setup = setup
         self.clock = Clock()
         self.report = FleetReport(slo_ttft_s=setup.slo_ttft_s, slo_tpot_s=setup.slo_tpot_s)
+        if isinstance(arrivals, Fitting):
+            self.report.left_out = arrivals.left_out
         self._random = Random(seed)
         self._costs = Costs(setup.profile)
         self._arrivals = iter(arrivals)
         self._gateways = [
             FleetGateway(i, GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for i in range(setup.gateways)
         ]
-        self._numbers, self._keys = count(), count(1)
+        self._keys = count(1)
         self._ids = tuple(range(setup.capacity.length))  # of every answer, its first ones
-        self._nodes: dict[int, FleetNode] = {}
-        self._by_host: dict[ExactHost, FleetNode] = {}
         self._calls: dict[int, FleetCall] = {}  # by key
         self._turn, self._next_s = 0, 0.0
-        self._busy_s = self._engine_s = 0.0
         self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
-        made = (self._nodes, self._open, self._gone, lambda elastic, staying: by_load(elastic, staying, self._gateways))
+        told = (self._take, self._pump, self._mourn)
+        self._engines = FleetEngines(self.clock, setup, self._costs, self._gateways, self._random, self._pool, *told)
+        self._nodes = self._engines.nodes
+        made = (self._nodes, self._engines.open, self._engines.gone, lambda some, staying: by_load(some, staying, self._gateways))
         self._replicas = FleetSize(self.clock, setup.elastic, *made) if setup.elastic is not None else None
-        for _ in range(setup.nodes):
-            self._open()
-        for when_s, *kill in setup.kills:
-            self.clock.at(when_s, self._kill, *kill)
 
     def run(self) -> FleetReport:
         """To the end of the last request."""
@@ -60,14 +57,9 @@ class Simulation:
         self.clock.at(_SAMPLE_S, self._sample)
         self.clock.run()
         (report := self.report).seconds = self.clock.now_s
-        each = [node.host.busy_s for node in self._nodes.values()]
-        report.busiest = max(each) * len(each) / sum(each) if sum(each) else 0.0
-        for node in list(self._nodes.values()):
-            self._count(node)
+        self._engines.tell(report)
         if self._pool is not None:
             self._pool.tell(report)
-        report.busy = self._busy_s / self._engine_s if self._engine_s else 0.0
-        report.engines = self._engine_s / report.seconds if report.seconds else 0.0
         return report
 
     @property
@@ -156,68 +148,18 @@ class Simulation:
 
     # Engines.
 
-    def _open(self) -> None:
-        setup, number = self.setup, next(self._numbers)
-        host = (ExactHost if setup.exact else JumpHost)(self.clock, setup.capacity, self._costs, self._stepped, setup.caching)
-        self._nodes[number] = self._by_host[host] = FleetNode(number, host, self.clock.now_s)
-        if self._pool is not None:
-            host.scheduler.prefills = Asking(self._pool, host)
-        for gateway in self._gateways:
-            tokens, load = host.scheduler.blocks.total_tokens, host.pressure(0)
-            gateway.desk.join(number, f"n{number}", setup.profile, tokens, load, self.clock.now_s, setup.pool is not None)
-
     def _ordered(self, call: FleetCall, key: int, worker: int, number: int) -> None:
         if (node := self._nodes.get(worker)) is None:
             return
         node.under_way -= 1
         if key in self._calls:
-            node.seen[call.gateway.number] = number
-            node.host.submit(key, call.arrival.prompt, call.arrival.output, call.hashes[: call.named], len(call.replay.ids))
-            heard_s = self.clock.now_s + self.setup.hop_s + self.setup.load_late_s
-            for i, gateway in enumerate(self._gateways) if self.setup.route != "turns" else ():
-                self.clock.at(heard_s, self._pressed, gateway, worker, self._pressure(node, i))
-
-    def _stepped(self, host: ExactHost, told: list[Gained]) -> None:
-        node, now_s, setup = self._by_host[host], self.clock.now_s, self.setup
-        there_s, turns = now_s + setup.hop_s, setup.route == "turns"
-        news = host.news() if setup.route == "kv" else None
-        ended = bool(told) and any([progress.ended for progress in told])
-        for i, gateway in enumerate(self._gateways):
-            new = news if news is None or not setup.event_loss or self._random.random() >= setup.event_loss else None
-            due = not turns and (ended or now_s - node.told.get(i, -1.0) >= setup.load_s)
-            load = self._pressure(node, i) if due else None
-            if load is not None and setup.load_late_s:
-                self.clock.at(there_s + setup.load_late_s, self._pressed, gateway, node.number, load)
-                load = None
-            first, told = told, []  # the first message is for all calls
-            if first or new is not None or load is not None:
-                self.clock.at(there_s, self._told, gateway, node.number, first, new, load)
-
-    def _pressure(self, node: FleetNode, i: int) -> Pressure:
-        node.told[i] = self.clock.now_s
-        return node.host.pressure(node.seen.get(i, 0))
-
-    def _told(self, gateway: FleetGateway, worker: int, told: list[Gained], news: KvNews | None, load: Pressure | None) -> None:
-        """What one step gave, in one message."""
-        for progress in told:
-            call = self._calls.get(progress.key)
-            if call is not None:
-                self._take(call, progress)
-        node = self._nodes.get(worker)
-        if news is not None and node is not None and not gateway.desk.events(worker, news):  # it asks for everything
-            gateway.desk.events(worker, node.host.everything())
-        if load is not None:
-            self._pressed(gateway, worker, load)
-
-    def _pressed(self, gateway: FleetGateway, worker: int, load: Pressure) -> None:
-        if worker in self._nodes:
-            gateway.desk.heard(worker, load, self.clock.now_s)
-            if len(gateway.desk.queue):
-                self._pump(gateway)
+            self._engines.order(node, call, number)
 
     # Tokens.
 
-    def _take(self, call: FleetCall, progress: Gained) -> None:
+    def _take(self, progress: Gained) -> None:
+        if (call := self._calls.get(progress.key)) is None:
+            return
         now_s, replay, arrival = self.clock.now_s, call.replay, call.arrival
         ids = self._ids[progress.at : progress.at + progress.count]
         effect = replay.piece(replay.attempt, progress.at, ids, "length" if progress.ended else None)
@@ -251,29 +193,6 @@ class Simulation:
 
     # Death.
 
-    def _kill(self, some: int, back_s: float) -> None:
-        for number in self._random.sample(sorted(self._nodes), min(some, len(self._nodes))):
-            node = self._nodes.pop(number)
-            self.clock.at(self.clock.now_s + self.setup.hop_s, self._told, self._gateways[0], number, node.host.kill(), None, None)
-            self._count(node)
-            for gateway in self._gateways:
-                self.clock.at(self.clock.now_s + _FOUND_S, self._mourn, gateway, number)
-            self.clock.at(self.clock.now_s + back_s, self._open)
-
-    def _gone(self, node: FleetNode) -> None:
-        """An engine that took no more orders has done those it had; where a gateway has not heard so yet, it stays."""
-        if any(gateway.desk.chooser.workers.all[node.number].keys for gateway in self._gateways):
-            return
-        self._nodes.pop(node.number)
-        self._count(node)
-        for gateway in self._gateways:
-            self._mourn(gateway, node.number)
-
-    def _count(self, node: FleetNode) -> None:
-        self._busy_s += node.host.busy_s
-        self._engine_s += self.clock.now_s - node.since_s
-        self.report.cached_tokens += node.host.cached_tokens
-
     def _mourn(self, gateway: FleetGateway, worker: int) -> None:
         keys = gateway.desk.lost(worker, self.clock.now_s)
         if self.setup.route == "turns":  # of which no desk knows
@@ -292,9 +211,7 @@ class Simulation:
         rows = [node.host.sequences for node in self._nodes.values()]
         if sum(rows) >= len(rows) > 0:
             self.report.crowd.add(max(rows) * len(rows) / sum(rows))
-        for some in (self._replicas, self._pool):
-            if some is not None:
-                some.look()
+        due_s = min([some.look() for some in (self._replicas, self._pool) if some is not None], default=inf)
         if self._next_s < inf or self._calls:
-            idle = not self._calls and self._replicas is None and self._pool is None  # then nothing is seen before the next comes
-            self.clock.at(self.clock.now_s + max(_SAMPLE_S, ceil(self._next_s - self.clock.now_s) if idle else 0), self._sample)
+            idle_s = 0.0 if self._calls else min(due_s, self.clock.next_s) - self.clock.now_s  # until then nothing is seen
+            self.clock.at(self.clock.now_s + max(_SAMPLE_S, ceil(idle_s)), self._sample)

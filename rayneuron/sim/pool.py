@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from rayneuron.engine.remote import Absent, Arrived, First, Lent, Loan, Prefill
 from rayneuron.policies.cost import Costs
@@ -54,11 +55,11 @@ class PrefillPool:
         made = (self.peers, self._open, self._gone, self._wanted)
         self._size = FleetSize(clock, pool.elastic, *made) if pool.elastic is not None else None
 
-    def look(self) -> None:
-        """Bring or dismiss some, if it is time."""
-        self._index.sweep()
-        if self._size is not None:
-            self._size.look()
+    def look(self) -> float:
+        """As `FleetSize.look`."""
+        swept = self._index.sweep()
+        due_s = self._size.look() if self._size is not None else inf
+        return self.clock.now_s if swept else due_s
 
     def tell(self, report: FleetReport) -> None:
         """What it has done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import ceil, inf
 from types import SimpleNamespace
 from typing import Generic, TypeVar
 
@@ -35,21 +36,25 @@ class FleetSize(Generic[Node]):
         self._wished_since_s: float | None = None
         self._more = False
 
-    def look(self) -> None:
-        """Bring or dismiss some, if it is time."""
+    def look(self) -> float:
+        """Bring or dismiss some, if it is time; before when another look does nothing, if nothing happens until then."""
         staying = [node for node in self._nodes.values() if node.host.accepting]
         wanted = max(self.elastic.least, min(self._wants(self.elastic, staying), self.elastic.most)) - len(staying) - self._coming
-        now_s, more = self.clock.now_s, wanted > 0
+        now_s, more, due_s = self.clock.now_s, wanted > 0, inf
         if not wanted or (self._wished_since_s is not None and more != self._more):
             self._wished_since_s = None
         if wanted:
             self._more = more
             since_s = self._wished_since_s = now_s if self._wished_since_s is None else self._wished_since_s
-            if now_s - since_s >= (self.elastic.up_s if more else self.elastic.down_s):
+            after_s = self.elastic.up_s if more else self.elastic.down_s
+            due_s = since_s + ceil(after_s)
+            if now_s - since_s >= after_s:
                 self._bring(wanted) if more else self._dismiss(staying, -wanted)
-                self._wished_since_s = None
+                self._wished_since_s, due_s = None, now_s
         for node in [node for node in self._nodes.values() if not node.host.accepting and node.host.idle and not node.under_way]:
             self._closes(node)
+            due_s = now_s
+        return due_s
 
     def _bring(self, some: int) -> None:
         took_s = expected_s(self._parts, self.elastic.weight_bytes)

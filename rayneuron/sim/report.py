@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rayneuron.sim.workload import Arrival
+from rayneuron.sim.workload import Arrival, LeftOut
 
 _STEP = math.log(1.01)  # bins are 1 % wide
 _LEAST = 1e-6
@@ -91,6 +91,7 @@ class AccountReport:
 class FleetReport:
     """Times in seconds. `cached_tokens` of `prompt_tokens` that nobody had to compute; `off`: of predicted first tokens, by actual."""
 
+    left_out: LeftOut = field(default_factory=LeftOut)  # of the trace, before anybody saw them
     arrived: int = 0
     finished: int = 0
     failed: int = 0
@@ -159,12 +160,14 @@ class FleetReport:
 
     def json(self) -> dict[str, Any]:
         """All of it."""
+        out = self.left_out
         spread = ("ttft", "tpot", "whole", "waited", "pause", "off", "crowd")
         plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds")
         fleet = ("pooled", "engines", "prefill_engines", "busy", "busiest", "usd_per_hour", "usd_per_million")
         return {
             **{name: getattr(self, name) for name in (*plain, *fleet)},
             "refused": dict(self.refused),
+            "left_out": {"requests": out.requests, "longest": out.longest, "max_model_len": out.most},
             "slo": {"ttft_s": self.slo_ttft_s, "tpot_s": self.slo_tpot_s, "met": self.good / max(1, self.arrived), "goodput": self.goodput},
             "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
             **{name: getattr(self, name).summary() for name in spread},
@@ -182,6 +185,10 @@ class FleetReport:
             f"{self.prompt_tokens} prompt tokens ({cached:.1%} cached), {self.output_tokens} output tokens, {speed:.0f} a second; "
             f"{self.engines:.1f} engines, busy {self.busy:.1%}, the busiest {self.busiest:.2f} times as long as their mean",
         ]
+        if (out := self.left_out).requests:
+            lines.append(
+                f"{out.requests} more were left out: prompt and answer have more tokens than max_model_len {out.most}, up to {out.longest}"
+            )
         if self.pooled:
             lines.append(f"{self.pooled} prompts were computed by the prefill pool, which had {self.prefill_engines:.1f} engines")
         shown = (("first token", self.ttft), ("each after it", self.tpot), ("answer", self.whole), ("at the gateway", self.waited))

@@ -49,6 +49,33 @@ class Arrival(Struct, frozen=True):
         return tuple(made)
 
 
+class LeftOut(Struct):
+    """Requests that no engine of the fleet takes: prompt and answer together have more than `most` tokens, at most `longest`."""
+
+    requests: int = 0
+    longest: int = 0
+    most: int = 0
+
+
+class Fitting:
+    """Those of some requests that fit `length` tokens, the first `most` of them (None: all); `left_out`: those that did not, so far."""
+
+    def __init__(self, found: Iterator[Arrival], length: int, most: int | None = None) -> None:
+        self._found, self._most = found, most
+        self.left_out = LeftOut(most=length)
+
+    def __iter__(self) -> Iterator[Arrival]:
+        left, out = self._most, self.left_out
+        for arrival in self._found if left != 0 else ():
+            tokens = arrival.prompt + arrival.output
+            if tokens > out.most:
+                out.requests, out.longest = out.requests + 1, max(out.longest, tokens)
+                continue
+            yield arrival
+            if left is not None and not (left := left - 1):
+                return
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Made-up requests of one account: `rate` a second, of about so many tokens (exponential, at least 1).

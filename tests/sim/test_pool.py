@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from rayneuron.policies.pool_sizes import PromptTokens
 from rayneuron.sim.fleet import Simulation
+from rayneuron.sim.pool import PrefillPool
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Elastic, PoolSetup, Setup
 from rayneuron.sim.workload import Arrival, Traffic, made_up
@@ -103,3 +105,18 @@ def test_a_pool_follows_what_prompts_there_are() -> None:
     assert few.prefill_engines == pytest.approx(1.0) and many.prefill_engines == pytest.approx(5.0)
     assert 1.2 < grown.prefill_engines < 0.7 * many.prefill_engines
     assert grown.ttft.mean < 0.5 * few.ttft.mean, (few.ttft.mean, grown.ttft.mean, many.ttft.mean)
+
+
+def test_a_night_of_a_pool_is_skipped_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = Elastic(1, 5, up_s=1.0, down_s=20.5, parts={"spawn": 1.0})
+    pool = PoolSetup(5, CAPACITY, TIMES, 64, 0.05, elastic, PromptTokens(tokens=1000))
+    arrivals = shifts(5)
+    arrivals += [replace(a, at_s=a.at_s + 10_000.0, number=a.number + len(arrivals)) for a in arrivals]
+    told, calls = [], []
+    for every in (False, True):
+        if every:
+            monkeypatch.setattr(PrefillPool, "look", lambda self, look=PrefillPool.look: (look(self), self.clock.now_s)[1])
+        fleet = Simulation(Setup(CAPACITY, TIMES, 3, pool=pool), arrivals, 5)
+        told.append(fleet.run().json())
+        calls.append(fleet.clock._made)
+    assert told[0] == told[1] and told[0]["pooled"] > 100 and calls[0] < calls[1] - 9_000

@@ -5,8 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from rayneuron.sim.fleet import Simulation
+from rayneuron.sim.replicas import FleetSize
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Elastic, Setup
 from rayneuron.sim.workload import Arrival, Traffic, made_up
@@ -67,3 +69,19 @@ def test_a_slow_start_is_waited_for() -> None:
     after = [Elastic(1, 6, 300.0, up_s=0.0, down_s=1e9, parts={"weights": s, "graphs": s}) for s in (1.0, 20.0)]
     fast, slow = (run(elastic, 1, 6, route="turns") for elastic in after)
     assert fast.ttft.mean < slow.ttft.mean
+
+
+@pytest.mark.parametrize("kills", [(), ((5000.5, 1, 700.0),)])
+def test_a_night_is_skipped_and_changes_nothing(kills: tuple[tuple[float, int, float], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are dismissed in it, one by one, and begin to start where one has died; then nothing is looked at."""
+    day = [replace(a, at_s=a.at_s + 20_000.0, number=1000 + a.number) for a in waves(3, 12.0)]
+    elastic = Elastic(2, 6, 50.0, up_s=2.5, down_s=300.25, parts={"spawn": 40.0})
+    told, calls = [], []
+    for every in (False, True):
+        if every:
+            monkeypatch.setattr(FleetSize, "look", lambda self, look=FleetSize.look: (look(self), self.clock.now_s)[1])
+        fleet = Simulation(Setup(CAPACITY, profile(CAPACITY), 4, elastic=elastic, kills=kills), [*waves(2, 12.0), *day], 1)
+        told.append(fleet.run().json())
+        calls.append(fleet.clock._made)
+    assert told[0] == told[1] and 2.0 < told[0]["engines"] < 6.0
+    assert calls[0] < calls[1] - 18_000
