@@ -270,12 +270,16 @@ def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile
 
 
 def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
-    """What drafts."""
+    """What drafts; where nobody asked for it only with the kernels, by which a token has the same bits in any step."""
+    from rayneuron import devices
     from rayneuron.engine.speculation.drafting import speculation
+    from rayneuron.placement.fitting import drafting
 
-    config, draft, said = model.config, model.draft, model.config.speculative_config
+    config, draft, said = model.config, model.draft, drafting(model.config, model.raw)
+    if said is None or (config.speculative_config is None and devices.built(config.device) == "torch"):
+        return None
     limit, most = (None, None) if draft is None else (draft.limit, draft.most)
-    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs, most)
+    return speculation(said, profile, model.capacity, limit, config.few_graphs, most)
 
 
 def _estimate(model: Runnable) -> str:

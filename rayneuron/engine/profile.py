@@ -29,6 +29,7 @@ from rayneuron.policies.step_times import between, decode_grid, prefill_grid
 from rayneuron.types import Profile, Request, SamplingParams
 
 BUDGET_S = 0.5
+VERIFY_S = 0.25  # more, for steps with drafts
 DECODE_STEPS = 4.0  # a prefill step takes as long as so many where nobody says how long
 HALF_LIFE = 64  # steps, or requests, after which half of what is known is newer
 MOST_OFF = 5.0  # no more of a disturbed step counts than so many times what was expected, or that part of it
@@ -91,16 +92,18 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     short = decode[: len(_some(c.batch))] + prefill[: len(_some(c.context))]
     held = at_least(c.lengths, max(c.verify, 1), "sequence length")
     verify = [Point("verify", rows, c.verify, held) for rows in _some(c.batch) if c.verify]
-    if verify:
-        short = decode[: len(verify)] + [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held)]
+    tried = [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held) if verify]
     drafted = [dataclasses.replace(p, drafted=True) for p in verify if c.drafts]
     for point in drafted[:1] * 2:  # a draft model's weights are met by its own passes alone: the first ones take many times as long
         _took(runner, point, vocab, clock)
     # a very small step takes what the weights do, and tells nothing of larger ones; what fits where a prompt is longest hangs on attention
     least, width = 1 if c.context[0] >= SMALLEST_CONTEXT else 2, len(_some(c.context))
     sure = (decode[0], *prefill[:least], *prefill[width : width + 1], *verify[:1])
-    found = _timed(runner, list(dict.fromkeys((*sure, *short, *drafted, *decode, *prefill))), len(sure), vocab, clock)
-    tokens = _rising(_added(found, short) if verify else ((p.size, found[p]) for p in short if p in found))
+    points = (*sure, *decode[: len(verify)], *tried, *drafted) if drafted else (*sure, *short)
+    found = _timed(runner, list(dict.fromkeys((*points, *decode, *prefill))), len(sure), vocab, clock)
+    if tried and not drafted:
+        found |= _timed(runner, tried, 0, vocab, clock, VERIFY_S)
+    tokens = _rising(_added(found, [*decode[: len(verify)], *tried]) if verify else ((p.size, found[p]) for p in short if p in found))
     passes = _rising(_passes(found, drafted))
     _fill(found, decode, 0)
     _fill(found, prefill, 1)
@@ -219,13 +222,15 @@ def _some(sizes: Listed[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
 
 
-def _timed(runner: Runs, points: Listed[Point], sure: int, vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
+def _timed(
+    runner: Runs, points: Listed[Point], sure: int, vocab: int, clock: Callable[[], float], budget_s: float = BUDGET_S
+) -> dict[Point, float]:
     """Milliseconds of the points, the first `sure` of which are never left out."""
     found: dict[Point, float] = {}
     began = clock()
     for again in (False, True):
         for i, point in enumerate(points):
-            if (i < sure and not again) or clock() - began + _expected(point, found) / 1e3 <= BUDGET_S:
+            if (i < sure and not again) or clock() - began + _expected(point, found) / 1e3 <= budget_s:
                 took = _took(runner, point, vocab, clock)
                 found[point] = min(took, found.get(point, took))
     return found
@@ -240,9 +245,10 @@ def _took(runner: Runs, point: Point, vocab: int, clock: Callable[[], float]) ->
 
 
 def _expected(point: Point, found: dict[Point, float]) -> float:
-    """Milliseconds: as measured before, or as those alike say at worst."""
-    alike = [ms / p.size for p, ms in found.items() if p.tag == point.tag]
-    return found.get(point, point.size * max(alike, default=0.0))
+    """Milliseconds: as measured before, or as those alike say at worst; with drafts, as the largest of them says."""
+    alike = [(p.size, ms / p.size) for p, ms in found.items() if p.tag == point.tag]
+    worst = max(alike, default=(0, 0.0))[1] if point.tag == "verify" else max([ms for _, ms in alike], default=0.0)
+    return found.get(point, point.size * worst)
 
 
 def _works(point: Point, space: KvSpace, vocab: int) -> list[Work]:
