@@ -218,7 +218,7 @@ class Deployment(Section):
     buckets: Buckets = Buckets.model_construct()
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
-    speculative_config: SpeculativeConfig | None = Field(None, description="Tokens tried before they are known. Default: none.")
+    speculative_config: SpeculativeConfig | None = Field(None, description="Tokens tried before they are known. Default: ngram on the CPU.")
     lora: Lora | None = Field(None, description="LoRA adapters, on the CPU. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()

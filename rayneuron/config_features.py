@@ -25,7 +25,8 @@ class OnDeviceSampling(Section):
 
 
 class SpeculativeConfig(Section):
-    """Tokens that may come next are tried several at once; which tokens come does not depend on it. vLLM's names."""
+    """Tokens that may come next are tried several at once; which tokens come does not depend on it. vLLM's names. Where nothing is said
+    they are looked up, wherever that is exact to the bit: on the CPU, by its kernels. false: off."""
 
     method: str = Field(
         default="ngram",
@@ -168,8 +169,8 @@ def unadapted(config: Any) -> str | None:
 
 
 def undrafted(config: Any) -> str | None:
-    """The key of a Deployment with which nothing is speculated, and why; None where there is none."""
-    said = config.speculative_config
+    """The key of a Deployment with which nothing is speculated, as it says or by default, and why; None where there is none."""
+    said = config.speculative_config or SpeculativeConfig.model_construct()
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before the tokens of the last are known; leave one out"
     if config.pipeline_parallel > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from rayneuron import hashing, settings
+from rayneuron import hashing, kept_profile, settings
 from rayneuron.config import Deployment
-from rayneuron.errors import CheckpointError, CompileError
+from rayneuron.errors import CheckpointError
 from rayneuron.placement.layout import rank_threads
 from rayneuron.types import Profile
 
@@ -36,13 +33,6 @@ if TYPE_CHECKING:
     from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)
-
-_PROFILE = "profile.json"
-_TIMED = {  # keys that change what a step takes; the buckets and lengths are the capacity's
-    *("device", "instance", "nodes", "quantization", "kv_dtype", "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
-    *("micro_batches", "fused_qkv", "group_query_attention", "shard_over_sequence", "capacity_factor", "on_device_sampling", "compile"),
-    "speculative_config",
-}
 
 StageProgress = Callable[[str, int, int], None]  # stage ("weights", "graphs"), done, total
 
@@ -134,7 +124,7 @@ def open_engine(
             runner.warm(lambda done, total: report("graphs", done, total))
             probe(runner, model.arch.vocab)
         with _timed(seconds, "profile"):
-            profile = _profile(model, fitted, runner)
+            profile = kept_profile.profile(model, fitted, runner)
         text = reading.result()
         host.prepare()
         kept = hashing.fingerprint(model.path) if config.caches_prefixes(runner.capacity.length) else None
@@ -242,42 +232,17 @@ def _opened(
     return group
 
 
-def _profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile:
-    """What steps take: measured by the first start of its kind on this machine. Later ones read it, and so cut prompts as that one did;
-    where they find that it was taken on a busier machine, it is taken once more, for all that come."""
-    from rayneuron import devices
-    from rayneuron.compile_cache import cache
-    from rayneuron.engine import profile as profiles
-
-    config, made = model.config, []
-    said = config.model_dump(include=_TIMED) | {"threads": rank_threads(config, fitted.layout, settings.threads())}
-    padded = devices.pads(config.device)
-    parts: dict[str, Any] = {"built": devices.built(config.device), "said": said, "model": model.raw, "dtype": model.dtype}
-    parts |= {"capacity": model.capacity, "padded": padded}
-
-    def fill(folder: Path) -> None:
-        made.append(profiles.measure(runner, model.arch.vocab, padded=padded))
-        (folder / _PROFILE).write_bytes(msgspec.json.encode(made[0]))
-
-    try:
-        for turn in itertools.count():
-            folder = devices.kept(config.device, config.compile.cache).get_or_build(cache.key("step times", turn=turn, **parts), fill)
-            found = msgspec.json.decode((folder / _PROFILE).read_bytes(), type=Profile)
-            if made or not profiles.outdated(found, runner, model.arch.vocab):
-                break
-    except (OSError, CompileError, msgspec.MsgspecError) as problem:
-        log.warning("what steps take cannot be kept for the next start: %s", problem)
-        found = made[0] if made else profiles.measure(runner, model.arch.vocab, padded=padded)
-    return profiles.limited(found, config.prefill_chunk_ms)
-
-
 def _speculation(model: Runnable, profile: Profile) -> Speculation | None:
-    """What drafts."""
+    """What drafts; where nobody asked for it only with the kernels, by which a token has the same bits in any step."""
+    from rayneuron import devices
     from rayneuron.engine.speculation.drafting import speculation
+    from rayneuron.placement.fitting import drafting
 
-    config, draft, said = model.config, model.draft, model.config.speculative_config
+    config, draft, said = model.config, model.draft, drafting(model.config, model.raw)
+    if said is None or (config.speculative_config is None and devices.built(config.device) == "torch"):
+        return None
     limit, most = (None, None) if draft is None else (draft.limit, draft.most)
-    return None if said is None else speculation(said, profile, model.capacity, limit, config.few_graphs, most)
+    return speculation(said, profile, model.capacity, limit, config.few_graphs, most)
 
 
 def _estimate(model: Runnable) -> str:

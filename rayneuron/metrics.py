@@ -70,7 +70,7 @@ SPEC_ACCEPTED_BY_PLACE = Metric(
     ("position",), known=(("0",),),
 )  # fmt: skip
 SPEC_PAUSED = Metric(
-    "rayneuron:spec_decode_paused", "counter", "Decode steps that tried no draft: none found; none looked for, since too few come true;"
+    "rayneuron:spec_decode_paused", "counter", "Decode steps that tried no draft: none found; what one takes without is not known yet;"
     " what is there does not pay; a draft model is behind with reading; no KV is free.",
     ("why",), known=(("none",), ("rest",), ("cost",), ("behind",), ("room",)),
 )  # fmt: skip

@@ -302,6 +302,10 @@ def test_what_speculation_does_not_go_with_says_what_to_write(more, says):
     assert says in str(wrong.value)
 
 
-def test_speculation_is_off_until_it_is_asked_for():
-    said = {"model": {"path": "demo:random"}, "compile": {"async_mode": True}}
-    assert not parse(said).speculative_config and not parse({**said, "speculative_config": False}).speculative_config
+def test_where_nothing_is_said_of_speculation_nothing_is_refused_for_it():
+    """And what was not said is not said to a group's workers either."""
+    made = parse({"model": {"path": "demo:random"}, "compile": {"async_mode": True}})
+    assert not made.speculative_config and "speculative_config" not in parse(made.model_dump(exclude_unset=True)).model_fields_set
+    for off in (False, None, {"enabled": False}):
+        made = parse({"model": {"path": "demo:random"}, "speculative_config": off})
+        assert not made.speculative_config and "speculative_config" in parse(made.model_dump(exclude_unset=True)).model_fields_set

@@ -65,7 +65,7 @@ def test_what_steps_take_is_measured_by_the_first_start(tiny: Path, kept: Path, 
     monkeypatch.setattr(profile, "outdated", lambda *_: False)  # whatever else this machine does
     first = times(tiny)
     assert first.batch == (1, 2) and first.lengths == (64,) and 0 < min(ms for *_, ms in (*first.decode, *first.prefill))
-    monkeypatch.setattr(profile, "measure", lambda *_: fail())
+    monkeypatch.setattr(profile, "measure", lambda *_, **__: fail())
     assert times(tiny) == first
     other = times(tiny, model={"path": str(tiny), "name": "another"}, limits={"max_waiting": 1}, prefill_chunk_ms=12.5)
     assert other.chunk_ms == 12.5 and msgspec.structs.replace(other, chunk_ms=first.chunk_ms) == first
@@ -79,8 +79,8 @@ def test_a_table_of_a_busy_machine_is_taken_once_more(tiny: Path, kept: Path, mo
     measure, tables = profile.measure, []
 
     def scaled(by: float) -> None:
-        def measured(*words: Any) -> Profile:
-            found = measure(*words)
+        def measured(*words: Any, **more: Any) -> Profile:
+            found = measure(*words, **more)
             slower = {kind: tuple((*at, by * ms) for *at, ms in getattr(found, kind)) for kind in ("decode", "prefill")}
             tables.append(msgspec.structs.replace(found, **slower))
             return tables[-1]

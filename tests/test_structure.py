@@ -61,8 +61,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "structured": {"errors", "constraints", "text", "engine.grammar"},
+    "kept_profile": LEAVES | {"devices", "compile_cache", "engine", "group", "placement", "preflight"},
     "loading": LEAVES
-    | {"structured", "compile_cache", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
+    | {"kept_profile", "structured", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "serve": LEAVES
     | {"text", "demo", "models", "devices", "engine", "transfer", "placement", "group", "policies", "api", "loading", "preflight"}

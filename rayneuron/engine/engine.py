@@ -13,13 +13,13 @@ from rayneuron.engine.grammar import Compiles, Constraining
 from rayneuron.engine.host_sampling import HostSampling
 from rayneuron.engine.neuron_sampling import NeuronSampling, check_request
 from rayneuron.engine.pressure import snapshot
-from rayneuron.engine.profile import StepInfo, Timing
 from rayneuron.engine.remote import Arrived, First, Loan, Prefills
 from rayneuron.engine.requests import Requests, check_room
 from rayneuron.engine.runner import RowError, Runs
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Plan, Sequence
 from rayneuron.engine.speculation.drafting import Speculation
+from rayneuron.engine.timing import StepInfo, Timing
 from rayneuron.errors import RequestError
 from rayneuron.policies.admission import validate
 from rayneuron.policies.chunks import fit

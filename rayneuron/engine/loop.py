@@ -18,7 +18,7 @@ from rayneuron.types import Request, Snapshot, TokenDelta
 
 if TYPE_CHECKING:
     from rayneuron.engine.engine import Engine
-    from rayneuron.engine.profile import StepInfo
+    from rayneuron.engine.timing import StepInfo
 
 log = logging.getLogger(__name__)
 

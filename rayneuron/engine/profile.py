@@ -1,4 +1,4 @@
-"""What the steps of this engine take: measured once behind the warm-up, then refined by those that run.
+"""What the steps of this engine take, measured once behind the warm-up (`engine.timing` refines it).
 
 Speculation asks what more tokens add to a step. On the CPU that hangs on how many there are, not on whose they are, and the first one
 beyond what a product takes at once may cost more than all the next; so `Profile.tokens` is what one draft, one of each row and all of them
@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec.structs import replace
@@ -24,40 +24,13 @@ from rayneuron.engine.buckets import SMALLEST_CONTEXT, at_least
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.models.kv import KvSpace
-from rayneuron.policies.chunks import fit
-from rayneuron.policies.step_times import between, decode_grid, prefill_grid
+from rayneuron.policies.step_times import between, decode_grid
 from rayneuron.types import Profile, Request, SamplingParams
 
 BUDGET_S = 0.5
+VERIFY_S = 0.25  # more, for steps with drafts
 DECODE_STEPS = 4.0  # a prefill step takes as long as so many where nobody says how long
-HALF_LIFE = 64  # steps, or requests, after which half of what is known is newer
-MOST_OFF = 5.0  # no more of a disturbed step counts than so many times what was expected, or that part of it
 QUIETER = 0.75  # a step that takes less than this part of what it took back then is news
-FULL = 0.75  # a step that fills less of its bucket says little of those that fill it
-_RATE = 1 - 0.5 ** (1 / HALF_LIFE)
-
-
-@dataclass(slots=True)
-class StepInfo:
-    """What the last step did: rows and new tokens, the seconds of planning, running and committing, by row with drafts how many there were
-    and how many came true, and why there were none (`Plan.paused`)."""
-
-    tag: str = ""
-    rows: int = 0
-    tokens: int = 0
-    plan_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
-    drafts: list[tuple[int, int]] = field(default_factory=list)
-    paused: str = ""
-
-    @classmethod
-    def of(cls, plan: Plan, plan_s: float, run_s: float, commit_s: float) -> StepInfo:
-        """Of a step that has been committed."""
-        works = plan.works
-        drafts = [(len(w.drafts), w.accepted) for w in works if w.drafts] if plan.tag == "verify" else []
-        tokens = sum([w.count for w in works]) + sum([tried for tried, _ in drafts])
-        return cls(plan.tag, len(works), tokens, plan_s, run_s, commit_s, drafts, plan.paused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +65,19 @@ def measure(runner: Runs, vocab: int, clock: Callable[[], float] = time.perf_cou
     short = decode[: len(_some(c.batch))] + prefill[: len(_some(c.context))]
     held = at_least(c.lengths, max(c.verify, 1), "sequence length")
     verify = [Point("verify", rows, c.verify, held) for rows in _some(c.batch) if c.verify]
-    if verify:
-        short = decode[: len(verify)] + [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held)]
+    tried = [point for rows in _some(c.batch) for point in _verified(rows, c.verify, held) if verify]
     drafted = [dataclasses.replace(p, drafted=True) for p in verify if c.drafts]
     for point in drafted[:1] * 2:  # a draft model's weights are met by its own passes alone: the first ones take many times as long
         _took(runner, point, vocab, clock)
     # a very small step takes what the weights do, and tells nothing of larger ones; what fits where a prompt is longest hangs on attention
     least, width = 1 if c.context[0] >= SMALLEST_CONTEXT else 2, len(_some(c.context))
     sure = (decode[0], *ones[:1], *prefill[:least], *prefill[width : width + 1], *verify[:1])
-    rest = [point for point in dict.fromkeys((*short, *drafted, *decode, *ones, *prefill)) if point not in sure]
+    first = (*decode[: len(verify)], *tried, *drafted) if drafted else short
+    rest = [point for point in dict.fromkeys((*first, *decode, *ones, *prefill)) if point not in sure]
     found = _timed(runner, sure, rest, vocab, clock)
-    tokens = _rising(_added(found, short) if verify else ((p.size, found[p]) for p in short if p in found))
+    if tried and not drafted:
+        found |= _timed(runner, (), tried, vocab, clock, VERIFY_S)
+    tokens = _rising(_added(found, [*decode[: len(verify)], *tried]) if verify else ((p.size, found[p]) for p in short if p in found))
     passes = _rising(_passes(found, drafted))
     _fill(found, decode, 0)
     _fill(found, ones, 1)
@@ -169,73 +144,21 @@ def limited(profile: Profile, chunk_ms: float | None) -> Profile:
     return replace(profile, chunk_ms=chunk_ms)
 
 
-class Timing:
-    """A profile and what its times have become since. Told by the engine's thread, read by any. `tells`: who else hears of each step, in
-    ms with the host's part."""
-
-    def __init__(self, fixed: Profile, tells: Callable[[Plan, float], None] | None = None) -> None:
-        self.fixed = fixed
-        self._tells = tells
-        self._decode, self._prefill = decode_grid(fixed), prefill_grid(fixed)
-        chunks = fit(fixed)  # the scheduler stays with that
-        self._fitting = chunks.fitting if chunks is not None else ()
-        self._host_ms = self._output_tokens = 0.0
-
-    def note(self, plan: Plan, info: StepInfo, overlaps: bool) -> None:
-        """A step has run; where it `overlaps` the one before, it took as long as the whole turn."""
-        self._host_ms = _moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
-        run_s = info.run_s + (host_s if overlaps else 0.0)
-        if self._tells is not None:
-            self._tells(plan, 1e3 * (info.run_s + host_s))
-        works, profile = plan.works, self.fixed
-        if plan.fills:
-            return
-        length = max([work.start + work.count for work in works])
-        if plan.tag == "decode":
-            grid, true, size = self._decode, len(works), at_least(profile.batch, len(works), "batch")
-        elif plan.tag == "prefill" and works[0].sequence.prompt_logprobs is None:
-            counts = [work.count for work in works]
-            grid, true, size = self._prefill, sum(counts), len(counts) * at_least(profile.context, max(counts), "context")
-        else:
-            return  # drafts, and the logits of a whole prompt, take time of their own
-        if not profile.padded:
-            size = true
-        elif true < FULL * size:
-            return
-        if profile.padded or grid is self._decode:  # as `Costs` reads them
-            length = at_least(profile.lengths, length, "sequence length")
-        ratio = min(max(1e3 * run_s / grid.at(size, length), 1 / MOST_OFF), MOST_OFF)
-        for at, share in grid.shares(size, length):
-            grid.ms[at] *= ratio ** (_RATE * share)
-
-    def ended(self, tokens: int) -> None:
-        """A choice has ended by itself, with so many tokens."""
-        self._output_tokens = _moved(self._output_tokens, tokens)
-
-    def profile(self) -> Profile:
-        """As it is now."""
-        prefill = [(1, tokens, length, ms) for tokens, length, ms in self._prefill.points()]
-        changed = {"decode": tuple(self._decode.points()), "prefill": tuple(prefill)}
-        return replace(self.fixed, **changed, fitting=self._fitting, host_ms=self._host_ms, output_tokens=self._output_tokens)
-
-
-def _moved(known: float, new: float) -> float:
-    return known + _RATE * (new - known) if known else new
-
-
 def _some(sizes: Listed[int]) -> tuple[int, ...]:
     """The first, the middle and the last."""
     return tuple(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
 
 
-def _timed(runner: Runs, sure: Listed[Point], rest: Listed[Point], vocab: int, clock: Callable[[], float]) -> dict[Point, float]:
+def _timed(
+    runner: Runs, sure: Listed[Point], rest: Listed[Point], vocab: int, clock: Callable[[], float], budget_s: float = BUDGET_S
+) -> dict[Point, float]:
     """Milliseconds of the points. The `sure` ones are never left out, and first come again while there is time, however
     long they took: one that was disturbed would be multiplied in what is estimated."""
     began = clock()
     found = {point: _took(runner, point, vocab, clock) for point in sure}
     for i, point in enumerate((*sure, *rest, *rest)):
         expected_ms = 0.0 if i < len(sure) else _expected(point, found)
-        if clock() - began + expected_ms / 1e3 <= BUDGET_S:
+        if clock() - began + expected_ms / 1e3 <= budget_s:
             took = _took(runner, point, vocab, clock)
             found[point] = min(took, found.get(point, took))
     return found

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rayneuron import models
 from rayneuron.config import Deployment
+from rayneuron.config_features import SpeculativeConfig, undrafted
 from rayneuron.devices.base import LIKELIEST, LOGITS, POOLED, SAMPLED, SCORES
 from rayneuron.devices.neuron.targets import MOST_GRAPHS, Target, spare_columns, targets
 from rayneuron.engine.buckets import SMALLEST_PREFIXED, Capacity, capacity, inventory, prefixes, smaller
@@ -82,9 +83,21 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
         smallest=config.buckets.smallest,
         few=few,
         wants=[*([LOGITS] if few else [LIKELIEST, SAMPLED, LOGITS]), *([SCORES] if scores else []), *([POOLED] if embeddings else [])],
-        verify=1 + said.num_speculative_tokens if (said := config.speculative_config) else 0,
+        verify=1 + said.num_speculative_tokens if (said := drafting(config, raw)) else 0,
         drafts="" if said is None else said.within,
     )
+
+
+def drafting(config: Deployment, raw: Mapping[str, Any]) -> SpeculativeConfig | None:
+    """How tokens are drafted: as the deployment says; where it does not say, by looking them up wherever no bit of a token hangs on how
+    many share its step, that is where layers run in the device's fused form."""
+    if "speculative_config" in config.model_fields_set or config.few_graphs:
+        return config.speculative_config
+    arch = models.architecture(dict(raw))
+    apart = config.kv_dtype is not None or config.shard_over_sequence or arch.uncommon or arch.head_dim % 2
+    if apart or undrafted(config) is not None or words.compute(config.dtype, raw) == "fp16":
+        return None
+    return SpeculativeConfig.model_construct()
 
 
 def graphs_of(config: Deployment, c: Capacity) -> Sequence[Target]:

@@ -22,8 +22,8 @@ from rayneuron.serve.telemetry import Series, Telemetry
 from rayneuron.text.text import Text
 
 if TYPE_CHECKING:
-    from rayneuron.engine.profile import Timing
     from rayneuron.engine.remote import Prefills
+    from rayneuron.engine.timing import Timing
 
 
 class Sizes(Protocol):

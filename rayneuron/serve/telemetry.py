@@ -18,7 +18,7 @@ from rayneuron.metrics import LABELS, Metric
 from rayneuron.types import FinishReason, Profile, Request, Snapshot, Stamps
 
 if TYPE_CHECKING:
-    from rayneuron.engine.profile import StepInfo
+    from rayneuron.engine.timing import StepInfo
 
 RECENT_LIMIT = 10_000  # observations kept for the next push to Ray; the exact sums on /metrics never lose any
 

@@ -28,6 +28,7 @@ from rayneuron.sources.drafts import draft_model
 from rayneuron.types import Profile, Request, SamplingParams
 from tests.engine import test_speculation
 from tests.engine.test_fuzz import LENGTH
+from tests.engine.test_pace import warm
 from tests.engine.test_speculation import GREEDY, TRIES, VOCAB, collect, fuzz, run, told
 
 solo = test_speculation.solo
@@ -156,7 +157,7 @@ def profile(pass_ms: float) -> Profile:
 def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts):
     """And where it does not, it has not read the prompt either."""
     request = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
-    engine = build(tiny, tiny, 2, pace=Pace(profile(pass_ms), 10))
+    engine = build(tiny, tiny, 2, pace=warm(Pace(profile(pass_ms), 10), 1))
     assert run(engine, [request])["a", 0] == solo(request)
     assert (engine.steps <= 8) == drafts and (engine.steps == 24) == (not drafts)
 
@@ -178,16 +179,16 @@ def test_why_a_step_tries_none_is_said(tiny):
     short = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
     assert paused(build(tiny, tiny, 2), short) == set()
     assert paused(build(tiny, tiny, 2), replace(short, params=replace(GREEDY, max_tokens=2))) == {"none"}, "the last token has no draft"
-    assert paused(build(tiny, tiny, 2, pace=Pace(profile(9.0), 10)), short) == {"cost", "none"}
+    assert paused(build(tiny, tiny, 2, pace=warm(Pace(profile(9.0), 10), 1)), short) == {"cost", "none"}
     assert "behind" in paused(build(tiny, tiny, 2, chunk=8), replace(short, prompt_ids=[20 + i % 9 for i in range(60)]))
     full = [replace(short, id=str(n), prompt_ids=[20 + i % 9 for i in range(n)], params=replace(GREEDY, max_tokens=3)) for n in (31, 63)]
     assert "room" in paused(test_speculation.build(tiny, 2, lambda sequence, most: ((20,) * most, 1), kv_tokens=96, block=16), *full)
-    nothing = test_speculation.build(tiny, 1, lambda sequence, most: ((), 1))
+    nothing = test_speculation.build(tiny, 1, lambda sequence, most: ((), 0))
     assert paused(nothing, short) == {"none"}
-    quick = {"decode": ((1, LENGTH, 1.0), (4, LENGTH, 1.0)), "tokens": ((1, 1.0), (4, 1.1), (20, 1.2))}
-    sizes = {"batch": (1, 4), "lengths": (LENGTH,), "context": (32,), "prefix": (), "chunk": 32}
-    nothing.scheduler.speculation = Speculation(TRIES, lambda *_: ((), 1), Pace(Profile(**sizes, **quick, prefill=()), 10))
-    assert paused(nothing, replace(short, id="b")) == {"none", "rest"}, "looking takes time too"
+    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((), 4), warm(Pace(profile(9.0), 10), 1))
+    assert paused(nothing, replace(short, id="b")) == {"cost", "none"}, "what a lookup has found and not told"
+    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((20,) * most, 4), Pace(profile(9.0), 10))
+    assert paused(nothing, replace(short, id="c")) == {"rest"}, "nobody has told what a step takes without"
 
 
 @pytest.mark.slow

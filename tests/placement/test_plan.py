@@ -15,7 +15,7 @@ from rayneuron.engine.buckets import capacity
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group.assignment import Common, begins
 from rayneuron.group.messages import Placed
-from rayneuron.placement.fitting import Wanted, capacity_of, check_host, graphs_of
+from rayneuron.placement.fitting import Wanted, capacity_of, check_host, drafting, graphs_of
 from rayneuron.placement.instances import INSTANCES, declared, instance
 from rayneuron.placement.layout import group_layout
 from rayneuron.placement.ledger import Ledger
@@ -58,6 +58,33 @@ def test_the_planned_environment_is_that_of_the_start() -> None:
         common = Common(capacity_of(config, wanted.raw), "bf16", 1, "m", float8(config, wanted.raw))
         (begin,) = begins(config, made, [Placed(cores=(0, 1), ports=(20000, 20001))], ("198.18.0.1",), {0: (1, 1)}, common)
         assert {**planned, "NEURON_PROCESS_TAG": ""} == {**begin.environment, "NEURON_PROCESS_TAG": ""}
+
+
+GEMMA_2 = {**LLAMA_31_8B, "model_type": "gemma2", "sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0}
+DEVICE = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "settings", "verify"),
+    [
+        (LLAMA_31_8B, DEVICE, 9),
+        (LLAMA_31_8B, {**DEVICE, "tensor_parallel": 2, "dtype": "fp32"}, 9),
+        (LLAMA_31_8B, {**DEVICE, "speculative_config": None}, 0),
+        (LLAMA_31_8B, {**DEVICE, "speculative_config": {"num_speculative_tokens": 3}}, 4),
+        (LLAMA_31_8B, {"device": "neuron"}, 0),
+        (LLAMA_31_8B, {**DEVICE, "pipeline_parallel": 2}, 0),
+        (LLAMA_31_8B, {**DEVICE, "compile": {"async_mode": True}}, 0),
+        (LLAMA_31_8B, {**DEVICE, "kv_dtype": "f8e4m3"}, 0),
+        (LLAMA_31_8B, {**DEVICE, "dtype": "fp16"}, 0),
+        (LLAMA_31_8B, {**DEVICE, "tensor_parallel": 16, "shard_over_sequence": True}, 0),
+        (GEMMA_2, DEVICE, 0),
+        (GEMMA_2, {**DEVICE, "speculative_config": {}}, 9),
+    ],
+)
+def test_where_nothing_is_said_drafts_are_looked_up_wherever_that_is_exact_to_the_bit(raw, settings, verify) -> None:
+    wanted = want(raw, **settings)
+    assert capacity_of(wanted.config, raw).verify == verify
+    assert (drafting(wanted.config, raw) is not None) == bool(verify)
 
 
 def test_what_an_autoscaler_may_take_is_reserved() -> None:  # BR-11

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayneuron import metrics
-from rayneuron.engine.profile import StepInfo
+from rayneuron.engine.timing import StepInfo
 from rayneuron.serve.ingress import application
 from rayneuron.serve.replica import Replica
 from rayneuron.serve.telemetry import Histogram, Load, Telemetry, merged

@@ -164,8 +164,8 @@ class Cpu:
 
     @torch.inference_mode()
     def start(self, shape: Shape, batch: Batch) -> Ended:
-        """One step, to its end. The calling thread takes this rank's number of threads, since torch counts them by thread; where whole layers
-        run in the kernels one: those that torch would wake for a copy go on spinning beside the kernels' own."""
+        """One step, to its end. The calling thread takes this rank's number of threads, since torch counts them by thread; where whole
+        layers run in the kernels one: those that torch would wake for a copy go on spinning beside the kernels' own."""
         if shape not in self._shapes or self._program is None:
             raise CompileError(f"{shape} was not listed when this engine started")
         threads = 1 if self.kernels is not None and self.kernels.runs_all(self._weights) else self._threads

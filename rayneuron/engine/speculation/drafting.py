@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 
 from rayneuron.config_features import SpeculativeConfig
 from rayneuron.devices.base import DRAFTED
@@ -21,8 +20,8 @@ from rayneuron.types import Profile, TokenDelta
 
 PREDICTED = 0  # the kind of a client's prediction; a match of n ids is kind n
 
-# Why a step tries no draft: none were found; none were looked for, since too few have come true; those that are there do not pay; the draft
-# model has still to read the text; there is no free KV for them.
+# Why a step tries no draft: none were found; what one takes without is not known yet; those that are there do not pay; the draft model has
+# still to read the text; there is no free KV for them.
 NONE, REST, COST, BEHIND, ROOM = "none", "rest", "cost", "behind", "room"
 
 # (sequence, most) -> up to so many ids that may come next, and their kind
@@ -63,34 +62,37 @@ class Speculation:
 
     def _proposed(self, works: list[Work]) -> tuple[list[tuple[int, ...]], str]:
         """Drafts for every row of a decode step, () for none, nothing where none are looked for; and why nobody has any, if so."""
-        pace, rows, length = self._pace, len(works), 1 + max([work.start for work in works])
-        found: list[tuple[int, ...]] = []
-        candidates, worth = [], 0.0 if pace is None or self._chain is not None else pace.looks(rows, length)
-        if worth == inf and all(work.sequence.grammar is None for work in works):
+        pace, chain, rows, length = self._pace, self._chain, len(works), 1 + max([work.start for work in works])
+        if pace is not None and not pace.begins(rows, length):
             return [], REST
-        for work in works:
+        found: list[tuple[int, ...]] = []
+        behind: dict[int, int] = {}
+        why = NONE
+        for i, work in enumerate(works):
             sequence = work.sequence
-            if sequence.drafter is None:
-                sequence.drafter = Drafter()
-            record, behind = sequence.drafter.record, None
-            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
+            drafts: tuple[int, ...] = ()
+            drafter: Drafter = sequence.drafter or Drafter()
+            sequence.drafter = drafter
+            most = min(self.tokens, sequence.max_tokens - len(sequence.ids) + sequence.prompt_len - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
-            drafts = _forced(grammar, most)
-            if drafts:
-                record.kind = FORCED
-            elif most > 0 and (not worth or (worth < inf and pace is not None and pace.hope(record) > worth)):
-                drafts, record.kind = self._propose(sequence, most)
+            if grammar is not None and most > 0 and (drafts := grammar.forced(most)):  # what leaves no choice
+                drafter.record.kind = FORCED
+            elif most > 0:
+                drafts, drafter.record.kind = self._propose(sequence, most)
+                if not drafts and drafter.record.kind:
+                    why = COST
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
-            chain = self._chain
             if not drafts and chain is not None and work.start and (most := min(most, chain.most, chain.limit - work.start - 1)) > 0:
-                drafts, record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
-                behind = chain.reading.behind(sequence, sequence.drafter.read, work.start) if chain.reading is not None else 0
+                drafts, drafter.record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
+                behind[i] = chain.reading.behind(sequence, drafter.read, work.start) if chain.reading is not None else 0
             found.append(drafts)
-            candidates.append(Candidate(record, len(drafts), sequence.needs == "logits", behind))
-        if pace is None:
-            return found, NONE
-        why = COST if any(found) else REST if worth else NONE
-        return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)], why
+        if pace is None or not any(found):
+            return found, why
+        candidates = [
+            Candidate(work.sequence.drafter.record, len(drafts), work.sequence.needs == "logits", behind.get(i))
+            for i, (work, drafts) in enumerate(zip(works, found, strict=True))
+        ]
+        return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)], COST
 
     def draft(self, plan: Plan, blocks: Blocks) -> Plan:
         """The plan of a decode step, its works given drafts where that pays and there is room: nobody makes room for a draft."""
@@ -130,18 +132,14 @@ class Speculation:
             if self._chain is not None and self._chain.reading is not None and record.kind == CHAINED:
                 sure = work.start + 1 + min(work.accepted, len(work.drafts) - 1)
                 self._chain.reading.reached(work.sequence, drafter.read, sure)
-            if self._pace is not None:
+            if self._pace is not None and record.kind <= 0:
                 self._pace.learn(record, len(work.drafts), work.accepted)
 
     def took(self, plan: Plan, ms: float) -> None:
         """A step has ended, and has taken so long from its planning on."""
         if self._pace is not None and plan.tag != "prefill" and not plan.fills:
-            self._pace.took(len(plan.works), 1 + max([work.start for work in plan.works]), plan.tag == "verify", ms)
-
-
-def _forced(grammar: Grammar | None, most: int) -> tuple[int, ...]:
-    """What a constraint leaves no choice of."""
-    return grammar.forced(most) if grammar is not None and most > 0 else ()
+            drafts = sum([len(work.drafts) for work in plan.works]) if plan.tag == "verify" else 0
+            self._pace.took(len(plan.works), 1 + max([work.start for work in plan.works]), drafts, ms)
 
 
 def speculation(
@@ -152,7 +150,7 @@ def speculation(
     tokens, lengths = said.num_speculative_tokens, (said.prompt_lookup_min, said.prompt_lookup_max)
     pace = Pace(profile, capacity.rows * (1 + tokens), whole) if said.adaptive else None
     if limit is None:
-        return Speculation(tokens, partial(look_up, *lengths), pace)
+        return Speculation(tokens, partial(look_up, *lengths, pace=pace), pace)
     reading = None if said.by_heads else Readings(capacity, fit(profile))
     return Speculation(tokens, partial(predicted, *lengths), pace, Chain(reading, limit, most or MOST))
 
@@ -168,12 +166,23 @@ def predicted(least: int, most: int, sequence: Sequence, count: int) -> tuple[tu
     return drafter.prediction.propose(sequence.ids, sequence.prompt_len, count), PREDICTED
 
 
-def look_up(least: int, most: int, sequence: Sequence, count: int) -> tuple[tuple[int, ...], int]:
-    """What a client predicted, else what followed the last `least` to `most` ids before."""
+def look_up(least: int, most: int, sequence: Sequence, count: int, pace: Pace | None = None) -> tuple[tuple[int, ...], int]:
+    """What a client predicted, else what followed the last `least` to `most` ids before, if it may pay; `pace` hears how that fares, tried
+    or not."""
     drafter: Drafter = sequence.drafter
-    drafts, kind = predicted(least, most, sequence, count)
-    if drafts:
-        return drafts, kind
-    if drafter.echo is None:
-        drafter.echo = Echo(least, most)
-    return drafter.echo.propose(sequence.ids, count)
+    if sequence.request.prediction:
+        drafts, kind = predicted(least, most, sequence, count)
+        if drafts:
+            return drafts, kind
+    echo, ids, record = drafter.echo, sequence.ids, drafter.record
+    if echo is None:
+        echo = drafter.echo = Echo(least, most, pace is not None)
+    if echo.rests(ids):
+        return (), 0
+    for kind, came in echo.heard(ids):
+        if pace is not None:
+            pace.heard(record, kind, came)
+    record.kind = echo.looks(ids)
+    if not record.kind or (pace is not None and pace.hope(record) < pace.bar):
+        return (), record.kind
+    return echo.propose(ids, count), record.kind
