@@ -19,6 +19,8 @@ RayNeuronError                     500
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class RayNeuronError(Exception):
     """Base of all errors this package raises on purpose."""
@@ -77,6 +79,11 @@ class UnknownModel(RequestError):
     """No model of that name is served here."""
 
     status = 404
+
+    @classmethod
+    def named(cls, name: str, there: Iterable[str], param: str = "model") -> UnknownModel:
+        """That of a name which is none of those that are there."""
+        return cls(f"The model `{name[:256]}` does not exist. There are: {', '.join(there)}", param=param)
 
 
 class Conflict(RequestError):

@@ -45,7 +45,7 @@ def read_head(fields: Fields, context: Context) -> Head:
     named = model not in context.models or any(name in fields for name in FIELDS)
     adapter = read_adapter(fields, context, model) if named else None
     if adapter is None and model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
-        raise UnknownModel(f"The model `{model}` does not exist.", param="model")
+        raise UnknownModel.named(model, context.models)
     stream, options = fields.flag("stream"), fields.table("stream_options")
     if options is not None and not stream:
         raise RequestError("stream_options is only allowed together with stream: true", param="stream_options")

@@ -75,10 +75,11 @@ def wishes_of(headers: Mapping[bytes, bytes], account: str, say: Callable[[str],
 def _goal(headers: Mapping[bytes, bytes], name: bytes) -> float | None:
     if name not in headers:
         return None
+    said = headers[name].decode("latin-1")
     try:
-        goal = float(headers[name])
+        goal = float(said)
     except ValueError:
         goal = math.nan
     if not 0 < goal < math.inf:
-        raise RequestError(f"{name.decode()} must be a number of milliseconds above 0, got {headers[name]!r}", param=name.decode())
+        raise RequestError(f"{name.decode()} must be a number of milliseconds above 0, got {said!r}", param=name.decode())
     return goal

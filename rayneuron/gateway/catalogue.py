@@ -102,10 +102,10 @@ class Catalogue(Handles):
             found = [entry for entry in self.entries if self.config.default in entry.names]
         if found:
             return found[0]
-        there = ", ".join(entry.names[0] for entry in self.entries)
+        there = [entry.names[0] for entry in self.entries]
         if name is None:
-            raise UnknownModel(f"several models are served here, and none by default; name one as `model`: {there}", param=here)
-        raise UnknownModel(f"The model `{name[:256]}` does not exist. There are: {there}", param=here)
+            raise UnknownModel(f"several models are served here, and none by default; name one as `model`: {', '.join(there)}", param=here)
+        raise UnknownModel.named(name, there, here)
 
     # What other Ray applications call.
 

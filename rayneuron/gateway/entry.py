@@ -31,7 +31,7 @@ from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
 from rayneuron.serve.served import Served, around
 from rayneuron.serve.startup import events_per_s
-from rayneuron.serve.telemetry import Load, Telemetry
+from rayneuron.serve.telemetry import Load, Telemetry, merged
 from rayneuron.serve.verbs import NO_HEADERS, Entrance, Json, Shut, Verbs
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ class CatalogueEntry(Handles):
 
     async def metrics_text(self) -> bytes:
         """The body of `/metrics`: its replicas'."""
-        return b"".join(text for _, text in await self.texts())
+        return merged(text for _, text in await self.texts())
 
     async def texts(self) -> list[tuple[str, bytes]]:
         """What each replica measures."""

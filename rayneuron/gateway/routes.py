@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Mount, Route
 
 from rayneuron.api import errors, openai, sagemaker
-from rayneuron.errors import Conflict, RequestError, UnknownModel
+from rayneuron.errors import Conflict, RequestError
 from rayneuron.gateway import hosts_page
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
@@ -104,10 +104,7 @@ async def _models(catalogue: Catalogue, exchange: Exchange) -> None:
 async def _model(catalogue: Catalogue, exchange: Exchange) -> None:
     name = exchange.params["model"]
     entry = catalogue.named(name, "model")
-    found = next((card for card in entry.cards() if card["id"] == name), None)
-    if found is None:
-        raise UnknownModel(f"The model `{name}` does not exist.", param="model")
-    await exchange.reply(200, errors.encode(found))
+    await exchange.reply(200, errors.encode(openai.find_model(name, entry.cards())))
 
 
 async def _health(catalogue: Catalogue, exchange: Exchange) -> None:

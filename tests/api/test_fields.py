@@ -381,7 +381,8 @@ def test_head(byte_level: Text) -> None:
     assert parse("text", {"model": "tiny"}, byte_level).head.model == "tiny"
     with pytest.raises(UnknownModel) as caught:
         parse("text", {"model": "gpt-4"}, byte_level)
-    assert (caught.value.status, caught.value.param, caught.value.message) == (404, "model", "The model `gpt-4` does not exist.")
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert caught.value.message == "The model `gpt-4` does not exist. There are: tiny"
 
 
 def test_ids_of_replies(byte_level: Text) -> None:

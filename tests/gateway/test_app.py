@@ -9,7 +9,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]  # tests/serve/test_app.py has a gateway in the default run
 
 GATEWAYS = int(os.environ.get("RAYNEURON_GATEWAYS", "1"))
+DEPLOY: list[Callable[[int], None]] = []  # what the fixture deploys with
 GO = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "temperature": 0}
 
 
@@ -61,8 +62,15 @@ def url(tiny: Path) -> Iterator[str]:
                 {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": gateway},
                 {"name": "probe", "route_prefix": "/probe", "import_path": "tests.serve.probe:build", "args": {"application": "gateway"}},
             ]
-            file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
-            serve.context._get_global_client().deploy_apps(file, _blocking=False)
+
+            def deploy(replicas: int) -> None:
+                """With so many replicas of `tiny`."""
+                applications[0]["args"]["serving"]["num_replicas"] = replicas
+                file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
+                serve.context._get_global_client().deploy_apps(file, _blocking=False)
+
+            DEPLOY.append(deploy)
+            deploy(2)
             eventually(lambda: [a.status.value for a in serve.status().applications.values()] == ["RUNNING"] * 4, 300, serve.status)
             made = f"http://127.0.0.1:{port}"
             eventually(lambda: connected(made) >= 3 and states(made) == {"ready"}, PATIENCE_S, lambda: states(made))
@@ -194,6 +202,37 @@ async def killed(url: str, kills: int, tokens: int, streams: int = 8) -> list[li
             assert await asyncio.gather(*calls) == wanted
             pauses.append([max(each) for each in gaps])
     return pauses
+
+
+def replayed(url: str, *causes: str) -> float:
+    """Choices that went on elsewhere for one of these causes."""
+    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    counts = [line for line in lines if line.startswith("rayneuron:gateway_replays_total{")]
+    return sum(float(line.split()[-1]) for line in counts if any(f'cause="{cause}"' in line for cause in causes))
+
+
+async def test_a_replica_that_serve_takes_away_ends_what_it_has(url: str) -> None:
+    """Serve waits for the calls that stand for orders: nobody is cut off, though the orders are none of its calls."""
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S * 2) as http:
+        wanted = [await streamed(http, number, 400, []) for number in range(6)]
+        before = replayed(url, "crash", "silence", "gap", "step")
+        over = asyncio.Event()
+
+        async def again(number: int) -> int:
+            rounds = 0
+            while not over.is_set():
+                assert await streamed(http, number, 400, []) == wanted[number]
+                rounds += 1
+            return rounds
+
+        calls = [asyncio.ensure_future(again(number)) for number in range(6)]
+        await asyncio.sleep(1.0)
+        for count in (1, 2):
+            await asyncio.to_thread(DEPLOY[0], count)
+            await asyncio.to_thread(eventually, lambda count=count: len(replicas("app-tiny")) == count and connected(url) == count + 1, 120)
+        over.set()
+        assert min(await asyncio.gather(*calls)) > 0
+    assert replayed(url, "crash", "silence", "gap", "step") == before
 
 
 async def test_a_killed_replica_is_a_pause(url: str) -> None:

@@ -38,7 +38,7 @@ async def test_a_call_means_the_model_its_path_header_or_body_names(tiny: Path) 
         assert await answered("/m/chat") == "chat" and await answered("/m/first", {"x-amzn-sagemaker-target-model": "coder"}) == "chat"
         assert await answered(headers={"x-amzn-sagemaker-target-model": "chat"}) == "chat"
         assert await answered(model="x") == "The model `x` does not exist. There are: chat, coder"
-        assert await answered("/m/chat", model="coder") == "The model `coder` does not exist."
+        assert await answered("/m/chat", model="coder") == "The model `coder` does not exist. There are: chat, first"
         assert (await http.post("/v1/completions", json={**GO, "model": "x"})).status_code == 404
         assert (await http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})).status_code == 400
         assert (await http.post("/tokenize", json={"model": "chat", "prompt": "ab"})).json()["count"] > 0
@@ -128,7 +128,7 @@ async def test_a_reply_says_where_it_came_from_and_why(tiny: Path) -> None:
 async def test_a_goal_is_a_number_of_milliseconds(tiny: Path, value: str) -> None:
     async with house({"scripted": scripted(tiny, 1)}) as made, client(application(made.catalogue)) as http:
         reply = await http.post("/v1/completions", json=GO, headers={"x-slo-ttft-ms": value})
-        assert reply.status_code == 400 and "x-slo-ttft-ms must be a number of milliseconds" in reply.text
+        assert reply.status_code == 400 and f"x-slo-ttft-ms must be a number of milliseconds above 0, got {value!r}" in reply.text
         assert not made.engine.wishes
         assert (await http.post("/v1/completions", json=GO, headers={"x-slo-ttft-ms": "500"})).status_code == 200
 
@@ -151,6 +151,13 @@ async def test_what_it_measures(tiny: Path) -> None:
         assert value("rayneuron:gateway_replicas", "chat") == value("rayneuron:gateway_replicas", "coder") == 1
         assert value("rayneuron:gateway_requests", "chat") == 0 and value("rayneuron:gateway_link_frames_total", "chat") > 3
         assert value("vllm:time_to_first_token_seconds_count", "chat") == 3, "the replica's own, once"
+
+
+async def test_what_is_measured_of_one_model_has_every_family_once(tiny: Path) -> None:
+    """However many replicas it has."""
+    async with house({"scripted": scripted(tiny, 2)}) as made, client(application(made.catalogue)) as http:
+        heads = [line for line in (await http.get("/m/scripted/metrics")).text.splitlines() if line.startswith("# HELP")]
+        assert heads and len(heads) == len(set(heads))
 
 
 async def test_another_user_config_of_the_replicas_is_read_by_the_gateway(tiny: Path) -> None:

@@ -47,10 +47,10 @@ def models_list(cards: Iterable[Json]) -> Json:
 
 def find_model(name: str, cards: Iterable[Json]) -> Json:
     """/v1/models/{name}; UnknownModel (404) where it is not served."""
-    for card in cards:
-        if card["id"] == name:
-            return card
-    raise UnknownModel(f"The model `{name}` does not exist.", param="model")
+    there = {card["id"]: card for card in cards}
+    if name not in there:
+        raise UnknownModel.named(name, there)
+    return there[name]
 
 
 def tokenize(body: Mapping[str, Any], context: Context) -> Json:

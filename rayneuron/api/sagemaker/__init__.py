@@ -40,8 +40,8 @@ def models(names: Iterable[str], root: str) -> Json:
 
 def model(name: str, names: Iterable[str], root: str) -> list[Json]:
     """`/models/{name}`. UnknownModel (404) where it is not served."""
-    if name not in names:
-        raise UnknownModel(f"The model `{name}` does not exist.", param="model")
+    if name not in (there := list(names)):
+        raise UnknownModel.named(name, there)
     return [{"modelName": name, "modelUrl": root, "modelVersion": None, "models": [{"modelName": name, "modelUrl": root}]}]
 
 
