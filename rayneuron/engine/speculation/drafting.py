@@ -97,7 +97,12 @@ class Speculation:
             Candidate(work.sequence.drafter.record, len(drafts), work.sequence.needs == "logits", behind.get(i))
             for i, (work, drafts) in enumerate(zip(works, found, strict=True))
         ]
-        return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)], COST
+        chosen = pace.choose(candidates, length)
+        if not any(chosen) and chain is None:
+            for work, drafts in zip(works, found, strict=True):
+                if drafts and work.sequence.grammar is None:
+                    work.sequence.drafter.rests = len(work.sequence.ids) + pace.patience
+        return [drafts[:n] for drafts, n in zip(found, chosen, strict=True)], COST
 
     def draft(self, plan: Plan, blocks: Blocks) -> Plan:
         """The plan of a decode step, its works given drafts where that pays and there is room: nobody makes room for a draft."""
