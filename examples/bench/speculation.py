@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What drafts gain or cost: engines of one model in this process, without drafts and with as many as pay, by prompt lookup and, with
---int8, by an int8 copy of the model itself.
+"""What drafts gain or cost: engines of one model in this process, without drafts, with as many as pay, with fixed numbers of them, and with
+an int8 copy of the model itself as its draft model.
 
-Six kinds of prompts, from one that is repeated word for word to a chat in which nothing comes twice, in rounds that alternate. All engines
-give the same tokens, which is asserted, so a ratio of rates is one of times. With --fixed also engines that always try 2, 4 and 8.
+Six kinds of prompts, from one that is repeated word for word to a chat in which nothing comes twice. The engines' steps take turns, so that
+what disturbs one disturbs all; all give the same tokens, which is asserted, so a ratio of rates is one of times. In parts, of 100 s each:
+`ngram`, as many as pay against none; `pace-1`, `pace-4` and `pace-16`, that against the best of 0, 2, 4 and 8 always, by rows; `int8`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ NAMES = ("Anna", "Boris", "Chloe", "David", "Elena", "Farid", "Greta", "Hugo", "
 BARS = {("quote", 1): 4.0, ("extract", 1): 4.0, ("code edit", 1): 1.4, ("chat", 1): 0.98, ("quote", 16): 1.5, ("chat", 16): 0.98}
 BARS_INT8 = {"fp32": 1.5, "bf16": 1.1}  # of a chat alone, by what the model computes in
 DRAFTING = ("adaptive", "int8")
+_INT8 = {"method": "draft_model", "quantization": "int8", "num_speculative_tokens": 4}
+KINDS: dict[str, Any] = {"off": False, "adaptive": {}, "int8": _INT8}
+KINDS |= {str(k): {"num_speculative_tokens": k, "adaptive": False} for k in (2, 4, 8)}
+_ALL, _FIXED = list(FAMILIES), ("off", "adaptive", "2", "4", "8")
+PARTS: dict[str, tuple[list[str], list[int], tuple[str, ...]]] = {  # prompts, rows, engines
+    "ngram": (["quote", "extract", "code edit", "chat"], [1, 16], ("off", "adaptive")),
+    "int8": (["chat"], [1], ("off", "int8")),
+    **{f"pace-{rows}": (_ALL, [rows], _FIXED) for rows in (1, 4, 16)},
+}
 
 
 @dataclass(slots=True)
@@ -88,35 +98,45 @@ def prompts(opened: Opened, family: str, rows: int, turn: int) -> list[list[int]
     return made
 
 
-def serve(opened: Opened, ids: Sequence[list[int]], new: int) -> Run:
-    """Serve prompts together, greedily, each to its own end."""
+def serve(engines: dict[str, Opened], ids: Sequence[list[int]], new: int) -> dict[str, Run]:
+    """Serve prompts together, greedily, each to its own end, by every engine, whose steps take turns."""
     from rayneuron.types import Request, SamplingParams
 
-    engine, run = opened.engine, Run([[] for _ in ids])
-    for i, prompt in enumerate(ids):
-        engine.add(Request(id=str(i), prompt_ids=prompt, params=SamplingParams(max_tokens=new, temperature=0.0)))
-    while engine.has_work:
-        began = time.perf_counter()
-        for delta in engine.step():
-            run.tokens[int(delta.request_id)] += delta.token_ids
-        info = engine.info
-        if info.tag != "prefill":
-            run.steps += 1
-            run.seconds += time.perf_counter() - began
-            run.host_s += info.plan_s + info.commit_s
-            run.tried += sum(n for n, _ in info.drafts)
-            run.accepted += sum(n for _, n in info.drafts)
-    return run
+    runs = {name: Run([[] for _ in ids]) for name in engines}
+    for opened in engines.values():
+        for i, prompt in enumerate(ids):
+            opened.engine.add(Request(id=str(i), prompt_ids=prompt, params=SamplingParams(max_tokens=new, temperature=0.0)))
+    order = list(engines)
+    while any(opened.engine.has_work for opened in engines.values()):
+        for name in order:
+            if engines[name].engine.has_work:
+                _step(engines[name], runs[name])
+        order.reverse()
+    return runs
 
 
-def measure(engines: dict[str, Opened], families: Sequence[str], rows: Sequence[int], new: int, turn: int, into: Measured) -> None:
-    """One round; who is first changes."""
-    for family in families:
-        for count in rows:
-            ids, first = prompts(next(iter(engines.values())), family, count, turn), None
-            for name in sorted(engines, reverse=turn % 2 == 1):
-                run = serve(engines[name], ids, new)
-                first = first or run
+def _step(opened: Opened, run: Run) -> None:
+    engine, began = opened.engine, time.perf_counter()
+    for delta in engine.step():
+        run.tokens[int(delta.request_id)] += delta.token_ids
+    info = engine.info
+    if info.tag != "prefill":
+        run.steps += 1
+        run.seconds += time.perf_counter() - began
+        run.host_s += info.plan_s + info.commit_s
+        run.tried += sum(n for n, _ in info.drafts)
+        run.accepted += sum(n for _, n in info.drafts)
+
+
+def measure(engines: dict[str, Opened], args: argparse.Namespace, turn: int, into: Measured, until_s: float) -> None:
+    """One round, or as far as there is time."""
+    for family in args.prompts:
+        for count in args.rows:
+            if turn and time.monotonic() > until_s:
+                return
+            runs = serve(engines, prompts(next(iter(engines.values())), family, count, turn), args.new)
+            first = next(iter(runs.values()))
+            for name, run in runs.items():
                 assert run.tokens == first.tokens, f"drafts changed tokens: {family}, {count} rows, {name}"
                 into.runs.setdefault((family, count), {}).setdefault(name, []).append(run)
 
@@ -154,37 +174,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "speculation", 5)
     options.add_dtype(parser)
-    parser.add_argument("--prompts", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), help="kinds of prompts (default all)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="prompts served together (default 1 16)")
+    parser.add_argument("part", choices=list(PARTS), help="what is measured")
+    parser.add_argument("--prompts", nargs="+", choices=list(FAMILIES), help="kinds of prompts (default: the part's)")
+    parser.add_argument("--rows", type=int, nargs="+", help="prompts served together (default: the part's)")
     parser.add_argument("--new", type=int, default=160, help="most output tokens of a prompt (default %(default)s)")
-    parser.add_argument("--fixed", action="store_true", help="also engines that always try 2, 4 and 8 drafts")
-    parser.add_argument("--int8", action="store_true", help="also an engine with an int8 copy of the model as its draft model")
-    return parser.parse_args(argv)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no further prompts after so long, the start with it, but a first round")
+    args = parser.parse_args(argv)
+    families, rows, args.engines = PARTS[args.part]
+    args.prompts, args.rows = args.prompts or families, args.rows or rows
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    args = parse_args(argv)
+    began_s, args = time.monotonic(), parse_args(argv)
     machine.begin(args.urgent)
     from rayneuron import loading
     from rayneuron.config import parse
 
-    kinds: dict[str, Any] = {"off": False, "adaptive": {}}
-    if args.int8:
-        kinds["int8"] = {"method": "draft_model", "quantization": "int8", "num_speculative_tokens": 4}
-    if args.fixed:
-        kinds |= {str(k): {"num_speculative_tokens": k, "adaptive": False} for k in (2, 4, 8)}
+    kinds = {name: KINDS[name] for name in args.engines}
     said = {"model": {"path": args.model}, "dtype": args.dtype, "threads": args.threads}
     said |= {"max_num_seqs": max(args.rows), "max_model_len": 1024, "enable_prefix_caching": False}
     engines = {name: loading.open_engine(parse({**said, "speculative_config": kind})) for name, kind in kinds.items()}
     watch, found = machine.Watch([]), Measured()
-    measure(engines, args.prompts, args.rows, args.new, 1000, Measured())
+    for count in args.rows:
+        serve(engines, prompts(engines["off"], "summary", count, 1000), 32)
     for turn in range(args.rounds):
-        measure(engines, args.prompts, args.rows, args.new, turn, found)
+        measure(engines, args, turn, found, began_s + args.seconds)
     for opened in engines.values():
         opened.engine.close()
     ratios = {f"{family}, {rows}": {n: found.ratio(family, rows, n) for n in by} for (family, rows), by in found.runs.items()}
-    about = f"{args.model}, {args.dtype}, {args.rounds} rounds"
+    about = f"{args.part}, {args.model}, {args.dtype}, {max(len(by['off']) for by in found.runs.values())} rounds"
     report.tell("speculation", watch.facts(), about, show(found, args.dtype), {"ratios": ratios}, args.json)
     return 0
 

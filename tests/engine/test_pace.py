@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.engine.speculation.costs import VERIFY_MS
-from rayneuron.engine.speculation.lookup import CANDIDATES, LONGEST, PATIENCE, Echo, Prediction
-from rayneuron.engine.speculation.pace import CHAINED, PROBE, Candidate, Pace, Record
+from rayneuron.engine.speculation.lookup import CANDIDATES, LONGEST, Echo, Prediction
+from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, PROBE, Candidate, Pace, Record
 from rayneuron.types import Profile
 
 MEASURED = ((1, 6.3), (8, 8.3), (16, 11.2), (36, 20.0), (144, 80.0))  # ms by tokens: two cores, SmolLM2
@@ -234,20 +234,15 @@ def test_an_echo_is_what_followed_the_longest_match(ids, least, further, count):
         assert fresh.propose(ids, count) == tuple(wanted[len(ids) :])
 
 
-def test_who_was_wrong_looks_seldomer_and_who_is_right_at_once():
-    one, text = Echo(2, 4, patient=True), list(range(100))
-    looked = []
-    for token in range(200, 240):
-        text.append(token)
-        one.heard(text)
-        looked.append(not one.rests(text))
-        one.looks(text)
-    assert sum(looked[8:]) == len(looked[8:]) / PATIENCE
-    for token in range(5, 5 + 2 * PATIENCE):
-        text.append(token)
-        one.heard(text)
-        one.looks(text)
-    assert not one.rests(text) and one.propose(text, 2) == (5 + 2 * PATIENCE, 6 + 2 * PATIENCE)
+def test_looking_in_vain_costs_little():
+    """The more rows a step has and the less it takes, the seldomer each is looked at."""
+    one = warm(pace(), 1, 4, 16)
+    seen = []
+    for count in (1, 4, 16):
+        assert one.begins(count, 100)
+        seen.append(one.patience)
+        assert count * LOOK_MS / one.patience <= 1.5 * LOOK_SHARE * one.costs.plain(count, 100)
+    assert seen[0] == 1 and seen == sorted(seen) and seen[2] > 2
 
 
 def test_a_long_text_is_looked_at_in_part():

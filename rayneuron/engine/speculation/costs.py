@@ -16,7 +16,7 @@ SEEN = 4.0  # what drafts add is little seen where it is less than this part of 
 
 class DraftCosts:
     """The profile is measured in half a second of the start, beside whatever else starts then: it says how times rise with rows, lengths
-    and drafts. How high they are is learnt: of steps without drafts by rows, of what drafts add by rows and drafts, in powers of two."""
+    and drafts. How high they are is learnt: of steps without drafts by rows, of what drafts add by rows and drafts, at powers of two."""
 
     def __init__(self, profile: Profile, tokens: int, whole: bool) -> None:
         """As for `Pace`."""
@@ -42,9 +42,13 @@ class DraftCosts:
 
     def added(self, rows: int, drafts: int, more_ms: float = 0.0) -> float:
         """ms that so many add to a step, and the host or passes of a draft model, which should take `more_ms`."""
-        size = drafts.bit_length()
-        factor = self._dear.get((rows.bit_length(), size)) or self._near(rows.bit_length(), size)
-        return (self._said(rows, drafts) + more_ms) * factor.value if drafts else 0.0
+        if not drafts:
+            return 0.0
+        (low, _), (high, share) = _shares(drafts)
+        factor = self._near(rows.bit_length(), low)
+        if share:
+            factor += share * (self._near(rows.bit_length(), high) - factor)
+        return (self._said(rows, drafts) + more_ms) * factor
 
     def least(self, rows: int) -> float:
         """ms of a draft in the step in which they cost least."""
@@ -63,9 +67,11 @@ class DraftCosts:
             return
         said = self._said(rows, drafts) + more_ms
         weight = min(1.0, SEEN * said / plain_ms)
-        key = rows.bit_length(), drafts.bit_length()
-        for factor in (self._drafted, self._dear.setdefault(key, _Factor(self._near(*key).value))):
-            factor.learn((ms - plain_ms) / said, weight, tried)
+        self._drafted.learn((ms - plain_ms) / said, weight, tried)
+        for size, share in _shares(drafts):
+            if share:
+                known = self._dear.setdefault((rows.bit_length(), size), _Factor(self._near(rows.bit_length(), size)))
+                known.learn((ms - plain_ms) / said, weight * share, tried)
         self._least.clear()
 
     def _said(self, rows: int, drafts: int) -> float:
@@ -79,10 +85,20 @@ class DraftCosts:
         """What is known of steps with most nearly as many rows."""
         return self._slow[min(self._slow, key=lambda seen: abs(seen - rows))] if self._slow else _Factor()
 
-    def _near(self, rows: int, size: int) -> _Factor:
+    def _near(self, rows: int, size: int) -> float:
         """What is known of steps with as many rows and most nearly as many drafts; of all, where nothing is."""
-        alike = [(abs(drafts - size), drafts) for many, drafts in self._dear if many == rows]
-        return self._dear[rows, min(alike)[1]] if alike else self._drafted
+        known = self._dear.get((rows, size))
+        if known is None:
+            alike = [(abs(drafts - size), drafts) for many, drafts in self._dear if many == rows]
+            known = self._dear[rows, min(alike)[1]] if alike else self._drafted
+        return known.value
+
+
+def _shares(drafts: int) -> tuple[tuple[int, float], tuple[int, float]]:
+    """The powers of two between which a number lies, and how near it is to each."""
+    low = drafts.bit_length() - 1
+    share = drafts / (1 << low) - 1
+    return (low, 1 - share), (low + 1, share)
 
 
 class _Factor:

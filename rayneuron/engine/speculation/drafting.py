@@ -36,6 +36,7 @@ class Drafter:
     read: Reached = field(default_factory=Reached)
     echo: Echo | None = None
     prediction: Prediction | None = None
+    rests: int = 0  # as long as there are fewer ids nothing is looked for
     accepted: int = 0  # drafts of the prediction
     refused: int = 0
 
@@ -73,14 +74,18 @@ class Speculation:
             drafts: tuple[int, ...] = ()
             drafter: Drafter = sequence.drafter or Drafter()
             sequence.drafter = drafter
+            if len(sequence.ids) < drafter.rests:
+                found.append(())
+                continue
             most = min(self.tokens, sequence.max_tokens - len(sequence.ids) + sequence.prompt_len - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             if grammar is not None and most > 0 and (drafts := grammar.forced(most)):  # what leaves no choice
                 drafter.record.kind = FORCED
             elif most > 0:
                 drafts, drafter.record.kind = self._propose(sequence, most)
-                if not drafts and drafter.record.kind:
-                    why = COST
+                if not drafts and pace is not None:
+                    why = COST if drafter.record.kind else why
+                    drafter.rests = len(sequence.ids) + pace.patience if grammar is None and chain is None else 0
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
             if not drafts and chain is not None and work.start and (most := min(most, chain.most, chain.limit - work.start - 1)) > 0:
                 drafts, drafter.record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
@@ -92,7 +97,12 @@ class Speculation:
             Candidate(work.sequence.drafter.record, len(drafts), work.sequence.needs == "logits", behind.get(i))
             for i, (work, drafts) in enumerate(zip(works, found, strict=True))
         ]
-        return [drafts[:n] for drafts, n in zip(found, pace.choose(candidates, length), strict=True)], COST
+        chosen = pace.choose(candidates, length)
+        if not any(chosen) and chain is None:
+            for work, drafts in zip(works, found, strict=True):
+                if drafts and work.sequence.grammar is None:
+                    work.sequence.drafter.rests = len(work.sequence.ids) + pace.patience
+        return [drafts[:n] for drafts, n in zip(found, chosen, strict=True)], COST
 
     def draft(self, plan: Plan, blocks: Blocks) -> Plan:
         """The plan of a decode step, its works given drafts where that pays and there is room: nobody makes room for a draft."""
@@ -176,9 +186,7 @@ def look_up(least: int, most: int, sequence: Sequence, count: int, pace: Pace | 
             return drafts, kind
     echo, ids, record = drafter.echo, sequence.ids, drafter.record
     if echo is None:
-        echo = drafter.echo = Echo(least, most, pace is not None)
-    if echo.rests(ids):
-        return (), 0
+        echo = drafter.echo = Echo(least, most)
     for kind, came in echo.heard(ids):
         if pace is not None:
             pace.heard(record, kind, came)

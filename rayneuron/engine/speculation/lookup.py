@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 NEWEST, FIRST = 8192, 2048  # ids of a long text that are looked at: the last ones and the first
 CANDIDATES = 8  # occurrences looked at, the latest first
 LONGEST = 12  # matches that are longer are one kind
-PATIENCE = 4  # ids, the most after which one looks again
 
 
 class Index:
@@ -54,21 +53,15 @@ class Index:
 
 class Echo:
     """Proposes of a sequence's own ids, prompt and output, what followed the longest match, of equals the latest; and goes on there as long
-    as the output does, whether or not anybody tries it. Where it was wrong or found nothing it looks seldomer, if it may."""
+    as the output does, whether or not anybody tries it."""
 
-    __slots__ = ("_at", "_index", "_length", "_next", "_patient", "_seen", "_wait")
+    __slots__ = ("_at", "_index", "_length", "_seen")
 
-    def __init__(self, least: int, most: int, patient: bool = False) -> None:
+    def __init__(self, least: int, most: int) -> None:
         self._index = Index(least, most)
-        self._patient = patient
         self._at: int | None = None  # what it proposes begins there
         self._length = 0  # so many ids before that are the text's last ones
         self._seen = 0  # ids of the text it was asked about
-        self._wait, self._next = 1, 0  # ids until it looks again, and the text's length then
-
-    def rests(self, ids: list[int]) -> bool:
-        """Whether there is nothing to be heard of it, nor to be looked for yet."""
-        return self._at is None and len(ids) < self._next
 
     def heard(self, ids: list[int]) -> list[tuple[int, bool]]:
         """What has become of what it would have proposed last: of each id, up to one that did not come, how many before it agreed, and
@@ -80,16 +73,15 @@ class Echo:
             told.append((min(self._length, LONGEST), came := ids[at] == token))
             if not came:
                 self._at = None
-                self._rest(len(ids))
                 break
-            at, self._at, self._length, self._wait = at + 1, at + 1, self._length + 1, 1
+            at, self._at, self._length = at + 1, at + 1, self._length + 1
         self._seen = len(ids)
         return told
 
     def looks(self, ids: list[int]) -> int:
         """How many of the last ids are known to stand before what it proposes, once it has heard of them: the more, the likelier that
         comes true. 0: it has nothing to propose."""
-        if self._at is None and len(ids) >= self._next:
+        if self._at is None:
             self._find(ids)
         return 0 if self._at is None else min(self._length, LONGEST)
 
@@ -110,12 +102,6 @@ class Echo:
                 self._at, self._length = place, length
                 if length == index.most:
                     return
-        if self._at is None:
-            self._rest(len(ids))
-
-    def _rest(self, length: int) -> None:
-        self._wait = min(2 * self._wait, PATIENCE) if self._patient else 1
-        self._next = length + self._wait
 
 
 class Prediction:

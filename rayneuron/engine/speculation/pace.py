@@ -16,7 +16,10 @@ FORCED, CHAINED = -1, -2  # the kinds of what a constraint leaves no choice of, 
 GUESSED = {CHAINED: 0.8, FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4, 4: 0.6, 5: 0.7}
 LIKELY = 0.8
 CLASS_RATE, OWN_RATE = 0.05, 0.2  # of the moving averages of a kind, and of a sequence
-MARGIN = 0.03  # a step with drafts has to promise so much more
+UNSEEN = 0.3  # of what a text would tell of itself, before it has
+LOOK_MS, LOOK_SHARE = 0.01, 0.003  # of the host, to look for drafts of a row; and the most of all time, where none are found that pay
+PATIENCE = 8
+MARGIN = 0.05  # a step with drafts has to promise so much more
 READ_MS = 0.15  # of the host, for a token it samples or describes itself
 PROBE = 32  # steps without any draft, after which some are tried to see what becomes of them; twice as many after each time
 LATEST = 256  # the most of those
@@ -81,6 +84,7 @@ class Pace:
         self._cheaper = 1  # times that drafts may be than is known
         self._more_ms = 0.0  # that the passes of the last step should take
         self.bar = 0.0  # what a row's first draft has to be worth in this step
+        self.patience = 1  # ids of a row that has none, after which it is looked at again
 
     def begins(self, rows: int, length: int) -> bool:
         """A step is planned: whether drafts are thought of at all, which they are not before it is known what one takes without."""
@@ -89,8 +93,10 @@ class Pace:
         self._without += 1
         self._cheaper = 1 if self._without % self._patience else 1 + self._without // PROBE
         self.bar = 0.0  # in a graph that others' drafts pay for one more costs nothing
+        plain_ms = self.costs.plain(rows, length)
         if not self._whole:
-            self.bar = self.costs.least(rows) * rows / self.costs.plain(rows, length) / self._cheaper
+            self.bar = self.costs.least(rows) * rows / plain_ms / self._cheaper
+        self.patience = min(max(1, round(rows * LOOK_MS / (LOOK_SHARE * plain_ms))), PATIENCE)
         return True
 
     def hope(self, record: Record) -> float:
@@ -187,21 +193,19 @@ class Pace:
                 rates.later += CLASS_RATE * (came - rates.later)
             else:
                 rates.first += CLASS_RATE * (came - rates.first)
-            self._own(record, rates, came)
+            own = rates.first if record.own is None else record.own
+            record.own = own + OWN_RATE * (came - own)
 
     def heard(self, record: Record, kind: int, came: bool) -> None:
         """An id that would have been drafted by a match has come, or another one."""
         rates = self._kind(kind)
         rates.first += CLASS_RATE * (came - rates.first)
-        self._own(record, rates, float(came))
+        own = UNSEEN if record.own is None else record.own
+        record.own = own + OWN_RATE * (came - own)
 
     def took(self, rows: int, length: int, drafts: int, ms: float) -> None:
         """The step chosen last has taken so long, the host's part with it."""
         self.costs.took(rows, length, drafts, ms, self._more_ms, self._cheaper > 1)
-
-    def _own(self, record: Record, rates: _Rates, came: float) -> None:
-        own = rates.first if record.own is None else record.own
-        record.own = own + OWN_RATE * (came - own)
 
     def _kind(self, kind: int) -> _Rates:
         return self._rates.setdefault(kind, _Rates(GUESSED.get(kind, LIKELY)))
@@ -209,6 +213,6 @@ class Pace:
     def _survival(self, record: Record, before: float, place: int) -> float:
         if record.kind > 0:
             rate = self._kind(min(record.kind + place, LONGEST)).first
-        else:
-            rate = self._kind(record.kind).later if place else self._kind(record.kind).first
+            return before * (rate + (UNSEEN if record.own is None else record.own)) / 2
+        rate = self._kind(record.kind).later if place else self._kind(record.kind).first
         return before * (rate if record.own is None else (rate + record.own) / 2)
