@@ -261,10 +261,10 @@ class Blocks:
 
     def _rest(self, blocks: list[int]) -> None:
         known = self.registered.hashes
-        self.cached.add([block for block in blocks if block in known])
-        for block in blocks:
-            if block not in known:
-                self._free.give(block)
+        fresh = [block for block in blocks if block not in known]
+        self.cached.add([block for block in blocks if block in known] if fresh else blocks)
+        for block in fresh:
+            self._free.give(block)
 
     def _fresh(self, count: int) -> list[int]:
         """So many blocks that nobody holds, the lowest unknown ones first; none where there are too few."""

@@ -12,8 +12,12 @@ from rayneuron.types import Profile
 
 SOME_TOKENS = 128.0  # of an output, before the first has ended
 LATER = 0.3  # of what all lose in steps to come, beside what is lost now: till then some have ended, and others have come anyway
+A_PROMPT, AN_OUTPUT = 512, 64  # the request by which engines are compared
 _RATE = 1 - 0.5 ** (1 / 64)  # after so many, half of an average is newer
 _KEPT = 16_384  # prefill steps, and places where prompts begin, that are remembered
+
+
+Beside = tuple[list[float], int, float]  # what `Costs.beside` says
 
 
 class _Cut:
@@ -29,8 +33,8 @@ class Costs:
     """The times of one profile. Every step is of the graph that the engine would choose, so that crossing a bucket has its price."""
 
     __slots__ = (
-        *("__weakref__", "_chunks", "_cuts", "_decode", "_grid", "_lengths", "_pairs", "_prompts", "_rows", "_sizes", "_steps"),
-        *("_together", "profile"),
+        *("__weakref__", "_chunks", "_cuts", "_decode", "_grid", "_lengths", "_pairs", "_prompts", "_rows", "_sizes", "_stands"),
+        *("_steps", "_together", "_typical", "profile"),
     )
 
     def __init__(self, profile: Profile) -> None:
@@ -47,6 +51,8 @@ class Costs:
         self._sizes: dict[tuple[int, int], float] = {}
         self._steps: dict[tuple[int, int], float] = {}  # the same by true tokens
         self._cuts: dict[tuple[int, bool], _Cut] = {}
+        self._typical = self.stretches(A_PROMPT, AN_OUTPUT)
+        self._stands: dict[tuple[int, int], tuple[float, Beside, float]] = {}  # by rows, and which of the lengths
         self._prompts: dict[tuple[int, int, bool], tuple[float, int]] = {}  # what was asked of late: the same is, several times a request
 
     def prefill_size(self, count: int, done: int) -> tuple[int, int]:
@@ -116,7 +122,17 @@ class Costs:
         """A decode step of so many rows, the longest of so many positions; beyond the largest sizes, that of the largest."""
         return self._decode[rows if rows < self._rows else self._rows][bisect_left(self._lengths, longest)]
 
-    def beside(self, rows: int, longest: int) -> tuple[list[float], int, float]:
+    def stands(self, rows: int, longest: int) -> tuple[float, Beside, float]:
+        """Of an engine where so many rows decode, the longest of so many positions: `decode_ms`, `beside`, and what all lose by one more
+        request of the kind by which engines are compared."""
+        place = rows if rows < self._rows else self._rows, bisect_left(self._lengths, longest)
+        found = self._stands.get(place)
+        if found is None:
+            beside = self.beside(rows, longest)
+            found = self._stands[place] = self.decode_ms(rows, longest), beside, LATER * added_ms(beside, self._typical)
+        return found
+
+    def beside(self, rows: int, longest: int) -> Beside:
         """Where one more sequence decodes beside `rows` others, the longest of so many positions: what a step takes all of them together,
         by length; which of the lengths theirs is; and what a step takes them without it."""
         if rows >= self._rows:
@@ -175,7 +191,7 @@ class TimesNow:
         return ms + (steps - 1) * step_ms
 
 
-def added_ms(beside: tuple[list[float], int, float], stretches: Iterable[tuple[int, float]]) -> float:
+def added_ms(beside: Beside, stretches: Iterable[tuple[int, float]]) -> float:
     """`Costs.added_ms` of what `beside` and `stretches` say."""
     (after, at, before), total = beside, 0.0
     for length, steps in stretches:

@@ -169,8 +169,8 @@ class GatewayDesk:
             self._unwait(key, ask)
             return
         worker = self.chooser.workers.all[found.worker]
-        worker.unbook(key)
-        self._changed(worker, now_s)
+        if worker.unbook(key):
+            self._changed(worker, now_s)
         self.chooser.remember(ask.session, worker.number, ask.prompt + tokens, now_s)
         real_ms = worker.costs.work_ms(ask.prompt - found.overlap, found.overlap, tokens / ask.rows, ask.rows)
         self.queue.ended(ask.account, 0.0 if ask.again else real_ms - found.ms, tokens // ask.rows)
@@ -275,9 +275,8 @@ class GatewayDesk:
         self.queue.add(Waiter(ask.key, ask.account, ask.prompt, ms, ask.again), first)
 
     def _unwait(self, key: int, ask: GatewayAsk, taken: bool = False) -> None:
-        if key in self.queue:
+        if (self.queue.take if taken else self.queue.drop)(key):
             self._tokens -= ask.prompt
-            (self.queue.take if taken else self.queue.drop)(key)
 
     def _uncached(self, ask: GatewayAsk) -> tuple[int, int]:
         """Tokens to compute, and tokens that somebody has computed."""

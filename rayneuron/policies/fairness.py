@@ -139,30 +139,35 @@ class Fairness:
                 heapq.heappop(tier.heap)
         return None
 
-    def take(self, key: int) -> None:
-        """A request goes, and its account is charged for it."""
-        entry = self._entries[key]
-        self.drop(key)
-        a = self._account(entry.account)
+    def take(self, key: int) -> bool:
+        """A request goes, and its account is charged for it; whether it waited."""
+        if (entry := self._entries.get(key)) is None:
+            return False
+        a, tier = self._drop(entry)
         a.running += 1
         if not entry.again:
-            tier = self._tiers[a.share.tier]
             tier.clock = max(tier.clock, a.clock)
             a.clock += entry.ms / a.share.weight
             self._line_up(a, tier)
+        return True
 
-    def drop(self, key: int) -> None:
-        """A request does not wait any more."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        a = self._account(entry.account)
+    def drop(self, key: int) -> bool:
+        """A request does not wait any more; whether it did."""
+        if (entry := self._entries.get(key)) is None:
+            return False
+        self._drop(entry)
+        return True
+
+    def _drop(self, entry: Waiter) -> tuple[_Account, _Tier]:
+        del self._entries[entry.key]
+        a = self._accounts[entry.account]
         tier = self._tiers[a.share.tier]
         tier.waiting_ms -= entry.ms
-        if tier.again.pop(key, None) is None:
-            del a.queue[key]
+        if tier.again.pop(entry.key, None) is None:
+            del a.queue[entry.key]
             a.waiting_tokens -= entry.tokens
             a.waiting_ms = a.waiting_ms - entry.ms if a.queue else 0.0
+        return a, tier
 
     def ended(self, account: str, more_ms: float = 0.0, tokens: int = 0) -> None:
         """A request that went has ended: it took so much more than it was charged for, and gave so many tokens."""

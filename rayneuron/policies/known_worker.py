@@ -7,10 +7,9 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from rayneuron.news import Pressure
-from rayneuron.policies.cost import LATER, SOME_TOKENS, Costs, TimesNow, added_ms
+from rayneuron.policies.cost import A_PROMPT, SOME_TOKENS, Costs, TimesNow
 from rayneuron.policies.learned_pace import LearnedPace
 
-_A_PROMPT, _AN_OUTPUT = 512, 64  # the request by which replicas are compared
 _FADE_S = 10.0  # how often what is known of its pace is looked at where nothing comes
 
 
@@ -28,7 +27,7 @@ class KnownWorker:
     """One replica. Its own word is as old as `at_s`; orders that `load.seen` does not count are added to it."""
 
     __slots__ = (
-        *("_added_ms", "_prompt_ms", "_typical", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows"),
+        *("_added_ms", "_prompt_ms", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows"),
         *("booked_tokens", "bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "now", "number"),
         *("orders", "pace", "place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
     )
@@ -41,8 +40,7 @@ class KnownWorker:
         self.costs = costs
         self.kv_tokens = kv_tokens
         self.pooled = pooled
-        self._prompt_ms = costs.prefill(min(_A_PROMPT, costs.profile.lengths[-1]), 0)[0]
-        self._typical = costs.stretches(_A_PROMPT, _AN_OUTPUT)
+        self._prompt_ms = costs.prefill(min(A_PROMPT, costs.profile.lengths[-1]), 0)[0]
         self.load = load
         self.at_s = now_s
         self.pace = LearnedPace(now_s)
@@ -87,10 +85,8 @@ class KnownWorker:
         self.extra = extra = load.waiting + self.booked_rows - load.slots_free
         self.free = load.kv_free - self.booked_tokens
         self.until_s = self.at_s + load.backlog_ms / 1e3
-        self.step_ms = step_ms = costs.decode_ms(rows, load.longest)
-        self.turn_ms = 0.5 * step_ms if rows > 0 else 0.0
-        self.beside = beside = costs.beside(rows, load.longest)
-        self._added_ms = LATER * added_ms(beside, self._typical)
+        step_ms, self.beside, self._added_ms = costs.stands(rows, load.longest)
+        self.step_ms, self.turn_ms = step_ms, 0.5 * step_ms if rows > 0 else 0.0
         self.behind_ms = self.booked_ms
         if extra >= 0:
             slot_ms = load.slot_ms or SOME_TOKENS * step_ms  # its rows are booked, not taken yet
@@ -116,15 +112,16 @@ class KnownWorker:
             self.pace.fade(now_s)
         self._count()
 
-    def unbook(self, key: int) -> None:
-        """A request is not there any more."""
+    def unbook(self, key: int) -> bool:
+        """A request is not there any more; whether that changes what it has to do, which it has not acknowledged then."""
         self.keys.discard(key)
         for number, booking in self.bookings.items():
             if booking.key == key:
                 del self.bookings[number]
                 self._counted(booking)
                 self._count()
-                break
+                return True
+        return False
 
     def _counted(self, booking: Booking) -> None:
         self.booked_ms -= booking.ms

@@ -37,7 +37,7 @@ class LearnedPace:
     def learn(self, queue_ms: float, own_ms: float, actual_ms: float, now_s: float) -> None:
         """A first token has come after `actual_ms`: behind others that were to take `queue_ms`, and a prompt that by the profile takes
         `own_ms`, above 0."""
-        self.fade(now_s)
+        self._fade(now_s)
         self._doubt(_DOUBT)
         own = exp(self._off) * own_ms
         expected = queue_ms + own + self._late
@@ -61,11 +61,14 @@ class LearnedPace:
 
     def fade(self, now_s: float) -> None:
         """Time has passed."""
+        self._fade(now_s)
+        self._tell()
+
+    def _fade(self, now_s: float) -> None:
         left = 0.5 ** ((now_s - self.known_s) / _FORGET_S)
         self.known_s = now_s
         self._off, self._late = left * self._off, left * self._late
         self._doubt(1 - left)
-        self._tell()
 
     def _doubt(self, share: float) -> None:
         self._off_var += share * (_OFF**2 - self._off_var)

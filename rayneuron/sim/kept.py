@@ -43,6 +43,10 @@ class TracedBlocks(Blocks):
             return
         if hold.shared < len(hashes):
             self.settle(hold, hashes[:count], b"")
-        if count > hold.shared:
-            self.registered.hashes.update(dict.fromkeys(hold.blocks[hold.shared : count], _NAMELESS))
-            hold.shared = count
+        hold.shared = max(hold.shared, count)
+
+    def _shorten(self, hold: Hold, blocks: int) -> None:
+        """As there; only now does it matter that blocks without a name are full."""
+        known = self.registered.hashes
+        known.update({block: _NAMELESS for block in hold.blocks[: hold.shared] if block not in known})
+        super()._shorten(hold, blocks)
