@@ -61,7 +61,7 @@ def test_every_message_survives_the_wire() -> None:
         begin,
         messages.LoadWeights(),
         messages.Warm(),
-        Step(1, [(0, 1)], [Part(shape, array.data)], [(0, "a")]),
+        Step(1, [(0, 1)], [Part(msgspec.Raw(msgspec.msgpack.encode(shape)), array.data)], [(0, "a")]),
         messages.Stop(),
     ]
     for kinds, many in ((FromWorker, sent), (ToWorker, told)):

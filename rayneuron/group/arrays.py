@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rayneuron.devices.base import SCHEMA, Batch, Shape, StepOutput, blank
@@ -33,36 +34,42 @@ def tensor(a: Array) -> Tensor:
     return torch.from_numpy(np.frombuffer(a.data, _DTYPES[a.kind]).reshape(a.shape))
 
 
+@lru_cache(maxsize=1024)
+def _said(shape: Shape) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(shape))
+
+
 def part(shape: Shape, batch: Batch) -> Part:
     """A batch to send."""
-    return Part(shape, memoryview(b"".join([getattr(batch, name).numpy() for name in _FIELDS])))
+    return Part(_said(shape), memoryview(b"".join([getattr(batch, name).numpy() for name in _FIELDS])))
 
 
 class Batches:
     """Where the batches lie that a worker receives: one place for each shape and micro-batch, which the next step writes anew. All
-    workers of a host wait for the cores that those before them compute on, so that a step makes no object it could keep."""
+    workers of a host wait for the cores that those before them compute on, so that a step makes no object it could keep, and reads no
+    shape that it has met."""
 
     def __init__(self, space: KvSpace) -> None:
         self._space = space
-        self._held: dict[tuple[int, Shape], tuple[NDArray[np.uint8], Batch]] = {}
+        self._held: dict[tuple[int, bytes], tuple[memoryview, Shape, Batch]] = {}
 
-    def read(self, place: int, part: Part) -> Batch:
-        """The batch of the `place`-th micro-batch of a step. Raises ValueError where its size is not the shape's."""
-        held = self._held.get((place, part.shape))
-        flat, batch = held if held is not None else self._make(place, part.shape)
-        if len(part.data) != len(flat):
-            raise ValueError(f"{len(part.data)} bytes where {part.shape} has {len(flat)}")
-        flat[:] = part.data
-        return batch
+    def read(self, place: int, part: Part) -> tuple[Shape, Batch]:
+        """The `place`-th micro-batch of a step. Raises ValueError where its size is not the shape's."""
+        key = place, bytes(part.shape)
+        held, shape, batch = self._held.get(key) or self._make(*key)
+        if len(part.data) != len(held):
+            raise ValueError(f"{len(part.data)} bytes where {shape} has {len(held)}")
+        held[:] = part.data
+        return shape, batch
 
-    def _make(self, place: int, shape: Shape) -> tuple[NDArray[np.uint8], Batch]:
+    def _make(self, place: int, said: bytes) -> tuple[memoryview, Shape, Batch]:
+        shape = msgspec.msgpack.decode(said, type=Shape)
         idle = blank(shape, self._space)
         flat = np.empty(sum(idle[name].nbytes for name in _FIELDS), np.uint8)
         ends = np.cumsum([idle[name].nbytes for name in _FIELDS])
         pieces = zip(_FIELDS, np.split(flat, ends[:-1]), strict=True)
         batch = Batch(**{name: torch.from_numpy(piece.view(idle[name].dtype).reshape(idle[name].shape)) for name, piece in pieces})
-        self._held[place, shape] = flat, batch
-        return flat, batch
+        return self._held.setdefault((place, said), (memoryview(flat), shape, batch))  # type: ignore[arg-type]
 
 
 def output(out: StepOutput) -> list[Array | None]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from rayneuron.devices.base import Shape
 from rayneuron.engine.buckets import Capacity
 from rayneuron.transfer.layout import KvLayout
 
-VERSION = 12  # raised with every change of a message: workers of another version are refused at Hello
+VERSION = 13  # raised with every change of a message: workers of another version are refused at Hello
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -23,9 +22,10 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One micro-batch: the graph, and the arrays of a Batch in the order of its schema, one behind the other."""
+    """One micro-batch: the graph (a Shape, which a worker knows by its bytes), and the arrays of a Batch in the order of its schema, one
+    behind the other."""
 
-    shape: Shape
+    shape: msgspec.Raw
     data: memoryview
 
 

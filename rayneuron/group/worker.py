@@ -152,7 +152,7 @@ def _reader(begin: Begin) -> BoardReader | None:
 def _step(channel: wire.Channel[messages.ToWorker], board: BoardReader | None, rank: Rank, step: Step) -> None:
     from rayneuron.group import arrays  # torch: only once the environment is as Begin said
 
-    outputs = rank.run(step.copies, [(part.shape, rank.batches.read(place, part)) for place, part in enumerate(step.parts)], step.installs)
+    outputs = rank.run(step.copies, [rank.batches.read(place, part) for place, part in enumerate(step.parts)], step.installs)
     sent = () if not rank.reports else [arrays.output(out) for out in outputs]
     if rank.reports or board is None:
         channel.send(messages.Done(step.number, sent, rank.busy_s if board is None else 0.0), _SEND_S)

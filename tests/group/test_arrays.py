@@ -31,7 +31,8 @@ def test_what_is_read_is_what_was_packed_and_lies_where_the_last_one_lay() -> No
         for place, shape in enumerate((*SHAPES, SHAPES[0])):
             sent = drawn(shape, 10 * turn + place)
             told = msgspec.msgpack.decode(msgspec.msgpack.encode(part(shape, sent)), type=Part)
-            read = batches.read(place, told)
+            met, read = batches.read(place, told)
+            assert met == shape
             for name in NAMES:
                 mine, theirs = getattr(read, name), getattr(sent, name)
                 assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
@@ -43,4 +44,4 @@ def test_what_is_read_is_what_was_packed_and_lies_where_the_last_one_lay() -> No
 def test_a_batch_of_another_size_is_refused() -> None:
     told = part(SHAPES[0], drawn(SHAPES[0], 1))
     with pytest.raises(ValueError, match="bytes where"):
-        Batches(SPACE).read(0, Part(SHAPES[2], told.data))
+        Batches(SPACE).read(0, Part(part(SHAPES[2], idle(SHAPES[2], SPACE)).shape, told.data))
