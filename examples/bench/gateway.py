@@ -141,6 +141,8 @@ async def link() -> list[tuple[str, float, str, str]]:
 async def prefix(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
     """Bar 5."""
     mean: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
+    cold: dict[str, list[float]] = {DIRECT: [], THROUGH: []}  # of first turns, whose beginning nobody has
+    warm: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
     hits: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
     shared, _ = words.prompt(1000, "shared")
     for turn in range(args.rounds):
@@ -167,10 +169,16 @@ async def prefix(server: Server, words: Words, args: argparse.Namespace) -> list
 
             firsts = await asyncio.gather(*(session(talk, i) for i, talk in enumerate(talks)))
             mean[way].append(statistics.fmean([t for first in firsts for t in first]))
+            cold[way].append(statistics.fmean([first[0] for first in firsts]))
+            warm[way].append(statistics.fmean([t for first in firsts for t in first[1:]]))
             asked = await server.metric("vllm:prefix_cache_queries_total") - asked
             hits[way].append((await server.metric("vllm:prefix_cache_hits_total") - found) / asked)
     shares = [statistics.median(hits[way]) for way in (DIRECT, THROUGH)]
     print(f"share of prompt tokens found: {shares[0]:.3f} by Serve's choice, {shares[1]:.3f} through")
+    for turn_name, firsts_s in (("first turns, which nobody has the beginning of", cold), ("later turns", warm)):
+        direct_s, through_s = (statistics.median(firsts_s[way]) for way in (DIRECT, THROUGH))
+        ratio = report.median_ratio(firsts_s[THROUGH], firsts_s[DIRECT])
+        print(f"TTFT mean of {turn_name}: {direct_s:.2f} s by Serve's choice, {through_s:.2f} s through, {ratio:.2f} times")
     turns = [1060 + 60 * t for t in range(6)]
     best = 1 - (1000 + 8 * 60 * 6) / (8 * sum(turns))  # of a cache that forgets nothing, shared by all
     return [

@@ -13,7 +13,7 @@ from msgspec import Struct
 from rayneuron.news import KvNews
 from rayneuron.policies.cost import LATER, Costs, added_ms
 from rayneuron.policies.known_worker import KnownWorker
-from rayneuron.policies.prefix_index import GROUPS, PrefixIndex
+from rayneuron.policies.prefix_index import GROUPS, Coming, PrefixIndex
 from rayneuron.policies.workers import Workers
 
 _NEAR, _HOLDERS, _EACH = 4, 6, 2  # replicas that are looked at: with least to do, and so many of each set of those that have a prefix
@@ -92,6 +92,7 @@ class Chooser:
     def __init__(self, random: Random, session_ttl_s: float = 600.0) -> None:
         self.workers = Workers()
         self.index = PrefixIndex()
+        self.coming = Coming()
         self.in_hand = 1  # sequences a replica should have for when a row comes free; the others wait where they can still go elsewhere
         self._random = random
         self._ttl_s = session_ttl_s
@@ -114,6 +115,14 @@ class Chooser:
             self._sessions.move_to_end(session)
             if len(self._sessions) > _SESSIONS:
                 self._sessions.popitem(last=False)
+
+    def uncached(self, ask: GatewayAsk) -> tuple[int, int]:
+        """Tokens to compute, and tokens that somebody has computed or will have."""
+        if not ask.hashes:
+            return ask.prompt, 0
+        groups = self.index.depths(ask.hashes)
+        cached = min(max(groups[0][0] if groups else 0, self.coming.depth(ask.hashes)) * ask.block, ask.prompt - 1)
+        return ask.prompt - cached, cached
 
     def choose(self, ask: GatewayAsk, output: float, now_s: float) -> Terms | None:
         """The best of the replicas that come into question; None where none may take it now. `output`: tokens it will give."""

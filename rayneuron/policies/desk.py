@@ -111,7 +111,7 @@ class GatewayDesk:
         if known is None:
             return TurnedAway(503, 1.0, "none", "no replica of this model is ready")
         output = expected(self.queue.output(ask.account) or known.costs.profile.output_tokens, ask.most)
-        ms = known.costs.work_ms(*self._uncached(ask), output, ask.rows)
+        ms = known.costs.work_ms(*self.chooser.uncached(ask), output, ask.rows)
         start_s = self._start_s(ask, ms, now_s)
         if not ask.again:
             left, most = self.limits.max_queue_tokens, self.limits.max_wait_s
@@ -122,6 +122,7 @@ class GatewayDesk:
             if ask.left_s is not None and start_s > ask.left_s:
                 return TurnedAway(429, max(1.0, start_s), "deadline", f"it would wait {start_s:.1f} s of {ask.left_s:.1f} s it has")
         self._open[ask.key] = _Open(ask, now_s, output, ms)
+        self.chooser.coming.add(ask.hashes)
         self._wait(ask, ms)
         return Admitted(start_s)
 
@@ -165,6 +166,7 @@ class GatewayDesk:
         if found is None:
             return
         ask = found.ask
+        self.chooser.coming.drop(ask.hashes)
         if found.worker is None:
             self._unwait(key, ask)
             return
@@ -195,7 +197,9 @@ class GatewayDesk:
         keys = sorted(self.chooser.workers.leave(worker).keys)
         self.chooser.index.forget(worker)
         for key in keys:
-            self.queue.ended(self._open.pop(key).ask.account)
+            ask = self._open.pop(key).ask
+            self.chooser.coming.drop(ask.hashes)
+            self.queue.ended(ask.account)
         return keys
 
     def leaving(self, worker: int, now_s: float) -> None:
@@ -277,12 +281,6 @@ class GatewayDesk:
     def _unwait(self, key: int, ask: GatewayAsk, taken: bool = False) -> None:
         if (self.queue.take if taken else self.queue.drop)(key):
             self._tokens -= ask.prompt
-
-    def _uncached(self, ask: GatewayAsk) -> tuple[int, int]:
-        """Tokens to compute, and tokens that somebody has computed."""
-        groups = self.chooser.index.depths(ask.hashes) if ask.hashes else ()
-        cached = min(groups[0][0] * ask.block, ask.prompt - 1) if groups else 0
-        return ask.prompt - cached, cached
 
     def _start_s(self, ask: GatewayAsk, ms: float, now_s: float) -> float:
         """When a request that comes now will begin: after the shortest queue there is, and what will have gone before it."""

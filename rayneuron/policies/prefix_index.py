@@ -17,6 +17,7 @@ _SHARD = 54  # bits below those that say which shard
 _NUMBER = Struct("<Q").unpack_from
 _EDGES = 10_000
 GROUPS = 16  # of workers that have equally much
+_PLACES = 32  # in a chain of hashes that are kept of a prompt under way, or some more than half as many
 
 
 class PrefixIndex:
@@ -187,3 +188,39 @@ class PrefixIndex:
                 del shard[key]
             elif held is not None and held & bit:
                 shard[key] = held ^ bit
+
+
+class Coming:
+    """Prefixes that will be known soon: how many requests that wait or are under way have each. Long ones are kept at fewer places, which
+    those of like lengths share."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, int] = {}
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """A request has come."""
+        for at in _places(len(hashes)):
+            self._counts[hashes[at - 1]] = self._counts.get(hashes[at - 1], 0) + 1
+
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        """One that was added is over."""
+        for at in _places(len(hashes)):
+            left = self._counts[hashes[at - 1]] - 1
+            if left:
+                self._counts[hashes[at - 1]] = left
+            else:
+                del self._counts[hashes[at - 1]]
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many of a prompt's blocks, from its beginning, some request has too, or a few less."""
+        return next((at for at in reversed(_places(len(hashes))) if hashes[at - 1] in self._counts), 0)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+
+def _places(blocks: int) -> range:
+    step = 1
+    while blocks // step > _PLACES:
+        step *= 2
+    return range(step, blocks + 1, step)

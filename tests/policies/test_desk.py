@@ -38,6 +38,11 @@ def ask(key: int, prompt: int = 100, account: str = "", **more: object) -> Gatew
     return GatewayAsk(key, account, prompt, 50, **more)  # type: ignore[arg-type]
 
 
+def chain(blocks: int, alike: int, key: int) -> tuple[bytes, ...]:
+    """Hashes of a prompt whose first blocks are those of all others."""
+    return tuple((i if i < alike else 1000 * key + i).to_bytes(8, "little") for i in range(blocks))
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_request_is_lost_or_sent_twice_and_the_books_balance(seed: int) -> None:
@@ -53,7 +58,10 @@ def test_no_request_is_lost_or_sent_twice_and_the_books_balance(seed: int) -> No
         what = random.random()
         if what < 0.35:
             key += 1
-            verdict = made.offer(ask(key, random.randint(1, 3000), random.choice("abc"), again=random.random() < 0.1), now)
+            blocks, alike = random.randint(0, 80), random.randint(0, 80)
+            hashes = chain(blocks, alike, key)
+            more = {"again": random.random() < 0.1, "hashes": hashes, "block": 16}
+            verdict = made.offer(ask(key, random.randint(1, 3000), random.choice("abc"), **more), now)
             assert isinstance(verdict, Admitted)
             waiting.add(key)
         elif what < 0.5:
@@ -101,7 +109,24 @@ def test_no_request_is_lost_or_sent_twice_and_the_books_balance(seed: int) -> No
     assert not waiting, "a request waits for ever before idle replicas"
     for left in list(sent):
         made.ended(left, 1, now)
-    assert made.open == {"calls": 0, "waiting": 0, "bookings": 0}
+    assert made.open == {"calls": 0, "waiting": 0, "bookings": 0} and not made.chooser.coming
+
+
+def test_who_begins_like_those_before_it_waits_for_the_rest_of_them_alone() -> None:
+    """Nobody has the common beginning yet; the first to compute it does so for all, and that is no reason to refuse the others."""
+
+    def starts(alike: int) -> list[float]:
+        made, found = desk(1, max_wait_s=1e6), []
+        for key in range(8):
+            verdict = made.offer(ask(key, 1030, hashes=chain(64, alike, key + 1), block=16), 0.0)
+            assert isinstance(verdict, Admitted)
+            found.append(verdict.start_s)
+        return found
+
+    alone, alike = starts(0), starts(60)
+    assert alike[:2] == alone[:2], "the second waits for the first either way"
+    whole_s, rest_s = alone[7] - alone[6], alike[7] - alike[6]
+    assert 0 < rest_s < 0.7 * whole_s and alike[7] < alone[5]  # decoding is what all have to do
 
 
 def test_a_request_waits_here_until_some_replica_has_little_to_do() -> None:
