@@ -157,7 +157,7 @@ def show(found: Measured, dtype: str) -> str:
     lines = [line(found, key, name) for key, by in found.runs.items() for name in DRAFTING if name in by]
     bars = []
     for (family, rows), by in found.runs.items():
-        if (family, rows) in BARS:
+        if "adaptive" in by and (family, rows) in BARS:
             bars.append(report.bar(f"{family}, {rows} rows, on / off", found.ratio(family, rows, "adaptive"), BARS[family, rows]))
         if "int8" in by and (family, rows) == ("chat", 1) and dtype in BARS_INT8:
             bars.append(report.bar("chat, 1 row, int8 / off", found.ratio(family, rows, "int8"), BARS_INT8[dtype]))

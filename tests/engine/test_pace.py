@@ -191,7 +191,7 @@ def test_a_profile_that_knows_nothing_is_corrected_by_what_steps_take():
     """As one that was measured beside others: what one draft adds and what many add are learnt apart, as is what steps take without."""
     one = pace(((1, 30.0), (8, 31.0), (16, 70.0), (144, 71.0)))
     truth = lambda count: (count > 0) * 0.5 + 0.4 * count  # noqa: E731
-    for turn in range(400):
+    for turn in range(1000):
         count = (0, 1, 4, 12, 32)[turn % 5]
         one.took(4, 100, count, 10.0 + truth(count))
     assert one.costs.plain(4, 100) == pytest.approx(10.0, rel=0.05)

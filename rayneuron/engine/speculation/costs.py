@@ -66,7 +66,7 @@ class DraftCosts:
             known.learn(ms * known.value / plain_ms, 1.0)
             return
         said = self._said(rows, drafts) + more_ms
-        weight = min(1.0, SEEN * said / plain_ms)
+        weight = min(1.0, SEEN * max(self.added(rows, drafts, more_ms), ms - plain_ms) / plain_ms)
         self._drafted.learn((ms - plain_ms) / said, weight, tried)
         for size, share in _shares(drafts):
             if share:
