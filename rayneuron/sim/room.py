@@ -12,7 +12,7 @@ from rayneuron.errors import ConfigError
 from rayneuron.sim.fleet import Simulation
 from rayneuron.sim.setup import Setup
 
-_GIB = 2.0**30
+_GIB, _SOME = 2.0**30, 16  # engines or gateways more; what one takes is lost in what Python keeps or gives back meanwhile
 
 
 def check(setup: Setup) -> None:
@@ -40,10 +40,10 @@ def needed(setup: Setup) -> float:
 
     taken(1, 1)  # what is kept for all that come, once
     least = taken(1, 1)
-    node, gateway = taken(2, 1) - least, taken(1, 2) - least
-    both = max(0, taken(2, 2) - least - node - gateway)
+    node, gateway = (taken(1 + _SOME, 1) - least) / _SOME, (taken(1, 1 + _SOME) - least) / _SOME
+    both = max(0.0, ((taken(1 + _SOME, 1 + _SOME) - least) / _SOME - node - gateway) / _SOME)
     nodes, gateways = setup.nodes - 1, setup.gateways - 1
-    pool = 0 if setup.pool is None else (setup.pool.nodes - 1) * (taken(1, 1, 2) - least)
+    pool = 0.0 if setup.pool is None else (setup.pool.nodes - 1) * (taken(1, 1, 1 + _SOME) - least) / _SOME
     return float(least + nodes * node + gateways * gateway + nodes * gateways * both + pool)
 
 
