@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import compiled
 import engine
 import gateway
 import prefix
@@ -45,33 +43,6 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_needs_nothing_and_is_quick(script: str) -> None:
     done = subprocess.run([sys.executable, str(BENCH / script), "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "usage:" in done.stdout and "--json" in done.stdout
-
-
-def test_structs_move_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a module beside theirs, with what they are made of and what is said of them."""
-    path = tmp_path / "moved" / "room" / "ask.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        "from __future__ import annotations\n\nfrom msgspec import Struct\n\nfrom rayneuron.errors import Busy\n\n\n"
-        "class Ask(Struct, frozen=True):\n    key: int\n    why: Busy | None = None\n\n\n"
-        "class Other:\n    asks = (Ask(1), Ask(2))\n\n\ndef busy() -> Busy:\n    return Busy('', retry_after_s=1.0)\n"
-    )
-    compiled.move_structs(path)
-    assert "class Ask" not in path.read_text() and "class Other" in path.read_text()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    ask = importlib.import_module("moved.room.ask")
-
-    assert [one.key for one in ask.Other.asks] == [1, 2] and ask.busy().retry_after_s == 1.0
-    assert ask.Ask.__module__ == "moved.room.structs_of_ask" and ask.Ask.__struct_config__.frozen
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_what_is_compiled_simulates_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("mypyc")
-    script = [sys.executable, str(BENCH / "compiled.py"), str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=800)
-    assert done.returncode == 0 and "all figures of 3000 requests are equal" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
