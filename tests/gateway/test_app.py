@@ -174,16 +174,20 @@ async def streamed(http: httpx.AsyncClient, number: int, tokens: int, gaps: list
     text, last_s = "", time.monotonic()
     async with http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.status_code == 200, await reply.aread()
-        async for line in reply.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line.removeprefix("data: "))
+        rest, line = b"", b""
+        async for part in reply.aiter_bytes():
+            *lines, rest = (rest + part).split(b"\n")  # httpx's own lines end at whatever Unicode calls an end, too
+            for line in filter(None, lines):
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix(b"data: "))
                 assert "error" not in chunk, chunk
                 text += "".join(choice["text"] for choice in chunk["choices"])
                 if chunk.get("usage"):
                     assert chunk["usage"]["completion_tokens"] == tokens
                 gaps.append(time.monotonic() - last_s)
                 last_s = time.monotonic()
-    assert line == "" or line == "data: [DONE]"
+    assert line == b"data: [DONE]"
     return text
 
 
