@@ -214,7 +214,7 @@ class RemoteEngine:
         self.desk.lost(linked.number, time.monotonic())
         self.attendance.forget(linked.number)
         for way in self.books.on(linked.number):
-            self.repair.again(way, self.repair.cause(way, "crash" if died and linked.accepting else "silence"))
+            self.repair.again(way, self.repair.cause(way, "leave" if not linked.accepting else "crash" if died else "silence"))
         self._pump()
 
     def _pump(self) -> None:
