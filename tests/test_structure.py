@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway_config": {"errors", "config", "validation", "host_config"},
     "keys": {"errors", "settings"},
     "aside": {"errors"},
-    "demo": {"errors", "settings", "models.words"},
+    "demo": {"errors", "settings", "models.safe_header", "models.words"},
     "sources": {"errors", "settings", "config", "demo", "models"},
     "yaml_file": {"errors", "validation", "serve_config"},
     "deployment_file": {"errors", "yaml_file", "config", "gateway_config", "validation", "serve_config", "group_config", "aliases"},

@@ -243,7 +243,6 @@ def load(args: argparse.Namespace, path: Path, stack: ExitStack, measured: Measu
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
     from rayneuron import sources
     from rayneuron.models import hub
 

@@ -151,7 +151,6 @@ def rerun_preferred() -> int:
 
 def begin(urgent: bool) -> None:
     """What comes before anything is measured in this process; where it is `urgent`, that is done by another one, and this one ends."""
-    leave_cleanly_when_told()
     if urgent:
         raise SystemExit(rerun_preferred())
 

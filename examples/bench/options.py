@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 from pathlib import Path
 
+import machine
 import report
 
 
 def parser(description: str, saved_as: str, rounds: int) -> argparse.ArgumentParser:
     """A command line with the common options. `saved_as`: the name of the JSON file. From here on SIGTERM, as of `timeout`, ends what the
     benchmark has started, too."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    machine.leave_cleanly_when_told()
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="demo:smollm2", help="model directory or demo:NAME, made before any clock starts (%(default)s)")
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each engine (default: all cores)")

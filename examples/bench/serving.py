@@ -190,7 +190,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start, measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
     from rayneuron import sources
     from rayneuron.text.text import Text
 

@@ -148,7 +148,6 @@ def present(args: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start, measure, print, write."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
     from rayneuron import sources
     from rayneuron.text.text import Text
 

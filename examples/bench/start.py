@@ -258,7 +258,6 @@ def observe_all(deployment: dict[str, Any], args: argparse.Namespace, bare_s: li
 def main(argv: Sequence[str] | None = None) -> int:
     """Start, watch, print, write. Exit code 1 where ready was said too early."""
     args = parse_args(argv)
-    machine.leave_cleanly_when_told()
     from rayneuron import sources
 
     model = {"path": str(sources.resolve(args.model).path), "name": MODEL_NAME}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from rayneuron.demo import vocabulary
 from rayneuron.errors import ConfigError
-from rayneuron.models.words import COMPUTE, WIDTHS
+from rayneuron.models import safe_header
+from rayneuron.models.words import COMPUTE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,16 +58,9 @@ def checked(dtype: str) -> str:
 
 def save(weights: Mapping[str, tuple[Sequence[int], Callable[[], Floats]]], folder: Path, dtype: str) -> None:
     """Write model.safetensors, every tensor cast to `dtype`. `weights`: shapes by name, and what gives the values when their turn comes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, (shape, _) in sorted(weights.items()):
-        end = at + math.prod(shape) * WIDTHS[dtype]
-        header[name] = {"dtype": dtype.replace("fp", "f").upper(), "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
+    entries = {name: (dtype.replace("fp", "f").upper(), shape) for name, (shape, _) in sorted(weights.items())}
     with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
+        file.write(safe_header.encoded(safe_header.laid_out(entries, {"format": "pt"}), 8))
         for _, (_, values) in sorted(weights.items()):
             flat = values().reshape(-1)
             for begin in range(0, len(flat), _AT_ONCE):

@@ -10,13 +10,12 @@ from msgspec.structs import replace
 from rayneuron.engine.buckets import at_least
 from rayneuron.engine.sequence import Plan
 from rayneuron.policies.chunks import fit
+from rayneuron.policies.cost import RATE, moved
 from rayneuron.policies.step_times import decode_grid, prefill_grid
 from rayneuron.types import Profile
 
-HALF_LIFE = 64  # steps, or requests, after which half of what is known is newer
 MOST_OFF = 5.0  # no more of a disturbed step counts than so many times what was expected, or that part of it
 FULL = 0.75  # a step that fills less of its bucket says little of those that fill it
-_RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class Timing:
 
     def note(self, plan: Plan, info: StepInfo, overlaps: bool) -> None:
         """A step has run; where it `overlaps` the one before, it took as long as the whole turn."""
-        self._host_ms = _moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
+        self._host_ms = moved(self._host_ms, 1e3 * (host_s := info.plan_s + info.commit_s))
         run_s = info.run_s + (host_s if overlaps else 0.0)
         if self._tells is not None:
             self._tells(plan, 1e3 * (info.run_s + host_s))
@@ -79,18 +78,14 @@ class Timing:
             length = at_least(profile.lengths, length, "sequence length")
         ratio = min(max(1e3 * run_s / grid.at(size, length), 1 / MOST_OFF), MOST_OFF)
         for at, share in grid.shares(size, length):
-            grid.ms[at] *= ratio ** (_RATE * share)
+            grid.ms[at] *= ratio ** (RATE * share)
 
     def ended(self, tokens: int) -> None:
         """A choice has ended by itself, with so many tokens."""
-        self._output_tokens = _moved(self._output_tokens, tokens)
+        self._output_tokens = moved(self._output_tokens, tokens)
 
     def profile(self) -> Profile:
         """As it is now."""
         prefill = [(1, tokens, length, ms) for tokens, length, ms in self._prefill.points()]
         changed = {"decode": tuple(self._decode.points()), "prefill": tuple(prefill)}
         return replace(self.fixed, **changed, fitting=self._fitting, host_ms=self._host_ms, output_tokens=self._output_tokens)
-
-
-def _moved(known: float, new: float) -> float:
-    return known + _RATE * (new - known) if known else new

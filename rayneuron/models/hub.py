@@ -8,7 +8,6 @@ import mmap
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {d: n for n, d in DTYPES.items()}
+ALIGN = 64  # bytes, of the header of a file that is written here
 NOTED = "xxh3 of "  # before a tensor's name: its checksum in the metadata of a file
 
 
@@ -199,13 +199,9 @@ def writer(
     With `said`, metadata of one's own, the header also notes every tensor's checksum.
     """
     noted = {} if said is None else {NOTED + name: "0" * 32 for name in entries}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(said or {}), **noted}}
-    at = 0
-    for name, (dtype, shape) in entries.items():
-        stop = at + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
-    size = len(_head(header))
+    named = {name: (NAMES[dtype], shape) for name, (dtype, shape) in entries.items()}
+    header = safe_header.laid_out(named, {"format": "pt", **(said or {}), **noted})
+    size = len(safe_header.encoded(header, ALIGN))
     left, partial = set(entries), path.with_name(path.name + ".partial")
 
     def write(name: str, t: Tensor) -> None:
@@ -224,11 +220,5 @@ def writer(
         if left:
             raise ValueError(f"never written: {sorted(left)[:3]}")
         file.seek(0)
-        file.write(_head(header))
+        file.write(safe_header.encoded(header, ALIGN))
     partial.replace(path)
-
-
-def _head(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
-    return len(text).to_bytes(8, "little") + text

@@ -1,9 +1,9 @@
-"""The header of a safetensors file: read in one place, and checked whole by the format's rules before any of it is believed; no torch."""
+"""The header of a safetensors file: made and read in one place, and checked whole by the format's rules before it is believed; no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,6 +36,24 @@ class Header:
     digest: str
     start: int
     entries: dict[str, Entry]
+
+
+def laid_out(entries: Mapping[str, tuple[str, Sequence[int]]], said: Mapping[str, str]) -> dict[str, Any]:
+    """The header of tensors by name, a dtype of WIDTHS and a shape each, that follow one another; `said`: the metadata."""
+    header: dict[str, Any] = {"__metadata__": dict(said)}
+    at = 0
+    for name, (dtype, shape) in entries.items():
+        stop = at + prod(shape) * WIDTHS[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    return header
+
+
+def encoded(header: Mapping[str, Any], align: int) -> bytes:
+    """As it stands in a file, its length before it and padded so that the tensors begin at a multiple of `align` behind that."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % align)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read(path: Path, rest: Callable[[], None] = lambda: None) -> Header:

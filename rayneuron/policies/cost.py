@@ -13,7 +13,8 @@ from rayneuron.types import Profile
 SOME_TOKENS = 128.0  # of an output, before the first has ended
 LATER = 0.3  # of what all lose in steps to come, beside what is lost now: till then some have ended, and others have come anyway
 A_PROMPT, AN_OUTPUT = 512, 64  # the request by which engines are compared
-_RATE = 1 - 0.5 ** (1 / 64)  # after so many, half of an average is newer
+HALF_LIFE = 64  # of averages: steps, or requests, after which half of what is known is newer
+RATE = 1 - 0.5 ** (1 / HALF_LIFE)
 _KEPT = 16_384  # prefill steps, and places where prompts begin, that are remembered
 
 
@@ -207,7 +208,7 @@ def expected(known: float, most: int | None) -> float:
 
 def moved(known: float, new: float) -> float:
     """An average of late that has heard of one more; `known` 0: of none before."""
-    return known + _RATE * (new - known) if known else new
+    return known + RATE * (new - known) if known else new
 
 
 def _rows(profile: Profile, rows: int) -> int:

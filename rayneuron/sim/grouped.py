@@ -164,7 +164,7 @@ class Grouped(TracedScheduler):
     def _pass(self, until: int, apart: bool = False) -> bool:
         """What happens up to then: blocks that are full are registered, those that are needed taken; False where there is none for one.
         `apart`: to each at once."""
-        due, size, blocks = self._due, self.capacity.block, self.kept
+        due, size, blocks = self._due, self.capacity.block, self.blocks
         while due and due[0][0] <= until:
             when, order, member = due[0]
             sequence = member.sequence

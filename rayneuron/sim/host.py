@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -40,9 +40,10 @@ class Gained(Struct, frozen=True):
 class TracedScheduler(Scheduler):
     """The real one; what blocks hold is said by the trace, not by ids that nobody has."""
 
+    blocks: TracedBlocks
+
     def __init__(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> None:
-        self.kept = TracedBlocks(capacity, model is not None)
-        super().__init__(capacity, model, chunks, blocks=self.kept)
+        super().__init__(capacity, model, chunks, blocks=TracedBlocks(capacity, model is not None))
         self.hashes: dict[int, Sequence[bytes]] = {}  # of the first blocks a sequence will ever fill, by its order
 
     def _hashes(self, sequence: Running) -> list[bytes]:
@@ -52,7 +53,7 @@ class TracedScheduler(Scheduler):
         return sequence.hashes
 
     def _settle(self, sequence: Running, hold: Hold) -> None:
-        self.kept.fill(hold, sequence.settled // self.capacity.block, self._hashes(sequence))
+        self.blocks.fill(hold, sequence.settled // self.capacity.block, self._hashes(sequence))
 
     def _root(self, sequence: Running) -> bytes:
         return b""
@@ -60,6 +61,8 @@ class TracedScheduler(Scheduler):
 
 class ExactHost:
     """Takes sequences, and tells `listener` at the end of every step what they got."""
+
+    scheduler_class: type[TracedScheduler] = TracedScheduler
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class ExactHost:
     ) -> None:
         profile = costs.profile
         self.clock = clock
-        self.scheduler = self._scheduler(capacity, "simulated" if caching else None, fit(profile))
+        self.scheduler = self.scheduler_class(capacity, "simulated" if caching else None, fit(profile))
         self.costs = costs
         self.alive = self.accepting = True
         self.steps = self.tokens = self.cached_tokens = 0
@@ -89,9 +92,6 @@ class ExactHost:
         self._output = profile.output_tokens
         self._told = (0, 0)  # of what others know
 
-    def _scheduler(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> TracedScheduler:
-        return TracedScheduler(capacity, model, chunks)
-
     @property
     def idle(self) -> bool:
         """Whether it has nothing to do."""
@@ -107,8 +107,7 @@ class ExactHost:
         both, and nobody asks for those behind them. `loan`: it is computed for another engine."""
         self._orders = order = self._orders + 1
         sequence = _BLANK.__copy__()
-        ids: Any = bytearray(prompt + done)  # they are only counted
-        sequence.ids, sequence.hashes = ids, []
+        sequence.ids, sequence.hashes = cast("list[int]", bytearray(prompt + done)), []  # ids are only counted
         sequence.prompt_len, sequence.max_tokens, sequence.loan = prompt, output, loan
         sequence.order, sequence.rank = order, (0, order)
         self.scheduler.hashes[order] = hashes

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
-from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.pressure import pressure
 from rayneuron.engine.sequence import Plan, Work
 from rayneuron.news import Pressure
-from rayneuron.policies.chunks import Chunks
 from rayneuron.sim.grouped import Grouped
 from rayneuron.sim.host import ExactHost, Gained
 
@@ -17,15 +14,12 @@ from rayneuron.sim.host import ExactHost, Gained
 class JumpHost(ExactHost):
     """As `ExactHost` to the last token, in fewer calls: a leap ends with the first answer, the next bucket, or what comes between."""
 
-    grouped: Grouped  # its scheduler
+    scheduler: Grouped
+    scheduler_class = Grouped
     _leap: tuple[float, float, int] | None = None  # from when, how long a step is, how many steps
     _leaps = 0
     _begun: Plan | None = None  # whose only work is the step under way of those in `_ahead`
-    _ahead: Sequence[tuple[Work, float, float]] = ()  # steps of a prompt, how long each is and when it ends
-
-    def _scheduler(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> Grouped:
-        self.grouped = Grouped(capacity, model, chunks)
-        return self.grouped
+    _ahead: list[tuple[Work, float, float]] = []  # steps of a prompt, how long each is and when it ends
 
     def kill(self) -> list[Gained]:
         """It is gone; what its steps gave up to now is on its way."""
@@ -34,19 +28,19 @@ class JumpHost(ExactHost):
         if self._leap is not None:
             began_s, step_s, count = self._leap
             done = min(count, int((self.clock.now_s - began_s) / step_s + 1e-9))
-            self.grouped.steps += done
+            self.scheduler.steps += done
             self.busy_s += done * step_s
-        self.grouped.disband()
+        self.scheduler.disband()
         return [gained for sequence in list(self._sequences.values()) if (gained := self._progress(sequence)).count]
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
         self._advance()
-        longest = self.grouped.longest if self.grouped.members else 0
-        return self._slowed(pressure(self.grouped, self.costs, self._output, seen, self.accepting, longest))
+        longest = self.scheduler.longest if self.scheduler.members else 0
+        return self._slowed(pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest))
 
     def _turn(self) -> None:
-        scheduler = self.grouped
+        scheduler = self.scheduler
         if self._unwanted:
             for sequence in [self._sequences[key] for key in self._unwanted if key in self._sequences]:
                 scheduler.catch_up(sequence)
@@ -70,17 +64,16 @@ class JumpHost(ExactHost):
 
     def _look_ahead(self, plan: Plan) -> None:
         """Take all steps of a prompt in one that nobody else waits for or decodes beside."""
-        (work,), end_s, most = plan.works, self.clock.now_s, self.grouped.capacity.chunk
+        (work,), end_s, most = plan.works, self.clock.now_s, self.scheduler.capacity.chunk
         sequence, start, end = work.sequence, work.start, len(work.sequence.ids)
-        ahead: list[tuple[Work, float, float]] = []
-        while not ahead or start < end - 1:  # what is left of one token is a decode
+        self._begun, self._ahead = plan, []
+        while not self._ahead or start < end - 1:  # what is left of one token is a decode
             count = min(end - start, most)
             step_s = self.costs.step_ms(count, start) * self.slow / 1e3
             end_s += step_s
-            ahead.append((Work.of(sequence, start, count), step_s, end_s))
+            self._ahead.append((Work.of(sequence, start, count), step_s, end_s))
             start += count
-        self._begun, self._ahead = plan, ahead
-        self.busy_s += ahead[0][1]
+        self.busy_s += self._ahead[0][1]
         self._leaps += 1
         self.clock.at(end_s, self._reach, self._leaps)
 
@@ -94,13 +87,13 @@ class JumpHost(ExactHost):
             self.steps += at
             work, self._ahead = ahead[at][0], ahead[at:]
             self._begun.works = [work]
-            self.grouped.skip(work.sequence, work.start, work.start + work.count)
+            self.scheduler.skip(work.sequence, work.start, work.start + work.count)
 
     def _reach(self, leap: int) -> None:
         if leap != self._leaps or not self.alive or self._begun is None:
             return
         self._advance()
-        plan, self._begun, self._ahead = self._begun, None, ()
+        plan, self._begun, self._ahead = self._begun, None, []
         self._end(plan)
 
     def _land_after(self, count: int) -> None:
@@ -115,7 +108,7 @@ class JumpHost(ExactHost):
         if self._begun is not None:
             self._advance()
             self.clock.at(self._ahead[0][2], self._end, self._begun)
-            self._begun, self._ahead, self._leaps = None, (), self._leaps + 1
+            self._begun, self._ahead, self._leaps = None, [], self._leaps + 1
         if self._leap is None:
             super().interrupt()
             return
@@ -132,7 +125,7 @@ class JumpHost(ExactHost):
         self.busy_s += count * step_s
         self.steps += count
         told = []
-        for sequence in self.grouped.leap(count):
+        for sequence in self.scheduler.leap(count):
             if not self._had[sequence.order]:
                 self.cached_tokens += sequence.cached
             told.append(self._progress(sequence))

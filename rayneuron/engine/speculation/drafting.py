@@ -77,7 +77,7 @@ class Speculation:
             if len(sequence.ids) < drafter.rests:
                 found.append(())
                 continue
-            most = min(self.tokens, sequence.max_tokens - len(sequence.ids) + sequence.prompt_len - 1) if sequence.search is None else 0
+            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             if grammar is not None and most > 0 and (drafts := grammar.forced(most)):  # what leaves no choice
                 drafter.record.kind = FORCED
@@ -180,10 +180,9 @@ def look_up(least: int, most: int, sequence: Sequence, count: int, pace: Pace | 
     """What a client predicted, else what followed the last `least` to `most` ids before, if it may pay; `pace` hears how that fares, tried
     or not."""
     drafter: Drafter = sequence.drafter
-    if sequence.request.prediction:
-        drafts, kind = predicted(least, most, sequence, count)
-        if drafts:
-            return drafts, kind
+    drafts, kind = predicted(least, most, sequence, count)
+    if drafts:
+        return drafts, kind
     echo, ids, record = drafter.echo, sequence.ids, drafter.record
     if echo is None:
         echo = drafter.echo = Echo(least, most)
