@@ -100,7 +100,7 @@ def test_the_texts_are_those_of_one_replica(tiny: Path, transport: str) -> None:
             assert counts["adopted"] + counts["cancelled"] == asked and not counts["fallbacks"], dict(counts)
             assert server.server.pulls.counts["bytes"] > 0
             hits, queries = (float(re.search(rf"\nvllm:external_prefix_cache_{n}_total{{.* (.+)\n", text)[1]) for n in ("hits", "queries"))
-            assert 0 < hits < queries and hits == counts["hits"]
+            assert 0 < hits <= queries and hits == counts["hits"]
             again = await server.server.completions(body())
             assert choices(again) == choices(wanted[0]) and again["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
 
