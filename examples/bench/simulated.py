@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the simulator says of one replica, beside that replica: the same requests at the same times, from one profile.
+"""What the simulator says of a replica, or several behind a gateway, beside them: the same requests at the same times, from one profile.
 
 A server has requests over HTTP and says what its steps take: as refined by them, its host time included (what it tells a gateway, and
 /load). Then the simulator has the same requests, every step by itself, with that profile, and with the one that was measured when an engine
@@ -107,12 +107,16 @@ def told(times: dict[str, Distribution]) -> dict[str, float]:
     return found | {f"{name}_mean": 1e3 * values.mean for name, values in times.items()}
 
 
-def simulated(capacity: Capacity, profile: Profile, caching: bool, hop_s: float, requests: Sequence[Arrival]) -> dict[str, float]:
-    """The same of a simulated replica, `hop_s` away."""
+def simulated(
+    capacity: Capacity, profile: Profile, caching: bool, hop_s: float, requests: Sequence[Arrival], replicas: int = 1
+) -> dict[str, float]:
+    """The same of a simulated replica, or of several behind a gateway, `hop_s` away."""
     from rayneuron.sim.fleet import Simulation
-    from rayneuron.sim.setup import Setup
+    from rayneuron.sim.setup import Route, Setup
 
-    run = Simulation(Setup(capacity, profile, route="turns", caching=caching, hop_s=hop_s, exact=True), requests).run()
+    route: Route = "kv" if replicas > 1 else "turns"
+    setup = Setup(capacity, profile, replicas, route=route, caching=caching, hop_s=hop_s, exact=True)
+    run = Simulation(setup, requests).run()
     assert run.finished == len(requests) and not run.wrong
     found = {"ttft": run.ttft, "itl": run.pause, "whole": run.whole}
     return told(found) | {"rate": run.output_tokens / (run.seconds - requests[0].at_s)}
@@ -130,7 +134,7 @@ def show(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
 
 
 def one_round(
-    number: int, engine: Engine, server: Server, words: Words, requests: Sequence[Arrival]
+    number: int, engine: Engine, server: Server, replicas: int, words: Words, requests: Sequence[Arrival]
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """What the server and the simulator make of the same requests; the errors of those that failed."""
     from msgspec import convert
@@ -141,10 +145,10 @@ def one_round(
     texts = [words.prompt(one.prompt, f"{number}-{one.number}")[0] for one in requests]
     hop_s = round_trip(server.url) / 2
     replies = asyncio.run(run_server(server.url, requests, texts))
-    refined = convert(json.loads(asyncio.run(get(server.url, "/load")))["profile"], Profile)
+    refined = convert(json.loads(asyncio.run(get(server.url, "/m/bench/load" if replicas > 1 else "/load")))["profile"], Profile)
     found, wrong = {"server": actual(replies)}, [reply.error for reply in replies if reply.error]
     for name, profile in (("simulated", refined), ("opened", engine.timing.fixed)):
-        found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, hop_s, requests)
+        found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, hop_s, requests, replicas)
     return found, wrong
 
 
@@ -156,7 +160,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens, about (default %(default)s)")
     parser.add_argument("--new", type=int, default=48, help="output tokens, about (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a round (default %(default)s)")
-    parser.add_argument("--busy", type=float, default=0.5, help="requests for this share of what the replica can do (default %(default)s)")
+    parser.add_argument("--replicas", type=int, default=1, help="more than one: behind a gateway (default %(default)s)")
+    parser.add_argument("--busy", type=float, default=0.5, help="requests for this share of what the replicas can do (default %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -173,14 +178,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     said: dict[str, Any] = {"model": {"path": str(path), "name": NAME}, "max_num_seqs": 16, "max_model_len": 1024, "dtype": args.dtype}
     said |= {"threads": args.threads, "speculative_config": False}
     engine, words, rounds = loading.open_engine(parse(said)).engine, Words(Text(path)), []
-    with closing(engine), closing(launch.rayneuron(said, "plain", args.urgent)) as server:
+    several = {"serving": {"num_replicas": args.replicas, "num_cpus": 0.5}}
+    starts = launch.rayneuron(said, urgent=args.urgent) if args.replicas == 1 else launch.gateway(said | several, urgent=args.urgent)
+    with closing(engine), closing(starts) as server:
         assert engine.timing is not None
         asyncio.run(server.wait_ready())
-        rate = args.busy * 1e3 / Costs(engine.timing.fixed).work_ms(args.prompt, 0, args.new)
+        rate = args.replicas * args.busy * 1e3 / Costs(engine.timing.fixed).work_ms(args.prompt, 0, args.new)
         count, watch = max(4, int(rate * args.seconds)), machine.Watch([])
         for number in range(args.rounds + 1):
             some = arrivals(engine.capacity, rate, count if number else 4, args.prompt, args.new, number)
-            found, wrong = one_round(number, engine, server, words, some)
+            found, wrong = one_round(number, engine, server, args.replicas, words, some)
             if wrong:
                 print(f"{len(wrong)} requests failed: {wrong[0]}", file=sys.stderr)
                 return 1
