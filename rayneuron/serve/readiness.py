@@ -19,7 +19,7 @@ from rayneuron.deployment_file import PREFILL
 
 LOADING_RETRY_S = 2.0
 LOOK_PERIOD_S = 1.0  # how old a picture of healthy applications may be
-SHORT_PERIOD_S = 0.2  # and one in which a caller is refused
+SHORT_PERIOD_S = 0.2  # between two looks while callers are refused
 WORDLESS = ("UPDATING", "UNHEALTHY", "DEPLOY_FAILED")  # deployments that answer nothing where no replica runs; UPSCALING wakes one up
 ANSWERING = ("RUNNING", "UPDATING", "PENDING_MIGRATION")  # replicas that take calls, now or once they have taken a new user_config
 KEY, CARD = b"rayneuron:start:", b"rayneuron:card:"
@@ -125,12 +125,15 @@ class Readiness:
         await self._app(scope, receive, send)
 
     async def _refusal(self, path: str) -> errors.Triple | None:
-        """Callers of what answered a moment ago wait for nothing; the others for a fresh look."""
-        if refusal(path, self._routes, self._states) is not None:
-            if time.monotonic() - self._looked_s > SHORT_PERIOD_S:
-                await asyncio.shield(self._refreshed())
-        elif time.monotonic() - self._looked_s > LOOK_PERIOD_S:
-            self._refreshed()
+        """Callers of what answered a moment ago wait for nothing; nobody is refused by a look older than the call: HAProxy may send it
+        here right after a replica has answered another."""
+        came_s = time.monotonic()
+        if refusal(path, self._routes, self._states) is None:
+            if came_s - self._looked_s > LOOK_PERIOD_S:
+                self._refreshed()
+            return None
+        while self._looked_s < came_s:
+            await asyncio.shield(self._refreshed())
         return refusal(path, self._routes, self._states)
 
     def _refreshed(self) -> asyncio.Task[None]:
@@ -139,12 +142,14 @@ class Readiness:
         return self._looking
 
     async def _refresh(self) -> None:
-        self._routes = await _routes(self._app)
+        await asyncio.sleep(max(0.0, self._looked_s + SHORT_PERIOD_S - time.monotonic()))
+        began_s = time.monotonic()
+        routes = await _routes(self._app)
         try:
-            self._states = await asyncio.to_thread(self._look)
+            states = await asyncio.to_thread(self._look)
         except Exception:  # the controller is being replaced: what was known holds, and Serve answers as it would
-            self._states = {name: State("RUNNING", True) for name in self._routes.values()}
-        self._looked_s = time.monotonic()
+            states = {name: State("RUNNING", True) for name in routes.values()}
+        self._routes, self._states, self._looked_s = routes, states, began_s
 
 
 async def _routes(app: ASGIApp) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -115,6 +116,28 @@ async def test_a_start_as_its_callers_see_it(monkeypatch: pytest.MonkeyPatch) ->
     assert app._looking is not None
     await asyncio.wait_for(app._looking, 10)
     assert (await ask(app, "/health"))[0] == 503
+
+
+async def test_nobody_is_refused_by_a_look_older_than_the_call() -> None:
+    """A replica has become ready while another caller's look was under way, and has answered since."""
+    proxy, looks, entered, over = Proxy(), [], threading.Event(), threading.Event()
+    proxy.routes["/"] = "chat"
+
+    def look() -> dict[str, State]:
+        looks.append(1)
+        entered.set()
+        if len(looks) == 1:
+            over.wait(60)
+            return {"chat": LOADS}
+        return {"chat": RUNS}
+
+    app = Readiness(proxy, look)
+    first = asyncio.ensure_future(ask(app, "/health"))
+    await asyncio.to_thread(entered.wait, 60)
+    second = asyncio.ensure_future(ask(app, "/v1/models"))
+    await asyncio.sleep(0)
+    over.set()
+    assert (await first)[0] == 503 and await second == (200, b"answered") and len(looks) == 2
 
 
 async def test_where_the_controller_is_away_serve_answers_as_it_would() -> None:
