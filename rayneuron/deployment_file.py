@@ -15,6 +15,7 @@ from rayneuron.validation import KeyPath, dotted, override, validate
 IMPORT_PATH = "rayneuron.serve.app:build"
 GATEWAY_PATH = "rayneuron.gateway.app:build"
 DEPLOYMENT, PREFILL = "EngineServer", "PrefillServer"  # what the Serve deployments of our applications are called; the latter of pools
+GATEWAY, ARBITER = "Gateway", "Arbiter"  # and those of a gateway; the latter where there is a host
 ALL = "all"
 PROXIES = {  # what the files of deployments/ say to Serve's proxies too
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayneuron.serve.ending:middlewares",
@@ -214,6 +215,13 @@ def _gateway(file: DeploymentFile, index: int) -> gateway_config.GatewayConfig:
         return _place(file.path, file.lines, file.assigned, (*base, *keys), text) + f"application {_name(entry)}: "
 
     made = gateway_config.parse(entry.get("args") or {}, place)
+    names = (GATEWAY,) if made.host is None else (GATEWAY, ARBITER)
+    for i, changed in enumerate(entry.get("deployments") or ()):
+        at = _place(file.path, file.lines, file.assigned, (*base[:2], "deployments", i), "") + f"application {_name(entry)}: "
+        if changed["name"] not in names:
+            raise ConfigError(f"{at}has no deployment {changed['name']!r}; write name: {' or '.join(names)}")
+        if changed.get("user_config") is not None:
+            raise ConfigError(f"{at}a gateway has no user_config; leave it out, or write it at the application of a model")
     try:
         gateway_config.check(made, file.deployments, {_name(e): e.get("route_prefix", "/") for e in file.content["applications"]})
     except ConfigError as wrong:

@@ -13,6 +13,8 @@ from rayneuron.config import parse as parse_model
 from rayneuron.errors import ConfigError
 from rayneuron.validation import Locate, Section, validate
 
+NOBODY = "default"  # the account of a key that is nobody's in particular, and of calls without one
+
 
 def _sources(value: list[str] | None) -> list[str] | None:
     if not all(KEY.fullmatch(source) for source in value or ()):
@@ -113,9 +115,9 @@ class Admission(Section):
 class Replays(Section):
     """What becomes of a request whose replica is lost."""
 
-    limit: int = Field(3, ge=0, description="How often one request may go on elsewhere.")
+    limit: int = Field(3, ge=0, description="How often one request may go on elsewhere; replicas that leave in order are not counted.")
     strikes: int = Field(2, ge=1, description="Replicas that may fail at the same token of a request before it is given up.")
-    hold_s: float = Field(30.0, ge=0, description="How long it waits where no replica is there.")
+    hold_s: float = Field(30.0, ge=0, description="How long it waits while no replica takes any, and one is expected.")
 
 
 class GatewayConfig(Section):
@@ -139,6 +141,12 @@ class GatewayConfig(Section):
         return {listed.title: listed for listed in self.models if listed.name is not None}
 
     @property
+    def key_sources(self) -> dict[str, tuple[str, list[str]]]:
+        """Where the keys of each account are, behind the key that says so."""
+        own = {name: (f"tenants.{name}.keys", tenant.keys) for name, tenant in self.tenants.items()}
+        return own | ({NOBODY: ("serving.api_keys", self.serving.api_keys)} if self.serving.api_keys else {})
+
+    @property
     def default(self) -> str | None:
         """The application, or another name of the model, that a body without `model` means."""
         return self.default_model or (self.models[0].title if len(self.models) == 1 else None)
@@ -149,6 +157,8 @@ class GatewayConfig(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"models: the application {twice} stands there twice; leave one of them out")
+        if NOBODY in self.tenants and self.serving.api_keys:
+            raise ValueError(f"serving.api_keys are of the account {NOBODY}; write them as tenants.{NOBODY}.keys, or rename that tenant")
         if self.host is not None and not self.hosted:
             raise ValueError("host is for models that may sleep, and none is listed; write name: NAME with args, or leave it out")
         if self.hosted and self.host is None:
@@ -179,6 +189,12 @@ def check(gateway: GatewayConfig, applications: Mapping[str, Deployment], routes
         for word in (name, *own.model.served_names):
             if names.setdefault(word, name) != name:
                 raise ConfigError(f"{names[word]} and {name} both answer to {word}; give one another model.name", param=f"models.{i}")
+        if name not in sleepers and own.serving.autoscaling is not None and not own.serving.autoscaling.min_replicas:
+            raise ConfigError(
+                f"{name} may have no replica (serving.autoscaling.min_replicas: 0), and a gateway wakes none; write 1 there, or list it"
+                " as a model of the host",
+                param=f"models.{i}.application",
+            )
         if gateway.tenants and routes.get(name) and not own.serving.api_keys:
             raise ConfigError(
                 f"tenants do not hold at {routes[name]}, {name}'s own route, which asks for no key; write route_prefix: null there, or its"

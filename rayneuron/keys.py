@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rayneuron import settings
@@ -28,10 +28,28 @@ def read(sources: Iterable[str], key: str = "serving.api_keys") -> tuple[bytes, 
     return tuple(dict.fromkeys(found))
 
 
+def by_account(said: Mapping[str, tuple[str, Iterable[str]]]) -> dict[str, tuple[bytes, ...]]:
+    """Digests of each account's keys. `said`: the file's key, and the sources under it. Raises ConfigError, also for a key of two."""
+    found: dict[str, tuple[bytes, ...]] = {}
+    for name, (key, sources) in said.items():
+        held = read(sources, key)
+        for other, theirs in found.items():
+            if set(held) & set(theirs):
+                raise ConfigError(f"{key}: a key of {other} is among them, and calls with it could be either's; leave one out", param=key)
+        found[name] = held
+    return found
+
+
 def accepts(known: Iterable[bytes], given: bytes) -> bool:
     """Whether `given` is one of the keys. Takes the same time whichever it is, and if it is none."""
     digest = hashlib.sha256(given).digest()
     return any([hmac.compare_digest(digest, one) for one in known])  # a list: every one is compared
+
+
+def shown(headers: Mapping[bytes, bytes]) -> bytes:
+    """The key that a call shows: a bearer's, or that of Anthropic's header."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def _words(source: str, key: str) -> Iterator[str]:

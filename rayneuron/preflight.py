@@ -63,9 +63,15 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise type(wrong)(f"{file.path}: {name}, a model of the host: {wrong.message}", param=wrong.param) from None
-    for gateway in file.gateways.values():
-        if gateway.host is not None:
-            hosting.check(gateway.host.instance, gateway.host.nodes, hosting.wanted_of(gateway))
+    able = any(devices.installed(one.device) for one in (*file.deployments.values(), *file.hosted.values()))
+    for name, gateway in file.gateways.items():
+        try:
+            if able:  # else it is another machine that has them
+                keys.by_account(gateway.key_sources)
+            if gateway.host is not None:
+                hosting.check(gateway.host.instance, gateway.host.nodes, hosting.wanted_of(gateway))
+        except RayNeuronError as wrong:
+            raise file.located(name, wrong) from None
     check_runtime_env(file)
     return notes
 

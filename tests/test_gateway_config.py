@@ -74,6 +74,14 @@ def test_what_is_set_reaches_the_copy_in_the_gateway(read: Any) -> None:
         ({"models": [{"application": "one"}], "tenants": {"a": {"keys": ["env:A"]}}}, {}, "tenants do not hold at /m/one"),
         ({"models": [{"application": "one"}], "tenants": {"a": {"keys": ["secret"]}}}, {"route": None}, "an entry says where a key is"),
         ({"models": [{"application": "one"}], "tenants": {"a": {"keys": ["env:A"], "wieght": 1}}}, {"route": None}, "did you mean weight"),
+        (
+            {"models": [{"application": "one"}], "tenants": {"default": {"keys": ["env:A"]}}, "serving": {"api_keys": ["env:B"]}},
+            {"route": None}, "serving.api_keys are of the account default",
+        ),
+        (
+            {"models": [{"application": "one"}]}, {"model": {**MODEL, "serving": {"autoscaling": {"min_replicas": 0}}}},
+            "one may have no replica .* write 1",
+        ),
         ({"models": [{"application": "one"}], "replay": {"limits": 1}}, {}, "did you mean limit"),
         ({"models": [{"application": "one"}, {"application": "two"}]}, {"model": {"model": {"path": "/m", "name": "two"}}}, "both answer"),
     ],
@@ -82,6 +90,31 @@ def test_what_is_wrong_is_named_with_its_line(read: Any, gateway: dict[str, Any]
     with pytest.raises(ConfigError, match=message) as wrong:
         read(content(gateway, **other))
     assert "file.yaml:" in wrong.value.message and "secret" not in wrong.value.message
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": "EngineServer", "num_replicas": 2}, "application gate: has no deployment 'EngineServer'; write name: Gateway$"),
+        ({"name": "Gateway", "user_config": {}}, "application gate: a gateway has no user_config; leave it out"),
+    ],
+)
+def test_what_overrides_a_gateway_s_deployment_is_checked(read: Any, changed: dict[str, Any], message: str) -> None:
+    said = content({"models": [{"application": "one"}]})
+    said["applications"][2]["deployments"] = [changed]
+    with pytest.raises(ConfigError, match=rf"file\.yaml:\d+: {message}"):
+        read(said)
+    said["applications"][2]["deployments"] = [{"name": "Gateway", "num_replicas": 2}]
+    assert "gate" in read(said).gateways
+
+
+@pytest.mark.parametrize(("key", "said"), [("serving", {"api_keys": ["env:NOT_THERE"]}), ("tenants", {"a": {"keys": ["env:NOT_THERE"]}})])
+def test_keys_of_a_gateway_that_are_not_here_are_missed_before_anything_loads(read: Any, key: str, said: dict[str, Any]) -> None:
+    there = {"model": {"path": "demo:random:tiny", "name": "chat"}}
+    whole = content({"models": [{"application": "one"}], key: said}, model=there, route=None)
+    del whole["applications"][1]
+    with pytest.raises(ConfigError, match=r"file\.yaml:\d+: application gate: .*NOT_THERE.* is not set on this machine"):
+        preflight.inspect_file(read(whole))
 
 
 def test_every_kind_of_drift_names_its_key() -> None:

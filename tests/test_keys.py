@@ -28,6 +28,14 @@ def test_every_source_gives_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not any(word in repr(known) for word in ("first", "from-env"))
 
 
+def test_a_key_is_of_one_account() -> None:
+    mine, theirs = f"sha256:{digest('a')}", f"sha256:{digest('b')}"
+    said = {"one": ("tenants.one.keys", [mine]), "two": ("tenants.two.keys", [theirs])}
+    assert {name: len(found) for name, found in keys.by_account(said).items()} == {"one": 1, "two": 1}
+    with pytest.raises(ConfigError, match=r"tenants\.two\.keys: a key of one is among them"):
+        keys.by_account({**said, "two": ("tenants.two.keys", [theirs, mine])})
+
+
 @pytest.mark.parametrize(("held", "says"), [(None, "is not set"), ("", "empty or blank"), (" \n\t", "empty or blank")])
 def test_an_absent_or_blank_variable(held: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONE_KEY", raising=False)

@@ -10,6 +10,7 @@ from ray.serve import Application
 from starlette.applications import Starlette
 
 from rayneuron import gateway_config
+from rayneuron.deployment_file import GATEWAY
 from rayneuron.errors import RayNeuronError
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.dispatch import Dispatch
@@ -17,6 +18,8 @@ from rayneuron.gateway.routes import application
 from rayneuron.host.app import arbiter_of
 from rayneuron.serve.app import Refused
 from rayneuron.serve.deployed import DRAIN_CHECK_S, HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, MAX_ONGOING, log_through_serve, settle_interpreter
+
+SETTLE_S = 3.0  # Serve sends a gateway calls from its first moment: it may wait so long for the replicas that are there
 
 
 @serve.ingress()
@@ -27,7 +30,7 @@ class ServedGateway(Catalogue):
         log_through_serve()
         calls = None if arbiter is None else HostCalls(arbiter)
         Catalogue.__init__(self, config, Dispatch, str(serve.get_replica_context().rank.rank), calls)
-        await self.open()
+        await self.open(SETTLE_S)
         settle_interpreter()
 
     def check_health(self) -> None:
@@ -67,7 +70,7 @@ def build(args: dict[str, Any]) -> Application:
     serving = config.serving
     wanted = serve.deployment(
         ServedGateway,
-        name="Gateway",
+        name=GATEWAY,
         num_replicas=serving.replicas,
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=serving.drain_timeout_s,

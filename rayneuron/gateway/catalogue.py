@@ -16,7 +16,7 @@ from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.gateway.measures import Collector, HostMeasured, Measured
 from rayneuron.gateway.measures import text as own_text
 from rayneuron.gateway.waking import ArbiterCalls, SeatReplicas, SeatWay, Sleeper, Waking
-from rayneuron.gateway_config import GatewayConfig
+from rayneuron.gateway_config import NOBODY, GatewayConfig
 from rayneuron.serve.handles import Handles, stats_of
 from rayneuron.serve.telemetry import Load, Telemetry, merged
 from rayneuron.serve.verbs import Json, Shut, Verbs
@@ -25,7 +25,6 @@ from rayneuron.types import SamplingParams, Snapshot
 log = logging.getLogger(__name__)
 
 DESCRIBE_S = 2.0  # for the arbiter to say how the host stands
-NOBODY = "default"  # the account of a key that is nobody's in particular, and of calls without one
 
 
 class Catalogue(Handles):
@@ -40,8 +39,7 @@ class Catalogue(Handles):
         self.door = self.config.serving
         self.telemetry = Telemetry("gateway", label, self.load)
         self.now: Verbs = Shut("the gateway has no model yet", Limits.model_construct())
-        own = {name: keys.read(tenant.keys, f"tenants.{name}.keys") for name, tenant in self.config.tenants.items()}
-        self._keys = own | ({NOBODY: keys.read(self.door.api_keys)} if self.door.api_keys else {})
+        self._keys = keys.by_account(self.config.key_sources)
         self.keys = tuple(key for known in self._keys.values() for key in known)
         self.entries, sleepers = [], {}
         for listed in self.config.models:
@@ -54,11 +52,15 @@ class Catalogue(Handles):
         self.waking = Waking(self.config, sleepers, arbiter) if arbiter is not None else None
         self._keeping: list[asyncio.Task[None]] = []
 
-    async def open(self) -> None:
-        """Begin to follow the replicas."""
+    async def open(self, within_s: float = 0.0) -> None:
+        """Begin to follow the replicas; wait, but only so long, until those that are there are connected."""
         self._keeping = [asyncio.create_task(entry.keep()) for entry in self.entries]
         if self.waking is not None:
             self._keeping.append(asyncio.create_task(self.waking.keep()))
+        settling = [asyncio.create_task(entry.settle()) for entry in self.entries]
+        _, late = await asyncio.wait(settling, timeout=within_s)
+        for task in late:
+            task.cancel()
 
     def account(self, key: bytes) -> str | None:
         """Whose a key is; None for a wrong one. Every account is compared."""
@@ -67,8 +69,7 @@ class Catalogue(Handles):
 
     def _whose(self, headers: Mapping[bytes, bytes]) -> str:
         """Whose a call is that has come in."""
-        given = headers.get(b"authorization", b"").partition(b" ")[2].strip()
-        return self.account(given) or NOBODY
+        return self.account(keys.shown(headers)) or NOBODY
 
     def decisions(self, most: int) -> list[Json]:
         """The last orders of each model, the newest first: where they went, and why there."""

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve import Application
 
 from rayneuron import gateway_config
+from rayneuron.deployment_file import ARBITER
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.host.arbiter import Arbiter
 from rayneuron.host.seats import Keepers, Seats
@@ -37,7 +38,7 @@ def arbiter_of(config: GatewayConfig) -> Application:
     hosting.check(config.host.instance, config.host.nodes, hosting.wanted_of(config))
     made = serve.deployment(
         ServedArbiter,
-        name="Arbiter",
+        name=ARBITER,
         num_replicas=1,
         max_ongoing_requests=1000,
         health_check_period_s=HEALTH_PERIOD_S,

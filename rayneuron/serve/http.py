@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from starlette.types import Message, Receive, Scope, Send
 
-from rayneuron import metrics
+from rayneuron import keys, metrics
 from rayneuron.api import call as api
 from rayneuron.api import errors, openai, routes
 from rayneuron.errors import BodyTooLarge, RayNeuronError, RequestError, RequestTimeout, UnsupportedMedia
@@ -229,9 +229,7 @@ def _left(server: Server, exchange: Exchange) -> None:
 def _check_key(server: Server, exchange: Exchange, path: str) -> None:
     if not server.keys or path in OPEN_PATHS:
         return
-    scheme, _, given = (exchange.header("authorization") or "").partition(" ")
-    given = given.strip() if scheme.lower() == "bearer" else exchange.header("x-api-key") or ""  # the latter is Anthropic's
-    if server.account(given.encode("latin-1")) is None:
+    if server.account(keys.shown(exchange.headers)) is None:
         raise _WrongKey("the API key is missing or wrong; send `Authorization: Bearer <key>`")
 
 

@@ -82,6 +82,10 @@ async def test_keys_say_whose_a_call_is(tiny: Path) -> None:
             assert (await http.get("/v1/models", headers=headers)).status_code == status
         assert (await http.get("/health")).status_code == 200
         assert [made.catalogue.account(key) for key in (b"ka", b"kb", b"kc", b"kd")] == ["acme", "other", "default", None]
+        for headers in ({"x-api-key": "ka"}, {"authorization": "bearer ka"}, {"authorization": "Basic kb", "x-api-key": "ka"}):
+            await http.post("/v1/completions", json=GO, headers=headers)
+            assert made.catalogue._whose({name.encode(): value.encode() for name, value in headers.items()}) == "acme"
+        assert (await http.post("/v1/completions", json=GO, headers={"authorization": "Basic ka"})).status_code == 401
 
 
 async def test_a_full_account_is_told_when_to_come_again_and_the_others_are_not(tiny: Path) -> None:
