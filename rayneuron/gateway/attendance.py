@@ -25,9 +25,8 @@ class Attendance:
     """As many calls wait at a replica as it has orders of one gateway. It lets those end that are too many, but only in a moment: orders
     that follow each other use the same calls. `doubt`: told where Serve has a replica no more that it had."""
 
-    def __init__(self, calls: Attends, gateway: bytes) -> None:
-        self.doubt: Callable[[], None] = lambda: None
-        self._calls, self._gateway = calls, gateway
+    def __init__(self, calls: Attends, gateway: bytes, doubt: Callable[[], None]) -> None:
+        self._calls, self._gateway, self._doubt = calls, gateway, doubt
         self._waiting: dict[int, set[asyncio.Task[None]]] = {}  # by worker
         self._attended: set[int] = set()
 
@@ -45,7 +44,7 @@ class Attendance:
             if await self._calls.attend(replica, self._gateway):
                 self._attended.add(worker)
             elif worker in self._attended:
-                self.doubt()
+                self._doubt()
         except Exception as wrong:  # Serve's word for a replica that has died: its connection says so, too
             log.info("%s is not attended: %r", replica, wrong)
 

@@ -45,6 +45,11 @@ class Dispatch:
         self._directed = {replica: handle for replica, handle in self._directed.items() if replica in there}
         return cards
 
+    async def coming(self) -> bool:
+        """Whether one starts, where there is none: Serve has the application, and has not given it up."""
+        state = (await asyncio.to_thread(readiness.look)).get(self.application)
+        return state is not None and state.status not in ("DEPLOY_FAILED", "DELETING")
+
     def knows(self, replica: str) -> bool:
         """Who has shown a card here did so by Serve."""
         return True

@@ -7,39 +7,37 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, Protocol
 
 from rayneuron import config as deployment
-from rayneuron.api import call as api
 from rayneuron.api import openai
 from rayneuron.config import Limits
 from rayneuron.errors import ConfigError, NotReady, RayNeuronError
 from rayneuron.frames import Card, Standing
-from rayneuron.gateway.asking import desk_limits, shares_of, wishes_of
+from rayneuron.gateway.asking import desk_limits, shares_of
 from rayneuron.gateway.attendance import Attends
 from rayneuron.gateway.known import Seen
 from rayneuron.gateway.remote import RemoteEngine
+from rayneuron.gateway.routed import RETRY_S, Routed
 from rayneuron.gateway_config import GatewayConfig, Listed, drift
 from rayneuron.loading import read_text
-from rayneuron.policies import admission
 from rayneuron.policies.desk import GatewayDesk
-from rayneuron.serve.flight import Flight, Flights
+from rayneuron.serve.flight import Flights
 from rayneuron.serve.handles import Handles
 from rayneuron.serve.hot import hot
-from rayneuron.serve.served import Served, around
+from rayneuron.serve.served import around
 from rayneuron.serve.startup import events_per_s
 from rayneuron.serve.telemetry import Load, Telemetry, merged
-from rayneuron.serve.verbs import NO_HEADERS, Entrance, Json, Shut, Verbs
+from rayneuron.serve.verbs import Entrance, Json, Shut, Verbs
 
 log = logging.getLogger(__name__)
 
-ROUTE = "x-rayneuron-route"  # the header that says where a reply came from, and why from there
 LOOK_S = 5.0  # how often the replicas of a model are asked who they are
 CHANGING_S, SOON_S = 60.0, 0.5  # and for so long after one has come or gone
-RETRY_S = 2.0  # what a client is told where none is there
+COUNTED = ("autoscaling", "drain_timeout_s", "num_cpus", "num_replicas", "wait_for_nodes")  # of `serving`: Serve's business alone
 
 
 class Replicas(Attends, Protocol):
@@ -48,51 +46,11 @@ class Replicas(Attends, Protocol):
     async def cards(self) -> list[Card]:
         """Of every replica that takes calls now."""
 
+    async def coming(self) -> bool:
+        """Whether one starts, where there is none."""
+
     async def all(self, method: str) -> list[object]:
         """What every replica answers to a call of a method, or what it raised."""
-
-
-@dataclass(frozen=True)
-class Routed(Served):
-    """A model whose engine is elsewhere. `account`: whose call it is, by its headers; `explain`: every reply says where it came from."""
-
-    account: Callable[[Mapping[bytes, bytes]], str] = lambda headers: ""
-    explain: bool = False
-
-    @property
-    def remote(self) -> RemoteEngine:
-        """That engine."""
-        assert isinstance(self.engine, RemoteEngine)
-        return self.engine
-
-    def admit(self, call: admission.Demand = admission.LEAST) -> None:
-        """As the verb."""
-        self.health()
-        super().admit(call)
-
-    @contextlib.contextmanager
-    def flight(
-        self, call: api.Call, arrival_s: float, time_limit_s: float | None, headers: Mapping[bytes, bytes] = NO_HEADERS
-    ) -> Iterator[Flight]:
-        """As the verb."""
-        said: dict[str, str] = {}
-        wanted = self.explain or headers.get(b"x-rayneuron-explain") == b"1"
-        wishes = wishes_of(headers, self.account(headers), (lambda line: said.update({ROUTE: line})) if wanted else None)
-        for request in call.requests:
-            self.remote.wishes[request.id] = wishes
-            request.trace = headers.get(b"traceparent", b"").decode("latin-1")
-        try:
-            with super().flight(call, arrival_s, time_limit_s, headers) as flight:
-                flight.headers = said
-                yield flight
-        finally:
-            for request in call.requests:
-                self.remote.wishes.pop(request.id, None)
-
-    def health(self) -> None:
-        """As the verb."""
-        if not self.remote.fleet.able:
-            raise NotReady(f"no replica of {self.config.model.served_name} is ready", retry_after_s=RETRY_S)
 
 
 class CatalogueEntry(Handles):
@@ -117,7 +75,8 @@ class CatalogueEntry(Handles):
         self._looking, self._looks, self._news = asyncio.Lock(), 0, asyncio.Event()
         self._there: set[bytes] = set()  # replicas that were connected at the last look
         self._changed_s = 0.0
-        self._doubting: asyncio.Task[None] | None = None
+        self._doubting: set[asyncio.Task[None]] = set()
+        self._looked = asyncio.Event()  # once
 
     @property
     def names(self) -> Sequence[str]:
@@ -184,24 +143,39 @@ class CatalogueEntry(Handles):
     async def _look(self) -> None:
         cards = await self.replicas.cards()
         for card in cards:
-            key = json.dumps(card.args, sort_keys=True)
+            key = _words(card)
             if key not in self._eras:
                 self._eras[key] = await self._begin(card)
             if card.user_config != self._user_config:
                 self._changed(key, card)
+        for key, era in self._eras.items():
+            own = [card for card in cards if _words(card) == key]
+            if not own and len(era.flights):  # what its replicas left goes on where the model is the same
+                own = [card for card in cards if _alike(card, era.remote.known)]
+            era.remote.fleet.roster(own)
+        if not cards and self.newest is not None and not self.newest.remote.fleet.able:
+            self.newest.remote.expecting = await self.replicas.coming()
+        self._choose()
         for key, era in list(self._eras.items()):
-            era.remote.fleet.roster([card for card in cards if json.dumps(card.args, sort_keys=True) == key])
-            if era is not self.newest and not era.remote.fleet.workers and not len(era.flights):
+            if not len(era.flights) and era not in (self.now, self.newest) and key not in map(_words, cards):
                 del self._eras[key]
                 await era.close()
-        self._choose()
+        self._looked.set()
+
+    async def settle(self) -> None:
+        """Return once its replicas have been looked for, and one is connected where there are any."""
+        await self._looked.wait()
+        while self.newest is not None and self.newest.remote.fleet.workers and not self.newest.remote.fleet.able:
+            await self.joined(SOON_S)
 
     def _choose(self) -> None:
-        """Have what is connected answer."""
-        ready = [era for era in self._eras.values() if era.remote.fleet.able]
+        """Have what takes orders answer, else what has replicas or will have some."""
         if self.left is not None:
             return
-        self.now = ready[-1] if ready else self._shut("has no replica that is ready") if self._eras else self._shut("is still loading")
+        eras = list(self._eras.values())
+        taking = [era for era in eras if any(linked.accepting for linked in era.remote.fleet.able)]
+        there = taking or [era for era in eras if era.remote.fleet.able] or [era for era in eras[-1:] if era.remote.expecting]
+        self.now = there[-1] if there else self._shut("has no replica that is ready" if eras else "is still loading")
 
     def _joined(self) -> None:
         """A replica is connected: what waits for one goes now, not when the next look ends."""
@@ -209,8 +183,19 @@ class CatalogueEntry(Handles):
         self._news.set()
         self._news = asyncio.Event()
 
-    def _doubt(self) -> None:  # Serve has a replica no more, which gets no more orders then
-        self._doubting = asyncio.get_running_loop().create_task(self.look())
+    def _doubt(self) -> None:
+        """A replica leaves, or Serve has it no more: whoever comes in its place is looked for soon."""
+        self._changed_s = time.monotonic()
+        self._choose()
+        task = asyncio.get_running_loop().create_task(self._look_again())
+        self._doubting.add(task)
+        task.add_done_callback(self._doubting.discard)
+
+    async def _look_again(self) -> None:
+        try:
+            await self.look()
+        except Exception as wrong:  # `keep` says so where it stays that way
+            log.info("%s: its replicas could not be asked: %r", self.name, wrong)
 
     async def joined(self, within_s: float) -> None:
         """Wait for a replica to be connected, no longer than so long."""
@@ -226,7 +211,7 @@ class CatalogueEntry(Handles):
         desk = GatewayDesk(desk_limits(self._gateway), Random(), shares_of(self._gateway))
         engine = RemoteEngine(self.replicas, flights.dispatch, text.eos_ids, self._gateway.replay, desk)
         flights.engine = engine
-        engine.fleet.card, engine.welcome, engine.attendance.doubt = card, self._joined, self._doubt
+        engine.fleet.card, engine.welcome, engine.doubt = card, self._joined, self._doubt
         seen = Seen(engine, text, path, card.generation, card.chosen)
         made = around(Routed, config, seen, engine, flights, self.telemetry, None, lambda: self.now.limits, card.user_config)
         self._user_config = card.user_config
@@ -297,3 +282,15 @@ class CatalogueEntry(Handles):
         if silent:
             raise RayNeuronError(f"{len(silent)} replicas of {self.name} did not answer and may still know prefixes: {silent[0]!r}")
         return sum(answer for answer in answers if isinstance(answer, int))
+
+
+def _words(card: Card) -> str:
+    """What an application says of its model, and not of how many replicas there are."""
+    serving = {key: said for key, said in card.args.get("serving", {}).items() if key not in COUNTED}
+    return json.dumps({**card.args, "serving": serving}, sort_keys=True)
+
+
+def _alike(card: Card, known: Card) -> bool:
+    """Whether a request that was begun by one may go on at the other."""
+    same = card.model is not None and (card.model, card.vocab) == (known.model, known.vocab)
+    return same and card.length >= known.length and known.adapters.items() <= card.adapters.items()

@@ -20,12 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Linked:
-    """One replica. `accepting`: it may be sent new orders."""
+    """One replica. `named`: Serve has it; `left`: it has said itself that it takes no more orders."""
 
     number: int
     link: Link
-    accepting: bool = True
+    named: bool = True
+    left: bool = False
     pressure: Pressure = field(default_factory=Pressure)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether it may be sent new orders."""
+        return self.named and not self.left
 
 
 class Watcher(Protocol):
@@ -68,15 +74,15 @@ class Fleet:
         return [worker for worker in self.workers.values() if worker.link.open]
 
     def roster(self, cards: Iterable[Card]) -> None:
-        """The replicas that Serve has now. Whoever is missing takes no more orders, and ends what it has."""
+        """The replicas that Serve has now. Whoever is missing takes no more orders, until it is named again, and ends what it has."""
         there = {card.epoch: card for card in cards}
         if there:
             first, *others = (card.adapters for card in there.values())
             self.names = {name: known for name, known in first.items() if all(other.get(name) == known for other in others)}
         for worker in self.workers.values():
             card = there.pop(worker.link.card.epoch, None)
-            if card is None and worker.link.open and worker.accepting:
-                worker.accepting = False
+            was, worker.named = worker.named, card is not None
+            if card is None and worker.link.open and was and not worker.left:
                 self._watcher.draining(worker, None)
             elif card is not None and card.profile != worker.link.card.profile:
                 worker.link.card = card
@@ -89,6 +95,11 @@ class Fleet:
             task = asyncio.get_running_loop().create_task(self._connect(link))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
+
+    def close_to(self, worker: Linked, within_s: float | None = None) -> None:
+        """A replica has said that it takes no more orders; what it does not end within so long goes elsewhere."""
+        worker.left = True
+        self._watcher.draining(worker, within_s)
 
     async def _connect(self, link: Link) -> None:
         try:
@@ -136,12 +147,11 @@ class Fleet:
 
     def leaving(self, link: Link, within_s: float, failed: bool) -> None:
         """A replica takes no more orders; where it has `failed`, those it has come to nothing."""
-        worker = self._of[link]
-        worker.accepting = False
         if failed:
-            self._watcher.failed(worker)
+            self._of[link].left = True
+            self._watcher.failed(self._of[link])
         else:
-            self._watcher.draining(worker, within_s)
+            self.close_to(self._of[link], within_s)
 
     def lost(self, link: Link, why: str, died: bool) -> None:
         """A connection has ended."""

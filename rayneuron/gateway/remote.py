@@ -57,13 +57,15 @@ class RemoteEngine:
     ) -> None:  # fmt: skip
         self.gateway = secrets.token_bytes(8)
         self.fleet = Fleet(self.gateway, self)
-        self.attendance = Attendance(calls, self.gateway)
+        self.attendance = Attendance(calls, self.gateway, lambda: self.doubt())
         self.desk = desk
         self.books = Books()
         self.repair = Repair(self.books, desk, deliver, lambda: self.known, rules)
         self.wishes: dict[str, Wishes] = {}
         self.undone = 0  # orders that came back
+        self.expecting = True  # where no replica is there: one comes, as far as is known, and calls wait for it
         self.welcome: Callable[[], None] = lambda: None  # called when a replica is connected
+        self.doubt: Callable[[], None] = lambda: None  # and when one leaves, or has left
         self.errors = Histogram(GATEWAY.prediction_error)  # of what is predicted
         self._deliver, self._eos_ids, self._rules = deliver, eos_ids, rules
         self._soon: asyncio.TimerHandle | None = None
@@ -102,9 +104,12 @@ class RemoteEngine:
         replays = {i: Replay(self._rules.limit, self._rules.strikes) for i in range(request.params.n)}
         way = Way(next(self.repair.keys), request, wishes, replays)
         said = self.desk.offer(ask_of(way, card, now_s), now_s)
-        if isinstance(said, TurnedAway):
+        hold = isinstance(said, TurnedAway) and said.reason == "none" and self.expecting
+        if isinstance(said, TurnedAway) and not hold:
             raise (NotReady if said.status == 503 else Busy)(said.why, retry_after_s=said.retry_s)
         self.books.take_in(way, now_s)
+        if hold:
+            return self.repair.hold(way)
         self._pump()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -144,6 +149,7 @@ class RemoteEngine:
     def close(self) -> None:
         """Hang up everywhere."""
         self._ticker.cancel()
+        self.doubt = lambda: None
         self.fleet.close()
         self.attendance.close()
 
@@ -191,6 +197,7 @@ class RemoteEngine:
     def draining(self, linked: Linked, within_s: float | None) -> None:
         """A replica takes no more orders. What it cannot end in time goes on elsewhere."""
         self.desk.leaving(linked.number, time.monotonic())
+        self.doubt()
         if within_s is not None:
             self._loop.call_later(max(0.0, within_s), self._move, linked)
 
@@ -213,6 +220,8 @@ class RemoteEngine:
         not as far as is known here: the step that kills is the one nothing comes back of."""
         self.desk.lost(linked.number, time.monotonic())
         self.attendance.forget(linked.number)
+        self.expecting = True
+        self.doubt()
         for way in self.books.on(linked.number):
             self.repair.again(way, self.repair.cause(way, "leave" if not linked.accepting else "crash" if died else "silence"))
         self._pump()
@@ -238,7 +247,6 @@ class RemoteEngine:
         now_s, request = time.monotonic(), way.request
         left_s = None if request.deadline_s is None else request.deadline_s - now_s
         linked.link.order(Order(way.number, way.asked(), now_s - request.arrival_s, left_s))
-        self.attendance.stand_for(linked.number, linked.link.card.replica, self.books.orders[linked.number])
 
     def ended(self, linked: Linked, how: OrderEnded) -> None:
         """A replica has ended an order otherwise than by its tokens."""
@@ -246,6 +254,8 @@ class RemoteEngine:
         if way is None:
             return  # it has ended here, or gone on elsewhere
         error = None if how.refused is None else how.refused.error()
+        if linked.accepting and (error is None or isinstance(error, NotReady | WorkerLost)):  # who takes none takes the next one neither
+            self.fleet.close_to(linked)
         if error is None or isinstance(error, Busy):
             self.undone += 1
             self.books.unplace(way)
@@ -266,7 +276,7 @@ class RemoteEngine:
             self.fleet.tick(now_s, self.desk.queue.waiting_ms)
             for number in self.desk.overdue(now_s):
                 self.fleet.workers[number].link.end("it does not acknowledge its orders")
-            self.repair.tick(now_s)
-            for linked in self.fleet.able:
+            self.repair.tick(now_s, any(linked.accepting for linked in self.fleet.able))
+            for linked in self.fleet.able:  # by now and then: a call of Serve beside a prompt would cost it milliseconds
                 self.attendance.stand_for(linked.number, linked.link.card.replica, self.books.orders[linked.number])
             self._pump()

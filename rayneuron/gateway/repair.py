@@ -31,6 +31,7 @@ class Repair:
         self.tokens = 0  # that went along
         self._books, self._desk, self._deliver, self._card, self._rules = books, desk, deliver, card, rules
         self._held: list[Way] = []  # while no replica is there
+        self._served_s = time.monotonic()  # when one was that took orders
         self._suspects: deque[Way] = deque()
         self._trial: Way | None = None  # the suspect that is on its way
         self._blamed: set[int] = set()  # workers whose loss is put down to a suspect
@@ -101,15 +102,21 @@ class Repair:
         for way in held:
             self._offer(way)
 
-    def tick(self, now_s: float) -> None:
-        """Look for whom nobody came."""
-        for way in [way for way in self._held if now_s - way.since_s > self._rules.hold_s]:
+    def hold(self, way: Way) -> None:
+        """A way waits for the next replica."""
+        self._held.append(way)
+
+    def tick(self, now_s: float, there: bool) -> None:
+        """Look for whom nobody came, here or at the desk. `there`: a replica is that takes orders."""
+        self._served_s = now_s if there else self._served_s
+        until_s = now_s - self._rules.hold_s
+        for way in [way for way in self._books.ways.values() if way.worker is None and max(way.since_s, self._served_s) < until_s]:
             self.fail(way, way.open, "no replica of this model is ready", "engine")
 
     def _offer(self, way: Way) -> None:
         now_s = time.monotonic()
         if isinstance(self._desk.offer(ask_of(way, self._card(), now_s, again=True), now_s), TurnedAway):
-            self._held.append(way)
+            self.hold(way)
 
     def _next(self) -> None:
         if self._trial is None and self._suspects:

@@ -82,6 +82,10 @@ class SeatReplicas:
         self._known.update((card.replica, name) for card in cards)
         return cards or ([] if early is None else [early])
 
+    async def coming(self) -> bool:
+        """Whether there is a seat, or will be."""
+        return bool(self.standing.seats or self.standing.coming)
+
     def knows(self, replica: str) -> bool:
         """Whether Serve has shown it."""
         return replica in self._known

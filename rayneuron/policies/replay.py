@@ -2,7 +2,8 @@
 
 Every piece of tokens says of which attempt it is and behind how many tokens it comes; these two alone decide. What was lost is tried again
 elsewhere, from the tokens there are. Not for ever: `limit` times, and not where the request itself seems to kill replicas: two crashes with
-hardly a token between them. Plainly being there when a replica dies is no sign: long answers would collect it.
+hardly a token between them. Plainly being there when a replica dies is no sign: long answers would collect it. Replicas that leave are not
+counted: each leaves once.
 
 A process that is killed from outside looks like one that the request has killed (the kernel's own killer ends both alike). So an innocent
 request that two deaths hit within STRIKE_TOKENS is refused too: the price of losing two replicas to a poisonous one and not the fleet.
@@ -50,7 +51,7 @@ _ALL = PassOn(0, False)
 class Replay:
     """A choice's attempts, counted from 1. `ids`: all tokens the client has. `forget`: how many late or double pieces were dropped."""
 
-    __slots__ = ("_from", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
+    __slots__ = ("_from", "_lost", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
 
     def __init__(self, limit: int = 3, most_strikes: int = 2) -> None:
         self.limit = limit
@@ -60,6 +61,7 @@ class Replay:
         self.ids: list[int] = []
         self.dropped = 0
         self._from = 0  # tokens there were when the attempt began
+        self._lost = 0  # attempts, without those whose replica left
         self._strikes = 0
         self._strike_at: int | None = None  # tokens there were at the last one
 
@@ -86,6 +88,7 @@ class Replay:
         if end == "error":
             return self.lost(attempt, "step")
         if end == "abort":
+            self._lost += 1  # nobody had asked for it
             return self.lost(attempt, "leave")
         if skip >= len(ids):
             self.dropped += 1
@@ -107,8 +110,9 @@ class Replay:
             self._strikes, self._strike_at = self._strikes + 1 if again else 1, len(self.ids)
         if self._strikes >= self.most_strikes:
             return self._fail(500, f"{self._strikes} replicas failed while they computed this request; it is not tried again")
-        if self.attempt > self.limit:
-            return self._fail(503, f"{self.attempt} replicas were lost while they computed this request")
+        self._lost += cause != "leave"
+        if self._lost > self.limit:
+            return self._fail(503, f"{self._lost} replicas were lost while they computed this request")
         self.state = "waiting"
         return Again()
 

@@ -1,6 +1,10 @@
 """What a replica is for gateways: it shows its card, and tells who is connected that it leaves."""
 
 # No `from __future__ import annotations` here: Serve looks at the signature of what it multiplexes.
+import asyncio
+import logging
+import time
+
 import ray
 from ray import serve
 
@@ -8,11 +12,17 @@ from rayneuron import loading
 from rayneuron.serve.hub import Hub
 from rayneuron.serve.replica import Replica
 
+log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S = 0.05
+HANDED_OVER = 0.9  # of the time Serve gives a replica that it takes away: what has not ended by then goes on elsewhere
+
 
 class Answering(Replica):
     """A replica that is open to gateways once it listens and shows its card; what Serve makes for the former takes a while."""
 
     _hub: Hub | None = None
+    _until_s = 0.0  # when orders are handed over
 
     async def listen(self) -> None:
         """Be there for gateways."""
@@ -55,8 +65,21 @@ class Answering(Replica):
         if self._hub is not None:
             self._hub.leave(within_s, failed)
 
+    async def leave_with_serve(self) -> None:
+        """Tell gateways once Serve takes this replica away: it waits for calls, tells those who choose by it alone, and orders are neither.
+        Whoever calls it past gateways is answered until Serve has done."""
+        (actor,) = ray._private.worker.global_worker.actors.values()
+        own = actor._replica_impl
+        while not own._shutting_down:
+            await asyncio.sleep(LOOK_PERIOD_S)
+        within_s = HANDED_OVER * self.config.serving.drain_timeout_s
+        self._until_s = time.monotonic() + within_s
+        log.info("Serve takes this replica away: gateways send it nothing more, and what has not ended in %.1f s elsewhere", within_s)
+        self.hand_over(within_s)
+
     async def hang_up(self) -> None:
-        """Close every gateway's connection; what came over it a moment ago goes on elsewhere."""
+        """Close every gateway's connection once its orders have ended, or are to be handed over; what is left goes on elsewhere."""
         if self._hub is not None:
+            await self._hub.ended(self._until_s - time.monotonic())
             self._hub.leave(0.0)
             await self._hub.close()

@@ -53,6 +53,7 @@ class ServedEngine(Answering, Deployed, Replica):
     async def _prepare(self) -> None:
         await super()._prepare()
         await self.listen()
+        self._tasks.append(self._event_loop.create_task(self.leave_with_serve()))
         self._routes = application(self, echo_request_id=False)
 
     async def retire(self, within_s: float) -> None:
@@ -157,8 +158,8 @@ class ServedEngine(Answering, Deployed, Replica):
         return self._routes
 
     async def __del__(self) -> None:
-        self._end()
         await self.hang_up()
+        self._end()
         await self.close()
 
 

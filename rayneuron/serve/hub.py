@@ -67,6 +67,7 @@ class Hub:
         self.epoch = secrets.token_bytes(8)
         self.token = secrets.token_bytes(16)
         self.address = ""
+        self.left = False  # it takes no more orders
         self.refused = 0  # connections that showed no token, or spoke another language
         self.callers: dict[bytes, Caller] = {}
         self._owner = owner
@@ -94,6 +95,8 @@ class Hub:
 
     def order(self, caller: Caller, order: Order) -> None:
         """Serve an order to its end; its tokens go over its gateway's connection, and how it ended where they do not say so."""
+        if self.left:
+            return caller.send(OrderEnded(order.number))
         task = asyncio.get_running_loop().create_task(self._settle(caller, order))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
@@ -168,8 +171,14 @@ class Hub:
 
     def leave(self, within_s: float, failed: bool = False) -> None:
         """Tell everybody that this replica takes no more, and ends what it has within so long; where it has `failed`, not at all."""
+        self.left = True
         for caller in self.callers.values():
             caller.send(Leaving(within_s, failed))
+
+    async def ended(self, within_s: float) -> None:
+        """Return when no order is under way, or after so long."""
+        if self._orders:
+            await asyncio.wait(self._orders, timeout=max(0.0, within_s))
 
     async def close(self) -> None:
         """Hang up."""

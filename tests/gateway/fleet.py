@@ -13,8 +13,8 @@ import msgspec
 from rayneuron.errors import RayNeuronError
 from rayneuron.frames import Card, Order
 from rayneuron.gateway.catalogue import Catalogue
-from rayneuron.gateway.entry import Routed
 from rayneuron.gateway.remote import RemoteEngine
+from rayneuron.gateway.routed import Routed
 from rayneuron.serve.hub import Hub
 from rayneuron.serve.replica import Opener, Replica
 from tests.serve.scripted import PATIENCE_S, opener_of
@@ -66,10 +66,14 @@ class Wired:
         self.members = members
         self.misdirect = 0
         self.unknown = False  # Serve does not have them yet
+        self.starting = False  # one comes, as far as Serve knows
         self.died = asyncio.Event()
 
     async def cards(self) -> list[Card]:
         return self.shown()
+
+    async def coming(self) -> bool:
+        return self.starting
 
     async def early(self) -> Card | None:
         return next(iter(self.shown()), None)

@@ -236,6 +236,8 @@ async def test_a_replica_that_serve_takes_away_ends_what_it_has(url: str) -> Non
             await asyncio.to_thread(eventually, lambda count=count: len(replicas("app-tiny")) == count and connected(url) == count + 1, 120)
         over.set()
         assert min(await asyncio.gather(*calls)) > 0
+    logs = Path(os.environ["RAY_TMPDIR"]).glob("ray/session_latest/logs/serve/replica_*.log")
+    assert any("Serve takes this replica away" in log.read_text() for log in logs), "nobody saw it in time"
     assert replayed(url, "crash", "silence", "gap", "step") == before
 
 

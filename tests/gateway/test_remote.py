@@ -216,6 +216,7 @@ async def test_an_order_that_comes_to_one_that_takes_none_goes_to_another(two: H
     member.replica.leave()
     said = await asyncio.gather(*(two.catalogue.completions({"prompt": "say:here", "max_tokens": 20}) for _ in range(6)))
     assert {reply["choices"][0]["text"] for reply in said} == {"here"} and two.engine.undone > 0
+    assert [linked.accepting for linked in two.engine.fleet.able] == [False, True], "it is asked no more"
     member.replica.state = "serving"
     await two.settle()
 
@@ -333,7 +334,8 @@ async def test_nobody_there_is_a_503_and_a_late_replica_ends_the_wait(two: House
     for left, member in ((1, next(m for m in two.members if not m.orders)), (0, next(m for m in two.members if m.orders))):
         member.die()
         await two.until(lambda left=left: len(two.engine.fleet.able) == left)
-    with pytest.raises(NotReady, match="no replica of scripted is ready"):
+    await two.until(lambda: not two.engine.expecting)  # Serve says that none comes
+    with pytest.raises(NotReady, match="no replica"):
         await two.catalogue.completions({"prompt": "x"})
     assert not call.done()
     two.members[1].dead = False

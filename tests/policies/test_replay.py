@@ -152,7 +152,15 @@ def test_killing_at_the_same_token_again_is_a_strike_however_late() -> None:
     assert isinstance(machine.lost(attempt, "step"), Fail)
 
 
-@pytest.mark.parametrize("cause", ["leave", "silence", "gap"])
+def test_replicas_that_leave_are_not_counted_and_an_end_that_nobody_asked_for_is() -> None:
+    machine = Replay(limit=1)
+    for _ in range(9):
+        assert machine.lost(machine.placed(), "leave") == Again()
+    assert machine.piece(machine.placed(), 0, [], "abort") == Again()
+    assert isinstance(machine.lost(machine.placed(), "silence"), Fail)
+
+
+@pytest.mark.parametrize("cause", ["silence", "gap"])
 def test_what_is_nobodys_fault_is_no_strike(cause) -> None:
     machine = Replay(limit=9)
     for _ in range(9):
