@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 import report
 
 LINE_LIMIT_BYTES = 1 << 20
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -44,8 +46,9 @@ class Reply:
 class Connection:
     """One keep-alive connection. A server may close it while idle, so the first write on a reused one is tried again on a new one."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+    def __init__(self, url: str, headers: Mapping[str, str] = NONE) -> None:
+        parts, self._more = urlsplit(url), "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.told: dict[str, str] = {}  # headers of the last reply
         self._host, self._port, self._base = parts.hostname or "127.0.0.1", parts.port or 80, parts.path.rstrip("/")
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -57,10 +60,10 @@ class Connection:
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, AsyncIterator[bytes]]:
         """As `post`, any method."""
         head = f"{method} {self._base}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{self._more}\r\n"
         line = await self._first_line(head.encode() + body)
-        status, headers = int(line.split()[1]), await self._headers()
-        return status, self._pieces(headers)
+        status, self.told = int(line.split()[1]), await self._headers()
+        return status, self._pieces(self.told)
 
     def close(self) -> None:
         """Drop the connection."""
@@ -179,9 +182,9 @@ async def closed_loop(url: str, path: str, bodies: Iterable[dict[str, Any]], cli
     return Load(replies, time.perf_counter() - started, time.process_time() - cpu)
 
 
-async def fetch(url: str, path: str, timeout_s: float = 5.0) -> tuple[int, bytes]:
+async def fetch(url: str, path: str, timeout_s: float = 5.0, headers: Mapping[str, str] = NONE) -> tuple[int, bytes]:
     """One GET on a connection of its own. Raises OSError or asyncio.TimeoutError where no reply comes."""
-    connection = Connection(url)
+    connection = Connection(url, headers)
 
     async def get() -> tuple[int, bytes]:
         status, pieces = await connection.request("GET", path)

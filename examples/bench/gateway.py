@@ -3,8 +3,8 @@
 
 `cost`: TTFT at one client, tokens/s and CPU a token outside the engines' compute threads at 16, against the model's own route.
 `link`: CPU a step and a token of both ends of a connection between a replica and a gateway, 16 paced streams, beside the timer alone.
-`prefix`: TTFT and computed tokens of sessions that share a beginning, over two replicas of a thread each, against the own route, where
-Serve chooses.
+`prefix`: TTFT and computed tokens of sessions that share a beginning, over two replicas of a thread each, beside replicas that take turns,
+and those that Serve chooses (`plain` only: there a client may name the replica).
 `predict`: how far the times to first token that were predicted are from those that came, by the gateway's own histogram.
 `kill`: a replica of two is killed with streams on both; every text must be that of the run before, and the longest pause counts.
 """
@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import signal
 import statistics
 import sys
@@ -29,11 +28,12 @@ import launch
 import machine
 import options
 import report
+import sessions
 from prompts import Words, body
 from server import Server
+from sessions import MODEL_NAME
 
-MODEL_NAME = "bench"
-DIRECT, THROUGH = f"/m/{MODEL_NAME}", ""
+DIRECT, THROUGH = sessions.OWN, ""
 STEP_S, STREAMS, STEPS = 0.03, 16, 200
 
 
@@ -140,51 +140,7 @@ async def link() -> list[tuple[str, float, str, str]]:
 
 async def prefix(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
     """Bar 5."""
-    mean: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
-    cold: dict[str, list[float]] = {DIRECT: [], THROUGH: []}  # of first turns, whose beginning nobody has
-    warm: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
-    hits: dict[str, list[float]] = {DIRECT: [], THROUGH: []}
-    shared, _ = words.prompt(1000, "shared")
-    for turn in range(args.rounds):
-        for way in (DIRECT, THROUGH):
-            connection = client.Connection(server.url)
-            status, pieces = await connection.request("POST", f"{DIRECT}/reset_prefix_cache")
-            assert status == 200, b"".join([piece async for piece in pieces])
-            connection.close()
-            asked, found = await server.metric("vllm:prefix_cache_queries_total"), await server.metric("vllm:prefix_cache_hits_total")
-            talks = [[words.prompt(60, f"{turn}-{way}-{s}-{t}")[0] for t in range(6)] for s in range(8)]
-
-            async def session(talk: list[str], number: int, way: str = way, turn: int = turn) -> list[float]:
-                said, first = shared, []
-                draw = random.Random(number)
-                for more in talk:
-                    said += more
-                    asked = client.Connection(server.url + way)
-                    reply = await client.complete(asked, "/v1/completions", body(MODEL_NAME, said, 16))
-                    asked.close()
-                    assert not reply.error, reply.error
-                    first.append(reply.ttft_s)
-                    await asyncio.sleep(0.3 + 0.4 * draw.random())
-                return first
-
-            firsts = await asyncio.gather(*(session(talk, i) for i, talk in enumerate(talks)))
-            mean[way].append(statistics.fmean([t for first in firsts for t in first]))
-            cold[way].append(statistics.fmean([first[0] for first in firsts]))
-            warm[way].append(statistics.fmean([t for first in firsts for t in first[1:]]))
-            asked = await server.metric("vllm:prefix_cache_queries_total") - asked
-            hits[way].append((await server.metric("vllm:prefix_cache_hits_total") - found) / asked)
-    shares = [statistics.median(hits[way]) for way in (DIRECT, THROUGH)]
-    print(f"share of prompt tokens found: {shares[0]:.3f} by Serve's choice, {shares[1]:.3f} through")
-    for turn_name, firsts_s in (("first turns, which nobody has the beginning of", cold), ("later turns", warm)):
-        direct_s, through_s = (statistics.median(firsts_s[way]) for way in (DIRECT, THROUGH))
-        ratio = report.median_ratio(firsts_s[THROUGH], firsts_s[DIRECT])
-        print(f"TTFT mean of {turn_name}: {direct_s:.2f} s by Serve's choice, {through_s:.2f} s through, {ratio:.2f} times")
-    turns = [1060 + 60 * t for t in range(6)]
-    best = 1 - (1000 + 8 * 60 * 6) / (8 * sum(turns))  # of a cache that forgets nothing, shared by all
-    return [
-        report.bar("TTFT mean of sessions, times Serve's own choice", report.median_ratio(mean[THROUGH], mean[DIRECT]), 0.6, False),
-        report.bar("prompt tokens found, share of one infinite cache", statistics.median(hits[THROUGH]) / best, 0.9),
-    ]
+    return await sessions.prefix(server, words, args.rounds, 2)
 
 
 async def predict(server: Server, words: Words, args: argparse.Namespace) -> list[tuple[str, float, str, str]]:
@@ -275,6 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += asyncio.run(link())
     for part, measure, replicas in (("cost", cost, 1), ("predict", predict, 1), ("prefix", prefix, 2), ("kill", kill, 2)):
         if part not in args.parts:
+            continue
+        if part == "prefix" and args.profile == "fast":
+            print("prefix: left out, since only Serve's own proxy sends a call to the replica that it names\n")
             continue
         deployment: dict[str, Any] = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": 16, "max_model_len": 2048}
         deployment |= {"speculative_config": False, "dtype": args.dtype, "threads": args.threads if replicas == 1 else 1}
