@@ -122,6 +122,46 @@ _REFUSED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 REFUSED = {**ANYWHERE, **{name: f"is refused: {why}" for why, names in _REFUSED.items() for name in names}}
 
+# What vLLM says within speculative_config: why it is refused -> theirs.
+_DRAFTS: dict[str, tuple[str, ...]] = {
+    "write draft_tensor_parallel_size": ("tensor_parallel_size",),
+    "write model: org/name@revision": ("revision", "code_revision"),
+    "nothing is drafted beyond the positions that config.json gives a draft model; leave it out": ("max_model_len",),
+    "as many are tried in a step as pay by measured times; leave it out, and write num_speculative_tokens for the most": (
+        "num_speculative_tokens_per_batch_size", "disable_by_batch_size", "enable_adaptive_verification",
+    ),
+    "a draft is accepted if it is the token that comes without drafts, and changes none; leave it out": (
+        "rejection_sample_method", "acceptance_method", "draft_sample_method", "posterior_threshold", "posterior_alpha",
+        "synthetic_acceptance_rates", "synthetic_acceptance_length", "disable_logprobs",
+    ),
+    "a row's drafts are one chain, each made behind the one before; leave it out": (
+        "speculative_token_tree", "parallel_drafting", "dspark_draft_topk",
+    ),
+    "a draft is a token of the model too; leave it out, and name a model with the same tokenizer": ("use_heterogeneous_vocab",),
+    "it is of method suffix; write method: ngram, which looks up what prompt and output say": (
+        "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+    "what drafts is loaded, compiled and cut as the model is; leave it out": (
+        "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype", "draft_load_config", "disable_padded_drafter_batch",
+        "disable_eagle_block_drop", "use_local_argmax_reduction", "index_share_for_mtp_iteration",
+    ),
+}  # fmt: skip
+DRAFTS = {name: why for why, names in _DRAFTS.items() for name in names}
+# Of those, what only says how it is here anyway, beside false and null.
+DRAFTS_GIVEN: dict[str, tuple[Any, ...]] = {
+    "rejection_sample_method": ("standard", "strict"), "acceptance_method": ("rejection_sampler",), "draft_sample_method": ("greedy",),
+    "disable_padded_drafter_batch": (True,), "use_local_argmax_reduction": (True,), "kv_cache_dtype": ("auto",),
+}  # fmt: skip
+
+
+def _drafts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """`speculative_config` without those of vLLM's words that say nothing new. Raises ConfigError."""
+    for name in DRAFTS.keys() & said.keys():
+        if not (said[name] is None or said[name] is False or said[name] in DRAFTS_GIVEN.get(name, ())):
+            raise ConfigError(f"speculative_config.{name} is refused: {DRAFTS[name]}", param=f"speculative_config.{name}")
+    return {name: value for name, value in said.items() if name not in DRAFTS}
+
 
 def _names(value: Any) -> dict[str, Any]:
     first, *more = value if isinstance(value, list) and value else [value]
@@ -161,6 +201,8 @@ def translate(args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """`args` of a deployment with vLLM's names said as ours, and which name each of those keys had. Raises ConfigError."""
     theirs = [name for name in NAMES if name in args and not (name == "model" and isinstance(args[name], Mapping | None))]
     said: dict[str, Any] = {name: value for name, value in args.items() if name not in theirs}
+    if isinstance(drafts := said.get("speculative_config"), Mapping):
+        said["speculative_config"] = _drafts(drafts)
     spelled: dict[str, str] = {}
     for name in theirs:
         for key, value in meaning(name, args[name]).items():
@@ -180,7 +222,8 @@ def translated(args: object, place: Locate) -> tuple[object, Locate]:
     try:
         said, spelled = translate(args)
     except ConfigError as wrong:
-        raise ConfigError(place((wrong.param,) if wrong.param else (), wrong.message) + wrong.message, param=wrong.param) from None
+        path = tuple(wrong.param.split(".")) if wrong.param else ()
+        raise ConfigError(place(path, wrong.message) + wrong.message, param=wrong.param) from None
 
     def placed(keys: KeyPath, text: str) -> str:
         theirs = spelled.get(dotted(keys))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,10 @@ from rayneuron.validation import Section
 
 HEADS = ("eagle", "eagle3", "medusa")  # methods that read the model's hidden states
 METHODS = ("ngram", "draft_model", *HEADS)  # how drafts are made
+_INT8 = "draft_model with quantization: int8, a copy of the model"
+_NEAREST = {"ngram_gpu": "ngram", "suffix": "ngram", "lookahead": "ngram", "custom_class": _INT8, "mlp_speculator": _INT8}  # vLLM's others
+_LOOKED_UP = ("ngram", "[ngram]")  # what vLLM calls it, as a method or as a model
+_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _MAKERS = {"model": "a draft model", "heads": "what reads hidden states"}
 
 
@@ -41,8 +46,9 @@ class SpeculativeConfig(Section):
     quantization: Literal["int8"] | None = Field(None, description="Of draft_model: int8 weights; it then computes in bf16.")
     draft_tensor_parallel_size: int | None = Field(None, ge=1, description="The model's own degree, by which its draft model is cut too.")
     num_speculative_tokens: int = Field(default=8, ge=1, le=64, description="The most tokens tried for a sequence in one step.")
-    prompt_lookup_min: int = Field(default=2, ge=1, description="Tokens that must have occurred before.")
-    prompt_lookup_max: int = Field(default=4, ge=1, description="A longer match is not looked for.")
+    prompt_lookup_min: int = Field(default=2, ge=1, le=64, description="Tokens that must have occurred before.")
+    prompt_lookup_max: int = Field(default=4, ge=1, le=64, description="A longer match is not looked for.")
+    enabled: bool = Field(default=True, description="false: off.")
     adaptive: bool = Field(default=True, description="Try as many as pay by the measured times of steps, often none; false: all there are.")
 
     @field_validator("method")
@@ -50,14 +56,29 @@ class SpeculativeConfig(Section):
     def _served(cls, value: str) -> str:
         if value in METHODS:
             return value
-        raise ValueError(f"method {value} is none of {', '.join(METHODS)}; write one of them")
+        drafts = "mtp" in value or value.startswith(("dflash", "dspark"))  # heads inside a checkpoint, and blocks of drafts
+        write = _INT8 if drafts else _NEAREST.get(value) or next(iter(get_close_matches(value.lower(), METHODS, 1)), "one of them")
+        raise ValueError(f"method {value[:60] or 'that is empty'} is none of {', '.join(METHODS)}; write {write}")
 
     @model_validator(mode="before")
     @classmethod
     def _implied(cls, value: Any) -> Any:
-        """As vLLM has it, who names a model means one that drafts."""
-        named = isinstance(value, dict) and value.get("model") is not None and "method" not in value
-        return {**value, "method": "draft_model"} if named else value
+        """As vLLM has it: null is as nothing said, who names a model means one that drafts, and where one end of what is looked up is said,
+        the other gives way."""
+        if not isinstance(value, dict):
+            return value
+        said = {name: v for name, v in value.items() if v is not None or name not in ("method", *_LOOKUP)}
+        named = next((name for name in ("method", "model") if name in said and said[name] is not None), "")
+        if named and said[named] in _LOOKED_UP:
+            said = {**said, "method": "ngram", **({"model": None} if said.get("model") in _LOOKED_UP else {})}
+        elif named == "model":
+            said["method"] = "draft_model"
+        least, most = (said.get(name) for name in _LOOKUP)
+        if type(least) is int and most is None:
+            said["prompt_lookup_max"] = max(least, cls.model_fields["prompt_lookup_max"].default)
+        elif type(most) is int and least is None:
+            said["prompt_lookup_min"] = min(most, cls.model_fields["prompt_lookup_min"].default)
+        return said
 
     @model_validator(mode="after")
     def _ordered(self) -> SpeculativeConfig:

@@ -157,7 +157,7 @@ def _translate(path: Path | str, entry: dict[str, Any], keys: KeyPath, lines: di
         entry["args"], spelled = aliases.translate(entry["args"])
     except ConfigError as wrong:
         said = f"application {entry.get('name', 'default')}: {wrong.message}"
-        raise ConfigError(_place(path, lines, {}, (*keys, wrong.param or ""), "") + said, param=wrong.param) from None
+        raise ConfigError(_place(path, lines, {}, (*keys, *(wrong.param or "").split(".")), "") + said, param=wrong.param) from None
     for ours, theirs in spelled.items():
         lines[keys + tuple(ours.split("."))] = lines.get((*keys, theirs), 0)
 

@@ -36,8 +36,15 @@ _ENDS = ("max_time", "stop_strings")
 _TOLD = ("return_dict_in_generate", "output_scores", "output_logits")
 _SET = {*_SAME, *_LENGTHS, *_OTHER, *_BEAMS, *_ENDS, *_TOLD}
 Criterion = Callable[..., Any]  # (ids [1, tokens so far], None) -> whether it ends here
-# How transformers drafts, which changes no token; here the deployment says it, by speculative_config.
-_DRAFTING = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule")
+# How transformers drafts, which changes no token, and what it accepts; here the deployment says it, by speculative_config.
+_COUNT = lambda value: type(value) is int and value > 0, "a whole number above 0"  # noqa: E731
+_COUNTS = ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "assistant_lookbehind", "target_lookbehind")
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+_DRAFTING: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys((*_COUNTS, "assistant_early_exit"), _COUNT),
+    "num_assistant_tokens_schedule": (lambda value: value in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
+    "assistant_confidence_threshold": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
+}
 # What a GenerationConfig may hold that changes nothing here when it has this value.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beam_groups": (None, 1),
@@ -169,9 +176,7 @@ def _check_drafts(llm: LLM) -> None:
 def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
     """Later sources win; None means not set. Raises RequestError for a name or value that would be ignored."""
     settings = {k: v for k, v in model.items() if k in _SET}
-    for source in given:
-        if source is None:
-            continue
+    for source in (one for one in given if one is not None):
         strict = isinstance(source, dict)
         values = source if strict else source.to_diff_dict()
         for name, value in values.items():
@@ -179,7 +184,8 @@ def _merge(model: dict[str, Any], *given: Any) -> dict[str, Any]:
                 if value is not None:
                     settings[name] = value
             elif name in _DRAFTING:
-                pass
+                if value is not None and not _DRAFTING[name][0](value):
+                    raise RequestError(f"{name} must be {_DRAFTING[name][1]}, got {value!r:.80}", param=name)
             elif name in _NEUTRAL:
                 if value not in _NEUTRAL[name]:
                     raise RequestError(f"generate({name}={value!r}) is not supported; leave it out", param=name)
@@ -229,9 +235,7 @@ def _beams(settings: dict[str, Any], sampling: bool) -> Beams | None:
         raise RequestError(f"output_{name} of a beam search are not kept; leave it out, or num_beams", param=f"output_{name}")
     if sampling:
         raise RequestError("beams are not sampled: leave do_sample out, or num_beams", param="num_beams")
-    return Beams(
-        width=width, length_penalty=settings.get("length_penalty", 1.0), early_stopping=settings.get("early_stopping", False)
-    )  # fmt: skip
+    return Beams(width=width, length_penalty=settings.get("length_penalty", 1.0), early_stopping=settings.get("early_stopping", False))
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

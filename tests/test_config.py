@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from rayneuron import cli
+from rayneuron import aliases, cli, deployment_file
 from rayneuron.config import DTYPE_ALIASES, Deployment, Dtype, HotSettings, parse
 from rayneuron.errors import ConfigError
 from rayneuron.models import words
@@ -60,7 +61,7 @@ def said(path: Path) -> tuple[int, str, str]:
 
 def written(folder: Path, args: Any, **more: Any) -> Path:
     path = folder / "file.yaml"
-    entry = {"name": "one", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args, **more}
+    entry = {"name": "one", "route_prefix": "/", "import_path": deployment_file.IMPORT_PATH, "args": args, **more}
     path.write_text(yaml.safe_dump({"applications": [entry]}, sort_keys=False))
     return path
 
@@ -270,7 +271,12 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
     [
         ({"speculative_config": {"method": "eagle3"}}, "method eagle3 needs model: a directory with such heads, and no quantization"),
         ({"speculative_config": {"method": "eagle", "model": "/h", "quantization": "int8"}}, "eagle needs model: a directory"),
-        ({"speculative_config": {"method": "bigram"}}, "method bigram is none of ngram, draft_model, eagle, eagle3, medusa; write one"),
+        ({"speculative_config": {"method": "bigram"}}, "method bigram is none of ngram, draft_model, eagle, eagle3, medusa; write ngram"),
+        ({"speculative_config": {"method": ""}}, "method that is empty is none of"),
+        ({"speculative_config": {"method": "suffix"}}, "medusa; write ngram"),
+        ({"speculative_config": {"method": "Eagle-3"}}, "medusa; write eagle3"),
+        ({"speculative_config": {"method": "qwen3_next_mtp"}}, "medusa; write draft_model with quantization: int8, a copy of the model"),
+        ({"speculative_config": {"prompt_lookup_max": 10**9}}, "speculative_config.prompt_lookup_max: must be at most 64, got 1000000000"),
         (
             {"speculative_config": {"method": "medusa", "model": "/h"}, "tensor_parallel": 2, "sequence_parallel": True},
             "goes without sequence_parallel",
@@ -289,7 +295,7 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
         ({"speculative_config": {"method": "ngram", "model": "/m"}}, "are of a draft model; write method: draft_model"),
         ({"speculative_config": {"model": "/m", "draft_tensor_parallel_size": 2}}, "draft_tensor_parallel_size 2 beside tensor_parallel 1"),
         ({"speculative_config": {"model": "/m"}, "tensor_parallel": 2, "shard_over_sequence": True}, "goes without shard_over_sequence"),
-        ({"speculative_config": {"prompt_lookup_min": 5}}, "prompt_lookup_min 5 is above prompt_lookup_max 4"),
+        ({"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 4}}, "prompt_lookup_min 5 is above prompt_lookup_max 4"),
         ({"speculative_config": {}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
         ({"speculative_config": {}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),
         ({"speculative_config": {}, "capacity_factor": 1.5}, "goes without capacity_factor"),
@@ -300,6 +306,38 @@ def test_what_speculation_does_not_go_with_says_what_to_write(more, says):
     with pytest.raises(ConfigError) as wrong:
         parse({"model": {"path": "demo:random"}, **more})
     assert says in str(wrong.value)
+
+
+def said_of_drafts(**words):
+    made = parse({"model": {"path": "demo:random"}, "speculative_config": words}).speculative_config
+    return made.method, made.model, made.prompt_lookup_min, made.prompt_lookup_max
+
+
+def test_drafts_in_the_words_of_vllm_mean_what_they_mean_there():
+    """A lookup by either name, null as nothing said, and one end of what is looked up where only that is said."""
+    for spelled in ({"model": "ngram"}, {"model": "[ngram]"}, {"method": "[ngram]"}, {"method": "ngram", "model": "ngram"}, {}):
+        assert said_of_drafts(**spelled, num_speculative_tokens=3) == ("ngram", None, 2, 4)
+    assert said_of_drafts(method=None, model="/m") == ("draft_model", "/m", 2, 4)
+    assert said_of_drafts(prompt_lookup_max=1) == ("ngram", None, 1, 1)
+    assert said_of_drafts(prompt_lookup_min=7, prompt_lookup_max=None) == ("ngram", None, 7, 7)
+    assert parse({"model": {"path": "demo:random"}, "speculative_config": {"enabled": True}}).speculative_config.method == "ngram"
+
+
+@pytest.mark.parametrize("name", aliases.DRAFTS)
+def test_what_vllm_says_of_drafts_and_has_no_meaning_here_is_refused_with_the_reason(name, tmp_path):
+    """Wherever it is said; what only says how it is here anyway is passed over."""
+    said = {"model": "demo:random", "speculative_config": {"method": "ngram", name: "other"}}
+    file = tmp_path / "deployment.yaml"
+    file.write_text(json.dumps({"applications": [{"name": "a", "import_path": deployment_file.IMPORT_PATH, "args": said}]}, indent=1))
+    for ask in (lambda: parse(said), lambda: deployment_file.read(file)):
+        with pytest.raises(ConfigError) as wrong:
+            ask()
+        assert f"speculative_config.{name} is refused: {aliases.DRAFTS[name]}" in str(wrong.value)
+        assert wrong.value.param == f"speculative_config.{name}" and "\n" not in str(wrong.value)
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if f'"{name}"' in text)
+    assert f"deployment.yaml:{line}: " in str(wrong.value)
+    for given in (None, False, *aliases.DRAFTS_GIVEN.get(name, ())):
+        assert said_of_drafts(method="ngram", **{name: given}) == ("ngram", None, 2, 4)
 
 
 def test_where_nothing_is_said_of_speculation_nothing_is_refused_for_it():

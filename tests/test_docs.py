@@ -11,7 +11,7 @@ import io
 import re
 import tokenize
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -65,11 +65,10 @@ def _parts() -> Iterator[str]:
         "Both names of one thing are refused. Those of `http_options` are for the command line.\n"
     )
     yield _table(("vLLM", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name)) is not None])
-    refused: dict[str, list[str]] = {}
-    for name, why in aliases.REFUSED.items():
-        refused.setdefault(why.removeprefix("is refused: "), []).append(f"`{name}`")
     yield "These are refused, save where their value says how it is here anyway:\n"
-    yield _table(("vLLM", "why"), [(", ".join(names), why) for why, names in refused.items()])
+    yield _refused(aliases.REFUSED)
+    yield "And of those within `speculative_config`:\n"
+    yield _refused(aliases.DRAFTS)
     yield "## Environment variables\n"
     yield _table(("variable", "meaning"), list(_variables()))
     taken = ", ".join(f"`{name}`" for name in releases.PREFERENCES)
@@ -87,6 +86,14 @@ def _parts() -> Iterator[str]:
             rows.append(("`--KEY VALUE`", "every key above, or vLLM's name: `--limits-max-waiting 3`, `--tensor-parallel-size 2`"))
         if rows:
             yield _table(("argument", "meaning"), rows)
+
+
+def _refused(reasons: Mapping[str, str]) -> str:
+    """Names by why they are refused."""
+    by: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by.setdefault(why.removeprefix("is refused: "), []).append(f"`{name}`")
+    return _table(("vLLM", "why"), [(", ".join(names), why) for why, names in by.items()])
 
 
 def _keys(top: type[BaseModel], title: str) -> Iterator[str]:

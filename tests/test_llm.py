@@ -285,6 +285,16 @@ class TestAdapter:
             assert torch.equal(three, wanted[:, :end]) and streamed[1:] == [[t] for t in three[0, end - 3 :].tolist()]
             with pytest.raises(RequestError, match="assistant_model.*needs an LLM that has loaded it; write LLM.path, speculative_config="):
                 adapter.generate(ids, assistant_model=model)
+            for name, value in (
+                *(("prompt_lookup_num_tokens", wrong) for wrong in (0, -1, "4", True, 2.5, [4])),
+                *(("num_assistant_tokens", 0), ("max_matching_ngram_size", 0), ("assistant_early_exit", "a")),
+                *(("num_assistant_tokens_schedule", "never"), ("assistant_confidence_threshold", 1.5)),
+            ):
+                with pytest.raises(RequestError, match=f"{name} must be ") as refused:
+                    adapter.generate(ids, **{name: value})
+                assert refused.value.param == name
+            same = adapter.generate(ids, max_new_tokens=4, assistant_confidence_threshold=0.4, num_assistant_tokens_schedule="constant")
+            assert torch.equal(same, wanted[:, : ids.shape[1] + 4])
 
     @pytest.mark.slow
     def test_an_assistant_gives_what_it_gives_in_transformers(self, demo, reference):

@@ -24,6 +24,7 @@ from rayneuron.models import Progress, head_layers, hub, presharded, weights, wo
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import read_config
 from rayneuron.models.shard import stage_layers
+from rayneuron.sources import drafts
 from rayneuron.sources.drafts import DraftModel
 
 if TYPE_CHECKING:
@@ -70,8 +71,11 @@ def open_rank(
         runner = Runner(model.arch, device, model.capacity, program, None if draft is None else draft.heads or draft.arch)
         held = _weights(model, replace(made, local_ranks=1) if compiling else made, stage, progress)
         if draft is not None:
-            for i, one in enumerate(held.get("ranks") or [held]):
-                one["draft"] = _draft_weights(draft, made, i, config)
+            try:
+                for i, one in enumerate(held.get("ranks") or [held]):
+                    one["draft"] = _draft_weights(draft, made, i, config)
+            except CheckpointError as wrong:
+                raise CheckpointError(f"{drafts.KEY} {draft.path}: {wrong.message}", param=drafts.KEY) from None
         runner.load(held)
         if config.lora is not None:
             how = weights.cut_for(model.arch, made.start_rank, made.ranks)

@@ -90,7 +90,14 @@ def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:
 
 def drafting(config: Deployment, raw: Mapping[str, Any]) -> SpeculativeConfig | None:
     """How tokens are drafted: as the deployment says; where it does not say, by looking them up wherever no bit of a token hangs on how
-    many share its step, that is where layers run in the device's fused form."""
+    many share its step, that is where layers run in the device's fused form. Never more than a sequence has room for."""
+    said, most = _drafting(config, raw), model_length(config, raw) - 1
+    if said is None or said.num_speculative_tokens <= most:
+        return said
+    return said.model_copy(update={"num_speculative_tokens": most}) if most else None
+
+
+def _drafting(config: Deployment, raw: Mapping[str, Any]) -> SpeculativeConfig | None:
     if "speculative_config" in config.model_fields_set or config.few_graphs:
         return config.speculative_config
     arch = models.architecture(dict(raw))

@@ -16,7 +16,7 @@ from rayneuron.models.config_json import read_config, read_json
 from rayneuron.models.heads import Heads
 from rayneuron.models.memory import share
 
-KEY = "speculative_config.model"
+KEY, METHOD = "speculative_config.model", "speculative_config.method"
 Find = Callable[[str], Path | None]
 
 
@@ -60,22 +60,23 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
         return None
     if said.by_heads:
         return _heads(config, path, there, arch, length)
-    raw = read_config(there)
-    if (kind := heads.kind(raw)) is not None:
-        raise ConfigError(f"{KEY} {there} holds {kind} heads and no model; write method: {kind}", param="speculative_config.method")
-    dtype = words.compute(said.dtype, raw)
-    limit = min(models.position_limit(models.architecture(raw)) or length, length)
     try:
+        raw = read_config(there)
+        if (kind := heads.kind(raw)) is not None:
+            raise ConfigError(f"it holds {kind} heads and no model; write method: {kind}", param=METHOD)
+        dtype = words.compute(said.dtype, raw)
+        limit = min(models.position_limit(models.architecture(raw)) or length, length)
         made = models.check(raw, tp=config.tensor_parallel, max_model_len=limit, dtype=dtype, quantization=said.quantization)
+        other = _differing(path, there)
     except (ConfigError, CheckpointError) as wrong:
-        raise ConfigError(f"{KEY} {there}: {wrong.message}", param=KEY) from None
+        raise ConfigError(f"{KEY} {there}: {wrong.message}", param=wrong.param if wrong.param == METHOD else KEY) from None
     if made.vocab != arch.vocab:
         raise ConfigError(
             f"{KEY} {there} has a vocabulary of {made.vocab}, the model has {arch.vocab}, and a draft is a token of both; name a model of "
             "the same family, or write quantization: int8 without a model",
             param=KEY,
         )
-    if (other := _differing(path, there)) is not None:
+    if other is not None:
         raise ConfigError(
             f"{KEY} {there} calls other tokens by the same ids, {other} among them; name a model with the same tokenizer", param=KEY
         )
@@ -103,11 +104,19 @@ def _heads(config: Deployment, path: Path, there: Path, arch: Arch, length: int)
 
 
 def _differing(one: Path, other: Path) -> str | None:
-    """A token that two tokenizers know by different ids, where both are there to be read."""
+    """A token whose id is another's in the other tokenizer, where both are there to be read."""
     files = [folder / "tokenizer.json" for folder in (one, other)]
     if one == other or not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return None
-    ours, theirs = (read_json(file).get("model", {}).get("vocab") for file in files)
-    if not (isinstance(ours, dict) and isinstance(theirs, dict)):
-        return None  # pieces with scores, in a list
-    return next((repr(token) for token, i in ours.items() if theirs.get(token, i) != i), None)
+    ours, theirs = map(_pieces, files)
+    return next((repr(token) for i, token in ours.items() if theirs.get(i, token) != token), None)
+
+
+def _pieces(file: Path) -> dict[int, str]:
+    """Tokens by their ids, those added to the vocabulary aside; none where the file says them in no known way. Raises CheckpointError."""
+    model = read_json(file).get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return {i: token for token, i in vocab.items()}
+    pieces = vocab if isinstance(vocab, list) else ()  # each with its score
+    return {i: piece[0] for i, piece in enumerate(pieces) if isinstance(piece, list) and piece}
