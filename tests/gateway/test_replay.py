@@ -107,6 +107,57 @@ async def test_every_answer_is_that_of_the_run_without(two: House) -> None:
     assert went_on > 15, "most of them were lost in the middle"
 
 
+def note_drafts(engine: Any, into: list[tuple[int, int]]) -> None:
+    """Of every step how many drafts a row tried, and how many came true."""
+    step = engine.step
+
+    def stepped() -> Any:
+        deltas = step()
+        into.extend(engine.info.drafts)
+        return deltas
+
+    engine.step = stepped
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "lookup": {"prompt_lookup_min": 1},
+    "int8 copy": {"method": "draft_model", "quantization": "int8", "num_speculative_tokens": 4},
+}
+ASKED: dict[str, dict[str, Any]] = {
+    **{name: params for name, params in KINDS.items() if name != "no seed"},
+    "beams": {"use_beam_search": True, "n": 2},
+    "best of": {"temperature": 1, "seed": 6, "n": 1, "best_of": 3},
+    "prompt logprobs": {"temperature": 0, "prompt_logprobs": 1, "echo": True, "logprobs": 1},
+    "bans": {"temperature": 0, "bad_words": ["e", "th"], "no_repeat_ngram_size": 3},
+    "bias": {"temperature": 0.7, "seed": 7, "logit_bias": {"20": 5, "30": 5}, "top_p": 0.8},
+    "few": {"temperature": 0, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+async def test_drafts_change_no_answer_through_a_gateway(tiny: Path, drafts: str) -> None:
+    """Nor one that goes on elsewhere in the middle of a run of drafts: all is that of a replica alone, without drafts."""
+    words = {"max_model_len": 256, "max_num_seqs": 8}
+    async with serving(tiny, **words, speculative_config=False) as alone:
+        wanted = {kind: await alone.server.completions({**LONG, **params}) for kind, params in ASKED.items()}
+        text = wanted["greedy"]["choices"][0]["text"]
+        stops = {"temperature": 0, "stop": [text[9:12], text[20:24]]}
+        wanted["stop"] = await alone.server.completions({**LONG, **stops})
+    model = {"path": str(tiny), "name": "tiny"}
+    args = {"model": model, "dtype": "fp32", "threads": 1, **words, "speculative_config": {**DRAFTS[drafts], "adaptive": False}}
+    async with house({"tiny": [(args, loading.open_engine)] * 2}) as made:
+        went_on, tried = 0, list[tuple[int, int]]()
+        for member in made.members:
+            note_drafts(member.engine, tried)
+        for kind, params in {**ASKED, "stop": stops}.items():
+            for after in (1000, 5):
+                reply, lost = await interrupted(made, {**LONG, **params}, after)
+                assert told(reply) == told(wanted[kind]), (kind, after)
+                went_on += lost
+        await made.settle()
+        assert went_on > 5 and sum(true for _, true in tried) > 100
+
+
 async def test_a_stop_and_a_character_across_the_cut(two: House) -> None:
     """What the text's own state remembers does not move: half a character, half a stop string."""
     whole = (await two.catalogue.completions({**LONG, "temperature": 0}))["choices"][0]["text"]
