@@ -25,6 +25,8 @@ FOLLOWS = -1  # as a decode step's token: the id that the row's last step sample
 
 # As a verify step's token, and below it: the draft model says what it is. DRAFTED - id: and `id` stands before the row's last known one.
 DRAFTED = -2
+# In place of one behind the first: it is made only where the draft model was sure of the one before. A graph makes it anyway.
+IF_SURE = -(2**31)
 
 Tag = Literal["prefill", "decode", "verify", "fill"]  # fill: a draft model reads, and nothing is returned
 

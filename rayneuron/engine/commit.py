@@ -9,9 +9,10 @@ import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from rayneuron.devices.base import StepOutput
+from rayneuron.devices.base import DRAFTED, StepOutput
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.errors import RequestError
 from rayneuron.types import TokenDelta, TokenLogprobs
@@ -134,7 +135,7 @@ def _verified(works: list[Work], output: StepOutput, step: _Step) -> list[TokenD
     at = 0
     for i, work in enumerate(works):
         if drafted is not None:  # by the model, within the step
-            work.drafts = tuple(drafted[i][work.count : work.tokens])
+            work.drafts = tuple(takewhile(DRAFTED.__lt__, drafted[i][work.count : work.tokens]))  # maybe fewer than were wanted
         at = at if width is None else i * width
         mine = slice(at, at + work.tokens)
         at = mine.stop

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayneuron.devices.base import DRAFTED, Batch, Shape
+from rayneuron.devices.base import DRAFTED, IF_SURE, Batch, Shape
 from rayneuron.engine import step as plain
 from rayneuron.engine.neuron_sampling import NeuronSampling
 from rayneuron.models.kv import KvSpace, Places
@@ -21,8 +21,8 @@ from rayneuron.models.kv import KvSpace, Places
 
 @dataclass(slots=True)
 class Pass:
-    """The `j`-th draft of its rows. `columns`: the tokens of the step so far, [B] each of T. which: the rows R; None: all, of which `on`
-    [B] draft."""
+    """The `j`-th draft of its rows. `columns`: the tokens of the step so far, [B] each of T. which: the rows R; None: all. on: where not
+    sizes hang on values but results do, those [B] that draft."""
 
     j: int
     batch: Batch
@@ -30,7 +30,9 @@ class Pass:
     space: KvSpace
     columns: list[Tensor]
     which: Tensor | None
-    on: Tensor
+    on: Tensor | None
+    asked: bool = False  # of a row the next draft is made only if it is sure of this one
+    unsure: Tensor | None = None  # the answer [R]
 
     def of(self, x: Tensor) -> Tensor:
         """[B,...] -> [R,...]."""
@@ -38,7 +40,7 @@ class Pass:
 
     def true(self, x: Tensor, otherwise: int) -> Tensor:
         """[R,n], `otherwise` of the rows that do not draft."""
-        return torch.where(self.on[:, None], x, otherwise) if self.which is None else x
+        return x if self.on is None else torch.where(self.on[:, None], x, otherwise)
 
     def new(self) -> tuple[Tensor, Places]:
         """The ids [R,1] that are read, those the drafts come behind, and where they are."""
@@ -58,19 +60,29 @@ class Pass:
         """The drafts [R]."""
         column = self.columns[self.j + 1]
         ids = ids.to(column.dtype)
-        known = torch.where(self.on, ids, column) if self.which is None else column.index_copy(0, self.which, ids)
-        self.columns[self.j + 1] = known
+        if self.on is not None:
+            ids = torch.where(self.on, ids, column)
+        self.columns[self.j + 1] = ids if self.which is None else column.index_copy(0, self.which, ids)
 
 
 def passes(ops: Any, batch: Batch, shape: Shape, space: KvSpace, columns: list[Tensor], most: int | None = None) -> Iterator[Pass]:
     """The passes of a step, of which more than `most` are never wanted."""
-    wanted = (batch.tokens <= DRAFTED).sum(1, dtype=torch.int32)
-    if ops.dynamic:
-        for j in range(int(wanted.max())):
-            yield Pass(j, batch, shape, space, columns, (wanted > j).nonzero()[:, 0], wanted)
+    if not ops.dynamic:
+        wanted = (batch.tokens <= DRAFTED).sum(1, dtype=torch.int32)
+        for j in range(min(shape.tokens - 1, most or shape.tokens)):
+            yield Pass(j, batch, shape, space, columns, None, wanted > j)
         return
-    for j in range(min(shape.tokens - 1, most or shape.tokens)):
-        yield Pass(j, batch, shape, space, columns, None, wanted > j)
+    tokens = batch.tokens.tolist()  # behind a pass everything of torch's is out of the caches: the fewer calls the better
+    left = [sum([token <= DRAFTED for token in row]) for row in tokens]
+    for j in range(max(left)):
+        if not (rows := [i for i, n in enumerate(left) if n > j]):
+            return
+        asked = [j + 2 < shape.tokens and tokens[i][j + 2] == IF_SURE for i in rows]
+        turn = Pass(j, batch, shape, space, columns, None if len(rows) == len(left) else torch.tensor(rows), None, any(asked))
+        yield turn
+        if turn.unsure is not None:
+            for i, ends, unsure in zip(rows, asked, turn.unsure.tolist(), strict=True):
+                left[i] = j + 1 if ends and unsure else left[i]
 
 
 def slot_of(blocks: Tensor, at: Tensor, space: KvSpace, length: int) -> Tensor:

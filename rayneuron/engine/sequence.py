@@ -127,7 +127,8 @@ class Work(Struct, eq=False, gc=False):
     """One sequence's part of a step: compute KV for ids[start : start + count], and for `drafts` behind them: ids that may come next.
 
     `last`: a token is sampled at the end: every id has KV afterwards. `followed`: the device hands that token to the next step itself.
-    `accepted`: how many drafts came true. A draft never counts as computed before.
+    `accepted`: how many drafts came true. A draft never counts as computed before. `wanted`: drafts that were planned, of which a draft
+    model may make fewer.
     """
 
     sequence: Sequence
@@ -138,6 +139,7 @@ class Work(Struct, eq=False, gc=False):
     drafts: tuple[int, ...] = ()
     followed: bool = False
     accepted: int = 0
+    wanted: int = 0
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, count: int) -> Work:

@@ -153,12 +153,18 @@ def _add(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:
     return x + w[name] if name in w else x
 
 
-def greedy(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:
-    """hidden [...,E] -> the likeliest next ids [...] int32, the lowest among equals."""
-    fused = ops.greedy(arch, ops, comm, weights, hidden) if ops.greedy is not None else None
+def greedy(
+    arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor, leads: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """hidden [...,E] -> the likeliest next ids [...] int32, the lowest among equals. leads float32 [...]: where by how many logits each
+    leads the next is written."""
+    fused = ops.greedy(arch, ops, comm, weights, hidden, leads) if ops.greedy is not None else None
     if fused is not None:
         return fused
-    return ops.likeliest(logits(arch, ops, comm, weights, hidden))
+    found = logits(arch, ops, comm, weights, hidden)
+    if leads is not None:
+        torch.sub(*found.topk(2).values.unbind(-1), out=leads)
+    return ops.likeliest(found)
 
 
 def logits(arch: Arch, ops: Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from rayneuron.engine.runner import Runner
 from rayneuron.engine.speculation.drafting import Chain, Speculation, predicted
 from rayneuron.engine.speculation.pace import Pace
 from rayneuron.engine.speculation.reading import Readings
-from rayneuron.errors import ConfigError
+from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.llm import LLM
 from rayneuron.models import hub, quantize, weights
 from rayneuron.sources.drafts import draft_model
@@ -142,6 +142,28 @@ def test_beyond_the_positions_it_can_place_nothing_is_drafted(tiny, solo):
     assert lengths and 3 + 1 + tried <= 13 and engine.steps > 10
 
 
+def test_behind_a_draft_it_is_not_sure_of_it_makes_none(tiny, solo, monkeypatch):
+    """Rows of a step each for themselves; with Pace alone, whose steps such a draft costs least where it is the last."""
+    requests = [Request(id=str(i), prompt_ids=[20 + i, 21, 22], params=GREEDY) for i in range(3)]
+    seen = {}
+    for lead in (0.0, 0.2, 1e9):
+        monkeypatch.setattr(draft_step, "LEAD", lead)
+        engine, drafts, out = build(tiny, tiny, 4, pace=warm(Pace(profile(0.1), 20), 1, 2, 3)), [], {}
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            collect(out, engine.step())
+            engine.check_ledger()
+            drafts += engine.info.drafts
+        assert {key[0]: told(deltas) for key, deltas in out.items()} == {r.id: solo(r) for r in requests}
+        assert all(n == accepted for n, accepted in drafts)
+        seen[lead] = [n for n, _ in drafts]
+    assert max(seen[0.0]) == TRIES and set(seen[1e9]) == {1} and {1, TRIES} < set(seen[0.2])
+    monkeypatch.setattr(draft_step, "LEAD", 1e9)
+    engine = build(tiny, tiny, 4)
+    assert run(engine, requests[:1])["0", 0] == solo(requests[0]) and engine.steps == 6, "without Pace all that are asked for"
+
+
 def profile(pass_ms: float) -> Profile:
     """One row and many, of which a step takes as long."""
     sizes = {"batch": (1, 4), "lengths": (LENGTH,), "context": (32,), "prefix": (), "chunk": 32}
@@ -154,8 +176,9 @@ def profile(pass_ms: float) -> Profile:
 
 
 @pytest.mark.parametrize(("pass_ms", "drafts"), [(1.0, True), (9.0, False)])
-def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts):
+def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts, monkeypatch):
     """And where it does not, it has not read the prompt either."""
+    monkeypatch.setattr(draft_step, "LEAD", 0.0)
     request = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
     engine = build(tiny, tiny, 2, pace=warm(Pace(profile(pass_ms), 10), 1))
     assert run(engine, [request])["a", 0] == solo(request)
@@ -239,5 +262,42 @@ def test_what_does_not_go_together_is_refused_at_start(tiny, tmp_path):
     (swapped / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ConfigError, match="calls other tokens by the same ids"):
         ask(swapped)
+    words["model"]["vocab"] = {f"{token}~": i for token, i in vocab.items()}
+    (swapped / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ConfigError, match="calls other tokens by the same ids"):  # not one of which it has
+        ask(swapped)
+    words["model"] = {"type": "Unigram", "vocab": [[f"{i}~", -1.0] for i in range(512)]}
+    (swapped / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ConfigError, match="calls other tokens by the same ids"):  # by pieces and scores
+        ask(swapped)
+    (swapped / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="speculative_config.model .*tokenizer.json cannot be read as JSON"):
+        ask(swapped)
     with pytest.raises(ConfigError, match="speculative_config.model: .*is not a directory"):
         LLM(tiny, speculative_config={"model": "/nowhere"})
+
+
+def test_what_is_wrong_with_its_files_is_said_of_it(tiny, tmp_path):
+    """And not of the model."""
+    broken = copied(tiny, tmp_path / "broken")
+    for name, text, says in (
+        ("model.safetensors", "garbage", "model.safetensors is truncated or no safetensors file"),
+        ("model.safetensors", None, "holds no .*safetensors file"),
+        ("config.json", "{nope", "config.json cannot be read as JSON"),
+        ("config.json", '{"model_type": "whisper"}', "model_type 'whisper' is not supported"),
+        ("config.json", None, "config.json does not exist"),
+    ):
+        (broken / name).unlink() if text is None else (broken / name).write_text(text)
+        with pytest.raises((ConfigError, CheckpointError), match=f"speculative_config.model {broken}: .*{says}") as wrong:
+            LLM(tiny, **GENEROUS, speculative_config={"model": str(broken)})
+        assert wrong.value.param == "speculative_config.model"
+
+
+@pytest.mark.parametrize("said", [{}, {"num_speculative_tokens": 64, "adaptive": False}, {"quantization": "int8", "method": "draft_model"}])
+def test_no_more_is_tried_than_a_sequence_has_room_for(tiny, said):
+    for length, words in ((16, {"speculative_config": {"num_speculative_tokens": 64, **said}}), (4, {})):
+        sizes = {"max_model_len": length, "max_num_seqs": 2, "threads": 1}
+        params = SamplingParams(temperature=0, max_tokens=length - 2, ignore_eos=True)
+        with LLM(tiny, **sizes, speculative_config=False) as plain, LLM(tiny, **sizes, **words) as llm:
+            wanted, found = (each.generate([{"prompt_token_ids": [20, 21]}], params)[0].outputs[0].token_ids for each in (plain, llm))
+        assert found == wanted and len(found) == length - 2

@@ -74,23 +74,28 @@ void rn_linear(Pool* pool, const Matrix* w, const void* x, int x_kind, int rows,
            {STORE, NONE, (Kind)y_kind, (char*)y, (size_t)w->n * (y_kind == F32 ? 4 : 2), nullptr, nullptr});
 }
 
-// ids[i]: the output with the largest value of row i, the lowest among equals, of the first `count` outputs.
-void rn_best(Pool* pool, const Matrix* w, const void* x, int x_kind, int rows, int count, int32_t* ids) {
+// ids[i]: the output with the largest value of row i, the lowest among equals, of the first `count` outputs. leads[i], where it is not null:
+// how much larger that is than the next.
+void rn_best(Pool* pool, const Matrix* w, const void* x, int x_kind, int rows, int count, int32_t* ids, float* leads) {
     static thread_local std::vector<char> room;
-    static thread_local std::vector<float> best;
+    static thread_local std::vector<float> best, second;
     static thread_local std::vector<int32_t> index;
     Matrix head = *w;
     head.n = std::min(count, w->n);
     const int pieces = best_pieces(head, rows, pool->threads());
-    best.resize((size_t)pieces * rows), index.resize((size_t)pieces * rows);
-    matmul(*pool, head, encoded(*pool, *w, x, (Kind)x_kind, rows, room), rows, {BEST, NONE, F32, nullptr, 0, best.data(), index.data()});
+    best.resize((size_t)pieces * rows), index.resize((size_t)pieces * rows), second.resize((size_t)pieces * rows);
+    const Output out{BEST, NONE, F32, nullptr, 0, best.data(), index.data(), leads ? second.data() : nullptr};
+    matmul(*pool, head, encoded(*pool, *w, x, (Kind)x_kind, rows, room), rows, out);
     for (int i = 0; i < rows; i++) {
         ids[i] = 0;
-        float top = -INFINITY;
+        float top = -INFINITY, next = -INFINITY;
         for (int p = 0; p < pieces; p++) {
             const size_t at = (size_t)p * rows + i;
-            if (index[at] >= 0 && best[at] > top) top = best[at], ids[i] = index[at];
+            if (index[at] < 0) continue;
+            if (best[at] > top) next = leads ? std::max(top, second[at]) : top, top = best[at], ids[i] = index[at];
+            else next = std::max(next, best[at]);
         }
+        if (leads) leads[i] = top - next;
     }
 }
 

@@ -36,7 +36,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "rn_pool_open": (_P, [_I]),
     "rn_pool_close": (None, [_P]),
     "rn_linear": (None, [_P, _P, _P, _I, _I, _P, _I]),
-    "rn_best": (None, [_P, _P, _P, _I, _I, _I, _P]),
+    "rn_best": (None, [_P, _P, _P, _I, _I, _I, _P, _P]),
     "rn_norm": (None, [_P, _P, _I, _I, _I, _P, _P, _I, _F, _P]),
     "rn_draw": (None, [_P, _P, _I, _I, _P, _P, _P]),
     "rn_describe": (None, [_P, _I, _I, _P, _I, _P, _P, _P, _P]),

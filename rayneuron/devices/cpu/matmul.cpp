@@ -261,11 +261,16 @@ void finish(const Matrix& w, const Input& x, const Output& out, int row, int p, 
         if (at >= w.n) return;
         V v = whole(at, i);
         if (out.finish == BEST) {
-            if (out.index[slot] >= 0 && !any_above(v, set1(out.best[slot]))) continue;
+            if (out.index[slot] >= 0 && !any_above(v, set1(out.second ? out.second[slot] : out.best[slot]))) continue;
             alignas(64) float t[LANES];
             store(t, v);
             for (int j = 0; j < LANES && at + j < w.n; j++)
-                if (out.index[slot] < 0 || t[j] > out.best[slot]) out.best[slot] = t[j], out.index[slot] = at + j;
+                if (out.index[slot] < 0 || t[j] > out.best[slot]) {
+                    if (out.second) out.second[slot] = out.index[slot] < 0 ? -INFINITY : out.best[slot];
+                    out.best[slot] = t[j], out.index[slot] = at + j;
+                } else if (out.second && t[j] > out.second[slot]) {
+                    out.second[slot] = t[j];
+                }
         } else {
             put(out, row, at, w.n - at, out.finish == ACT ? activate(out.act, v) : v);
         }

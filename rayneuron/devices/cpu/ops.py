@@ -115,15 +115,17 @@ class Kernels:
         self.found.rn_norm(self.team, x.data_ptr(), KIND[x.dtype], x.numel() // n, n, *where, NORMS[kind], eps, out.data_ptr())
         return out
 
-    def greedy(self, arch: Arch, ops: plain.Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor) -> Tensor | None:
+    def greedy(
+        self, arch: Arch, ops: plain.Ops, comm: Collectives, weights: Mapping[str, Any], hidden: Tensor, leads: Tensor | None = None
+    ) -> Tensor | None:  # fmt: skip
         """The likeliest ids without writing the logits, where this rank has the whole head."""
         head = weights["top"].get("head.w")
         if ops is not self.ops or comm.ranks > 1 or arch.softcap_logits or not isinstance(head, Packed) or hidden.dtype not in KIND:
             return None
         hidden = hidden.contiguous()
         ids = torch.empty(hidden.shape[:-1], dtype=torch.int32)
-        kind, rows = KIND[hidden.dtype], ids.numel()
-        self.found.rn_best(self.team, head.address, hidden.data_ptr(), kind, rows, arch.vocab, ids.data_ptr())
+        kind, rows, into = KIND[hidden.dtype], ids.numel(), None if leads is None else leads.data_ptr()
+        self.found.rn_best(self.team, head.address, hidden.data_ptr(), kind, rows, arch.vocab, ids.data_ptr(), into)
         return ids
 
     def sample(self, logits: Tensor, *how: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -150,6 +152,10 @@ class Kernels:
         call.read = None if read is None else read.data_ptr()
         call.batch, call.tokens, call.width = *x.shape[:2], places.blocks.shape[1]
         behind = () if taps is None else taps.behind
+        if comm.ranks == 1 and not behind:
+            call.y = (state := torch.empty_like(x)).data_ptr()
+            self.found.rn_stack_run(made.opened, made.at, 0, made.count, BEGIN | ATTENTION | FEED | END)
+            return state
         states = self._alone(made, x, behind) if comm.ranks == 1 else self._between_ranks(made, arch, comm, x, behind)
         if taps is not None:
             taps.states += states

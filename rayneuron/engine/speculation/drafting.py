@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rayneuron.config_features import SpeculativeConfig
-from rayneuron.devices.base import DRAFTED
+from rayneuron.devices.base import DRAFTED, IF_SURE
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.grammar import Grammar
@@ -88,7 +88,8 @@ class Speculation:
                     drafter.rests = len(sequence.ids) + pace.patience if grammar is None and chain is None else 0
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
             if not drafts and chain is not None and work.start and (most := min(most, chain.most, chain.limit - work.start - 1)) > 0:
-                drafts, drafter.record.kind = (DRAFTED - sequence.ids[work.start - 1],) * most, CHAINED
+                told = DRAFTED - sequence.ids[work.start - 1]
+                drafts, drafter.record.kind = (told, *[told if pace is None else IF_SURE] * (most - 1)), CHAINED
                 behind[i] = chain.reading.behind(sequence, drafter.read, work.start) if chain.reading is not None else 0
             found.append(drafts)
         if pace is None or not any(found):
@@ -122,6 +123,7 @@ class Speculation:
                 draft = draft[: len(hold.blocks) * blocks.space.block - work.start - 1]
             unread = work in chained and work.sequence.drafter.read.count < work.start - 1
             work.drafts = () if unread else draft
+            work.wanted = len(work.drafts)
         if any(work.drafts for work in plan.works):
             plan.tag = "verify"
         else:
@@ -129,7 +131,8 @@ class Speculation:
         return plan
 
     def learn(self, plan: Plan, deltas: list[TokenDelta | None]) -> None:
-        """A step with drafts has ended; what it gave is told of a client's predictions."""
+        """A step with drafts has ended; what it gave is told of a client's predictions. That a draft model made fewer than were wanted is
+        for Pace as if they had not come true: it asks what planning so many gives and takes."""
         for work, delta in zip(plan.works, deltas, strict=True):
             if not work.drafts or delta is None:
                 continue
@@ -143,12 +146,12 @@ class Speculation:
                 sure = work.start + 1 + min(work.accepted, len(work.drafts) - 1)
                 self._chain.reading.reached(work.sequence, drafter.read, sure)
             if self._pace is not None and record.kind <= 0:
-                self._pace.learn(record, len(work.drafts), work.accepted)
+                self._pace.learn(record, work.wanted, work.accepted)
 
     def took(self, plan: Plan, ms: float) -> None:
         """A step has ended, and has taken so long from its planning on."""
         if self._pace is not None and plan.tag != "prefill" and not plan.fills:
-            drafts = sum([len(work.drafts) for work in plan.works]) if plan.tag == "verify" else 0
+            drafts = sum([work.wanted for work in plan.works]) if plan.tag == "verify" else 0
             self._pace.took(len(plan.works), 1 + max([work.start for work in plan.works]), drafts, ms)
 
 

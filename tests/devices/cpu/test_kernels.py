@@ -249,10 +249,14 @@ def test_greedy_is_the_first_largest_logit(kernels, dtype):
     logits = kernels.linear(made, "head", x)
     assert logits.dtype == torch.float32
     for rows in (1, 2, 13, 21):
-        ids = torch.empty(rows, dtype=torch.int32)
+        ids, leads = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
         part = x[-rows:].contiguous()
-        kernels.found.rn_best(kernels.team, made["head.w"].address, part.data_ptr(), packing.KINDS[dtype], rows, 990, ids.data_ptr())
-        assert torch.equal(ids, logits[-rows:, :990].argmax(-1).int())
+        for into in (None, leads.data_ptr()):
+            where = (made["head.w"].address, part.data_ptr(), packing.KINDS[dtype], rows, 990, ids.data_ptr(), into)
+            kernels.found.rn_best(kernels.team, *where)
+            assert torch.equal(ids, logits[-rows:, :990].argmax(-1).int())
+        first, second = logits[-rows:, :990].topk(2).values.unbind(-1)
+        assert torch.equal(leads, first - second) and leads[-1] == 0 and (rows == 1 or leads[:-1].min() > 0)
     assert ids[-1] == 17
 
 

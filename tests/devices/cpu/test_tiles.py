@@ -195,7 +195,7 @@ def test_greedy_is_the_first_largest_logit(kernels):
     for rows in (1, 2, 13, 21):
         ids = torch.empty(rows, dtype=torch.int32)
         part = x[-rows:].contiguous()
-        kernels.found.rn_best(kernels.team, made["head.w"].address, part.data_ptr(), packing.BF16, rows, 990, ids.data_ptr())
+        kernels.found.rn_best(kernels.team, made["head.w"].address, part.data_ptr(), packing.BF16, rows, 990, ids.data_ptr(), None)
         assert torch.equal(ids, logits[-rows:, :990].argmax(-1).int())
     assert ids[-1] == 17
 
