@@ -32,7 +32,11 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"--grace: must be a number of seconds, 0 or more, got {args.grace:g}")
     file = deployment.checked(args)
     environment = ray_environment(file.content, [*file.deployments.values(), *file.hosted.values()], args.profile)
-    port.check_free(file.content.get("http_options") or {})
+    http = file.content.get("http_options") or {}
+    port.check_free(http)
+    here = settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here
+    if here and args.profile == "fast":
+        environment = port.haproxy_of_our_own(http.get("port", 8000)) | environment
     for config in file.deployments.values():
         if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
             sources.ask(config.model.source, config.model.allow_pickle)
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     from rayneuron.serve import fork_server, fresh
 
     alone = not isinstance(file.path, Path)
-    own = alone and settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here, for this alone
+    own = alone and here  # for this alone
     forks = fork_server.begin(next(iter(file.deployments.values())).device) if own else None
     fresh.begin(file.deployments.values())
     from rayneuron.serve import process

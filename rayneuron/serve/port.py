@@ -1,9 +1,11 @@
-"""Whether a TCP port is free for us alone, and who has it if not."""
+"""Whether a TCP port is free for us alone, and who has it if not; files and ports that a server must not share with another."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,11 @@ from typing import Any
 from rayneuron.errors import ConfigError
 
 LISTENS = "0A"  # the state, in /proc/net/tcp
+HAPROXY_FILES = {  # by variable; what HAProxy reads, where it is told what to do, and what it was like before it was started anew
+    "CONFIG_FILE_LOC": "haproxy.cfg", "SOCKET_PATH": "admin.sock", "METRICS_SOCKET_PATH": "metrics.sock", "SERVER_STATE_BASE": "",
+    "SERVER_STATE_FILE": "server-state",
+}  # fmt: skip
+HAPROXY_PORTS = ("HAPROXY_METRICS", "HAPROXY_STATS", "FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC")
 
 
 def check_free(http_options: Mapping[str, Any]) -> None:
@@ -26,6 +33,18 @@ def check_free(http_options: Mapping[str, Any]) -> None:
         advice = "end that, write another port, or update what runs there by `serve deploy`"
         why += f"; {holders} has it: {advice}" if holders else ""
         raise ConfigError(f"port {port} of {host} cannot be had: {why}", param="http_options.port") from None
+
+
+def haproxy_of_our_own(port: int) -> dict[str, str]:
+    """Variables for the server at `port` of this machine that is to have an HAProxy of its own. By default all servers share its files, and
+    the port of the proxy it sends calls to that no replica takes: any process may listen there beside others, and one server's callers
+    would be told how it stands with another."""
+    folder = Path(tempfile.gettempdir()) / f"rayneuron-{os.getuid()}-haproxy-{port}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    files = {f"RAY_SERVE_HAPROXY_{key}": str(folder / name) for key, name in HAPROXY_FILES.items()}
+    with contextlib.ExitStack() as held:  # all at once, so that no two are the same
+        taken = [held.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in HAPROXY_PORTS]
+    return files | {f"RAY_SERVE_{name}_PORT": str(number) for name, number in zip(HAPROXY_PORTS, taken, strict=True)}
 
 
 def holders_of(port: int) -> list[str]:
