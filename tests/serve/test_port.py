@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,12 +38,11 @@ def test_what_is_no_address_here(options: dict[str, object]) -> None:
         check_free(options)
 
 
-def test_two_servers_of_a_machine_share_no_file_and_no_port_of_haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_of_a_machine_share_no_file_and_no_port_of_haproxy(tmp_path: Path) -> None:
     """Whatever Ray would put where every server has it: in one place, or at a port where any may listen beside others."""
     from ray.serve._private import constants
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    one, two = haproxy_of_our_own(8000), haproxy_of_our_own(8001)
+    one, two = haproxy_of_our_own(8000, tmp_path), haproxy_of_our_own(8001, tmp_path)
     assert not set(one.values()) & set(two.values()) and len(set(one.values())) == len(one)
     said = Path(constants.__file__).read_text()
     files = re.findall(r'"(RAY_SERVE_\w+)",\s*"/tmp/haproxy-serve', said)
