@@ -10,7 +10,7 @@ from rayneuron.engine.adapters import Adapters
 from rayneuron.engine.beams import Beam, Branch, Search, forked
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.commit import ReadsLogits
-from rayneuron.engine.sequence import Sequence
+from rayneuron.engine.sequence import Sequence, keep_end
 from rayneuron.types import TokenDelta, TokenLogprobs
 
 _RANK = attrgetter("rank")
@@ -26,6 +26,7 @@ class Forks:
     def release(self, sequence: Sequence) -> None:
         """It runs no more, and holds nothing."""
         assert sequence.hold is not None
+        keep_end(sequence, self._blocks)
         self._blocks.release(sequence.hold)
         self._adapters.leave(sequence)
         sequence.hold = None

@@ -8,10 +8,11 @@ from itertools import islice
 import numpy as np
 
 _LOOKED_AT = 8  # of what follows one prefix, the newest
+NAMELESS = b""  # of a block that is kept, and that nobody finds by a hash
 
 
 class Registered:
-    """The registered blocks of a store: a hash names one block, a block has one hash.
+    """The registered blocks of a store: a hash names one block, a block has one hash, or none where it is full in part (NAMELESS).
 
     `part`: positions that are found alike together; None: only whole blocks are. Fewer would hardly be worth a copy, and who guesses what
     others have sent, and is told how much of it was known, must guess so many at once. `hashes`: by block, for others to read.
@@ -58,9 +59,16 @@ class Registered:
                 before = digests[at]
         return found
 
+    def enter_part(self, block: int, before: bytes, ids: Sequence[int]) -> None:
+        """A block that begins with `ids` behind `before`, and will be no fuller: it has no hash, but whoever begins so finds it. Unless
+        another has as many of them already, or they are too few."""
+        if self.part is not None and self.alike(before, ids)[1] < len(ids) // self.part * self.part and block not in self.hashes:
+            self.hashes[block], self._ids[block] = NAMELESS, (before, ids)
+            self._after.setdefault(before, {})[block] = None
+
     def leave(self, blocks: Sequence[int]) -> list[bytes]:
         """Blocks are known no more; the hashes they had."""
-        digests, at = list(map(self.hashes.pop, blocks)), self._at
+        digests, at = [digest for digest in map(self.hashes.pop, blocks) if digest], self._at
         for digest in digests:
             del at[digest]
         for block in blocks if self._ids else ():
@@ -93,7 +101,7 @@ class Registered:
 
     def check(self) -> None:
         """Raise AssertionError if what is kept of a block and of its hash differ."""
-        assert {block: digest for digest, block in self._at.items()} == self.hashes
+        assert {block: digest for digest, block in self._at.items()} == {b: digest for b, digest in self.hashes.items() if digest}
         followed = {block: before for before, after in self._after.items() for block in after}
         assert {block: before for block, (before, _) in self._ids.items()} == followed
         assert self._ids.keys() <= self.hashes.keys()

@@ -195,3 +195,15 @@ def begins_alike(sequence: Sequence, blocks: Blocks, root: Callable[[Sequence], 
     first = shared * blocks.space.block
     ids = sequence.ids[first : min(first + blocks.space.block, len(sequence.ids) - 1)]
     return blocks.begin_alike(sequence.hold, sequence.hashes[shared - 1] if shared else root(sequence), ids, spare=blocks.space.rows)
+
+
+def keep_end(sequence: Sequence, blocks: Blocks) -> None:
+    """Of one that gives back what it holds: who goes on from there finds the block it has filled in part, behind full ones, too. KV of
+    the last id is not sure, nor what steps under way still write behind it."""
+    hold, size, known = sequence.hold, blocks.space.block, blocks.registered
+    assert hold is not None
+    at, end = hold.shared, min(sequence.settled, len(sequence.ids) - 1)
+    if sequence.search is not None or known.part is None or end % size < known.part:
+        return
+    if 0 < at == end // size <= len(sequence.hashes) and known.get(sequence.hashes[at - 1]) == hold.blocks[at - 1]:
+        known.enter_part(hold.blocks[at], sequence.hashes[at - 1], sequence.ids[at * size : end])

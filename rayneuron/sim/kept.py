@@ -7,26 +7,9 @@ from collections.abc import Sequence
 from rayneuron.engine.blocks import Blocks, Hold
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.kv_events import KvLog
-from rayneuron.engine.registered import Registered
+from rayneuron.engine.registered import NAMELESS
 
 _KEPT = 16  # batches of KV events: who listens is told of each as it comes
-_NAMELESS = b""
-
-
-class _Named(Registered):
-    """Nobody finds a block without a name, or is told when it goes."""
-
-    def leave(self, blocks: Sequence[int]) -> list[bytes]:
-        """As there; only the names."""
-        gone = list(map(self.hashes.pop, blocks))
-        digests = [digest for digest in gone if digest]
-        for digest in digests:
-            del self._at[digest]
-        return digests
-
-    def check(self) -> None:
-        """As there."""
-        assert {block: digest for digest, block in self._at.items()} == {b: digest for b, digest in self.hashes.items() if digest}
 
 
 class TracedBlocks(Blocks):
@@ -35,7 +18,6 @@ class TracedBlocks(Blocks):
     def __init__(self, capacity: Capacity, logs: bool) -> None:
         # a trace says which blocks are equal, not which begin alike
         super().__init__(capacity.space, KvLog(_KEPT) if logs else None, part=None)
-        self.registered = _Named(None)
 
     def fill(self, hold: Hold, count: int, hashes: Sequence[bytes]) -> None:
         """The first `count` blocks of a hold are full. `hashes`: of the first of all it will ever fill."""
@@ -48,5 +30,5 @@ class TracedBlocks(Blocks):
     def _shorten(self, hold: Hold, blocks: int) -> None:
         """As there; only now does it matter that blocks without a name are full."""
         known = self.registered.hashes
-        known.update({block: _NAMELESS for block in hold.blocks[: hold.shared] if block not in known})
+        known.update({block: NAMELESS for block in hold.blocks[: hold.shared] if block not in known})
         super()._shorten(hold, blocks)

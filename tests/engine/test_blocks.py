@@ -347,3 +347,40 @@ def test_what_is_found_is_no_room() -> None:
     hold = store.admit(10, hashing.chain([1] * 10, SIZE, ROOT))
     assert hold is not None and hold.known == 6 and len(hold.blocks) == 5 and (store.free, store.cached.count) == (0, 0)
     store.check([other, hold])
+
+
+def test_a_block_that_is_full_in_part_is_found_by_who_begins_so_and_goes_when_its_room_is_needed() -> None:
+    """It has no name that others could be told, and stands once for all who hold the same or less of it."""
+    store, called = Blocks(KvSpace(3, 64, 4, 16), KvLog(), part=4), hashing.chain(range(16), 16, ROOT)
+
+    def ended(ids: list[int]) -> None:
+        hold = store.admit(16 + len(ids), called)
+        assert hold is not None
+        store.settle(hold, called, ROOT, range(16))
+        store.registered.enter_part(hold.blocks[1], called[0], ids)
+        store.release(hold)
+        store.check([])
+
+    ended([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert store.registered.alike(called[0], [1, 2, 3, 4, 5, 6, 7, 0])[1] == 4 and store.cached.count == 2 and store.hashes() == called
+    for known in ([1, 2, 3, 4, 9, 9], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 0, 0]):
+        ended(known)
+    assert store.cached.count == 2, "nothing more is known by these"
+    ended([1, 2, 3, 4, 0, 0, 0, 0])
+    assert store.cached.count == 3 and store.registered.alike(called[0], [1, 2, 3, 4, 5, 6, 7, 8])[1] == 8
+    reader = store.admit(32, called)
+    assert reader is not None and store.begin_alike(reader, called[0], [1, 2, 3, 4, 5, 6, 7, 8, 5], 0) and reader.known == 24
+    store.check([reader])
+    store.begin()
+    store.end()
+    store.release(reader)
+    assert store.log is not None
+    store.log.flush()
+    number = store.log.number
+    holds = [hold for hold in (store.admit(16) for _ in range(3)) if hold is not None]
+    assert len(holds) == 3 and store.hashes() == called, "they go before what they follow"
+    assert store.registered.alike(called[0], [1, 2, 3, 4])[1] == 0
+    store.log.flush()
+    assert store.log.number == number, "who follows the names hears nothing of it"
+    store.check(holds)
+    assert store.reset() == 1 and len(store.registered) == 0

@@ -99,6 +99,26 @@ def test_what_was_generated_is_known_too(tiny: Path) -> None:
         assert found == had // SIZE * SIZE
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_goes_on_where_another_ended_finds_the_block_it_had_filled_in_part(tiny: Path, ahead: bool) -> None:
+    """The next turn of a conversation, and another one from the middle of the last; nobody else, and nobody once it is forgotten."""
+    watched = Watched(tiny, block=64, length=512, ahead=ahead)
+    plain = Watched(tiny, block=64, length=512, cached=False)
+    turn = words(100)
+    for name in "abcdef":
+        reply = [t for d in watched.run(ask(name, turn, new=13))[name] for t in d.token_ids]
+        had = len(turn) + len(reply) - 1  # the last token of a reply is never computed
+        branch = [*turn, *reply][: had // 64 * 64 + 20] + words(30, seed=1 + ord(name))
+        turn = turn + reply + words(21, seed=ord(name))
+        for prompt, salt, found in ((turn, name, 0), (branch, "", had // 64 * 64 + 16 * (had % 64 >= 16)), (turn, "", had // 16 * 16)):
+            told = watched.run(ask(name + "x", prompt, new=4, salt=salt))[name + "x"]
+            assert told[0].cached_tokens == found
+            assert [t for d in told for t in d.token_ids] == [t for d in plain.run(ask("p", prompt, new=4))["p"] for t in d.token_ids]
+    assert all(watched.engine.scheduler.blocks.hashes()), "nobody is told of what has no name"
+    watched.engine.scheduler.blocks.reset()
+    assert watched.run(ask("z", turn))["z"][0].cached_tokens == 0
+
+
 def test_cold_requests_of_one_prefix_compute_it_once(tiny: Path) -> None:
     """16 at once that share 1,024 tokens and have 32 of their own: the first computes for all, and the others compute their own."""
     watched, shared = Watched(tiny, rows=16, block=64, chunk=512, length=1120), words(1024)

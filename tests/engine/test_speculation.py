@@ -22,6 +22,7 @@ from rayneuron.types import Request, SamplingParams
 from tests.engine.test_fuzz import EDGES, LENGTH
 
 VOCAB, TRIES = 512, 4
+ROOMS = [{"block": block, "kv_tokens": tokens} for block, tokens in ((16, 96), (16, 144), (16, None), (32, 96), (32, None))]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 
@@ -131,9 +132,7 @@ def test_every_choice_is_told_what_it_is_told_alone(tiny, solo, name, seed):
     rng = random.Random(seed)
     families = [[rng.randrange(12, VOCAB) for _ in range(6)] * 11 for _ in range(3)]
     rows, cached = rng.choice([2, 3, 5]), seed % 2 == 1
-    engine = build(
-        tiny, rows, PROPOSERS[name](solo, rng), kv_tokens=rng.choice([96, 144, None]), block=16, chunk=rng.choice([8, 32]), cached=cached
-    )
+    engine = build(tiny, rows, PROPOSERS[name](solo, rng), **rng.choice(ROOMS), chunk=rng.choice([8, 32]), cached=cached)
     drafts = fuzz(engine, rng, solo, families)
     tried, accepted = sum(n for n, _ in drafts), sum(n for _, n in drafts)
     assert tried > 50

@@ -35,17 +35,17 @@ def metric(server: Server, name: str, **labels: str) -> float:
 async def test_a_prompt_asked_again_is_found_and_said_so(tiny: Path) -> None:
     async with serving(tiny, max_model_len=512) as server:
         first, again = await ask(server), await ask(server)
-        assert [cached(first), cached(again)] == [0, 128] and first["choices"] == again["choices"]
+        assert [cached(first), cached(again)] == [0, 144] and first["choices"] == again["choices"]
         streamed = await ask(server, stream=True, stream_options={"include_usage": True})
-        assert cached(streamed) == 128
+        assert cached(streamed) == 144
         chat = {"messages": [{"role": "user", "content": "word " * 80}], "max_tokens": 2}
         for known in (False, True):
             status, reply = await server.post("/v1/chat/completions", json.dumps(chat).encode())
             assert status == 200 and (cached(json.loads(reply)) > 0) is known
-        assert cached(await ask(server, cache_salt="mine")) == 0 and cached(await ask(server, cache_salt="mine")) == 128
+        assert cached(await ask(server, cache_salt="mine")) == 0 and cached(await ask(server, cache_salt="mine")) == 144
         await server.settle()
         asked, found = metric(server, "vllm:prefix_cache_queries_total"), metric(server, "vllm:prefix_cache_hits_total")
-        assert found == metric(server, "vllm:prompt_tokens_cached_total") and 3 * 128 < found < asked
+        assert found == metric(server, "vllm:prompt_tokens_cached_total") and 3 * 144 < found < asked
         states = {state: metric(server, "rayneuron:kv_blocks", state=state) for state in ("free", "cached", "held", "limbo")}
         assert states["held"] == states["limbo"] == 0 and states["cached"] >= 4 and metric(server, "vllm:kv_cache_usage_perc") == 0
         assert sum(states.values()) == metric(server, "rayneuron:kv_tokens_total") / 64
@@ -57,7 +57,7 @@ async def test_a_reset_is_for_who_may(tiny: Path) -> None:
     async with serving(tiny, max_model_len=512, serving={"reset_prefix_cache": True}) as server:
         await ask(server)
         assert await server.post("/reset_prefix_cache", b"") == (200, b'{"blocks":2}')
-        assert cached(await ask(server)) == 0 and cached(await ask(server)) == 128
+        assert cached(await ask(server)) == 0 and cached(await ask(server)) == 144
     async with serving(tiny, max_model_len=512, enable_prefix_caching=False) as server:
         status, reply = await server.post("/reset_prefix_cache", b"")
         assert status == 400 and b"serving.reset_prefix_cache: true" in reply
