@@ -37,16 +37,20 @@ class Played:
 
 async def replicas(server: Server, words: Words, count: int) -> list[str]:
     """The ids of a model's replicas, as the gateway names them where it says where a reply came from."""
-    found: set[str] = set()
-    for number in range(200):
+
+    async def named(number: int) -> str:
         asked = client.Connection(server.url, {"x-rayneuron-explain": "1"})
-        reply = await client.complete(asked, "/v1/completions", body(MODEL_NAME, words.prompt(8, f"who-{number}")[0], 1))
+        reply = await client.complete(asked, "/v1/completions", body(MODEL_NAME, words.prompt(NEW, f"who-{number}")[0], ANSWER))
         asked.close()
         assert not reply.error, reply.error
-        found.update(re.findall(r"replica=([^;]+)", asked.told["x-rayneuron-route"]))
+        return asked.told["x-rayneuron-route"].partition("replica=")[2].partition(";")[0]
+
+    found: set[str] = set()
+    for turn in range(10):  # of many at once, so that each has some
+        found.update(await asyncio.gather(*(named(4 * count * turn + i) for i in range(4 * count))))
         if len(found) == count:
             return sorted(found)
-    raise RuntimeError(f"of {count} replicas the gateway chose {len(found)} for 200 calls")
+    raise RuntimeError(f"of {count} replicas the gateway has chosen {len(found)} alone")
 
 
 async def play(server: Server, words: Words, way: str, number: int, ids: Sequence[str]) -> Played:
