@@ -17,7 +17,7 @@ RENAMED = {
     "data_parallel_size": "serving.num_replicas", "max_num_batched_tokens": "prefill_chunk_tokens",
     "override_generation_config": "sampling_defaults", "async_scheduling": "compile.async_mode",
     "enable_log_requests": "serving.log_prompts", "allowed_origins": "serving.allowed_origins",
-    "trust_request_chat_template": "serving.trust_request_chat_template",
+    "trust_request_chat_template": "serving.trust_request_chat_template", "stream_interval": "serving.stream_interval",
     "tool_call_parser": "serving.tool_call_parser", "reasoning_parser": "serving.reasoning_parser",
     "enable_lora": "lora.enabled", "lora_modules": "lora.lora_modules", "max_loras": "lora.max_loras",
     "max_lora_rank": "lora.max_lora_rank", "max_cpu_loras": "lora.max_cpu_loras",
@@ -110,7 +110,6 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "write serving.trace: true, and OTEL_EXPORTER_OTLP_ENDPOINT in the environment": ("otlp_traces_endpoint", "collect_detailed_traces"),
     "write compile.optimization, neuronx-cc's -O": ("optimization_level",),
     "write buckets, compile and on_device_sampling, which hold what it says": ("override_neuron_config", "additional_config"),
-    "write serving.stream_events_per_s": ("stream_interval",),
     "Ray Serve answers HTTP and writes the logs; leave it out": (
         "uds", "middleware", "uvicorn_log_level", "disable_uvicorn_access_log", "allow_credentials", "allowed_methods", "allowed_headers",
         "enable_ssl_refresh", "ssl_cert_reqs", "log_config_file", "max_log_len", "disable_log_requests", "disable_log_stats",

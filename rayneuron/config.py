@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from rayneuron import group_config
 from rayneuron.aliases import translated
 from rayneuron.config_features import Lora, OnDeviceSampling, SpeculativeConfig, conflicts
-from rayneuron.dialect_config import Lmi, Parsers
+from rayneuron.dialect_config import Lmi, Replies
 from rayneuron.group_config import GroupLimits, Pools, SeatSection
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
@@ -124,7 +124,7 @@ class Limits(Section):
     retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 or 503.")
 
 
-class Serving(Parsers):
+class Serving(Replies):
     """How Ray Serve runs it."""
 
     num_replicas: int | None = Field(None, ge=1, description="Default: 1.")

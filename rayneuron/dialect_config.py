@@ -16,9 +16,12 @@ class Lmi(Section):
     tgi_compat: bool = Field(False, description="As text-generation-inference: lists of one, events, `logprob`, details always.")
 
 
-class Parsers(Section):
-    """What is told apart in a chat's answer; vLLM's names."""
+class Replies(Section):
+    """How replies look, whatever they say; vLLM's names."""
 
+    stream_interval: int = Field(
+        1, ge=1, description="Tokens a stream event of OpenAI's routes holds at least, but for a choice's first; a body may say another."
+    )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"] | None = Field(
         None, description="How the model writes calls of tools. Default: as its chat template shows; auto: that, or no start."
     )

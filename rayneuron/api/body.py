@@ -66,7 +66,7 @@ def read_head(fields: Fields, context: Context) -> Head:
         stream=stream,
         include_usage=include,
         continuous_usage=read.flag("continuous_usage_stats") and include,
-        stream_interval=fields.integer("stream_interval", 1, low=1),
+        stream_interval=fields.integer("stream_interval", context.stream_interval, low=1),
         return_token_ids=fields.flag("return_token_ids", context.text.wordless),
         tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
         priority=priority,

@@ -72,6 +72,7 @@ class Context:
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
     `client_priority`: whether a body may set `priority`. `adapters`: what there are at this moment, content by name.
+    `stream_interval`: that of a body without.
     """
 
     models: tuple[str, ...]
@@ -83,6 +84,7 @@ class Context:
     trust_chat_template: bool = True
     any_name: bool = False
     client_priority: bool = False
+    stream_interval: int = 1
     lmi: LmiOptions = LmiOptions()
     scan: Scan = Scan()
     pooling: Pooling = Pooling()

@@ -113,6 +113,7 @@ def hot(
         trust_chat_template=config.serving.trust_request_chat_template,
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
+        stream_interval=config.serving.stream_interval,
         adapters=lambda: opened.engine.adapters.names,
         pooling=Pooling(*pooling(opened.path)),
         lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),

@@ -314,3 +314,14 @@ async def test_few_streams_are_never_paced() -> None:
         one.rest().send(None)  # over without giving way once
     for count, pause_s in ((8, 8 / 250), (500, LONGEST_PAUSE_S)):
         assert flights_of(count, 250.0)[0].cadence.pause_s == pause_s
+
+
+def test_an_event_holds_as_many_tokens_as_the_file_says_or_the_body(tiny: Path) -> None:
+    body = {"model": "scripted", "prompt": "Hi", "max_tokens": 14, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    asked: list[tuple[dict[str, int], int]] = [({}, 4), ({"stream_interval": 1}, 1)]
+    with site(tiny, {"serving": {"stream_interval": 4, "stream_events_per_s": 1e6}}, pace_s=0.005) as running:
+        for more, least in asked:
+            with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as http:
+                chunks = stream(http, "/v1/completions", body | more)
+            sizes = [len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]]
+            assert sum(sizes) == 14 and min(sizes[1:-1]) >= least and (min(sizes[1:-1]) < 4) == (least < 4), sizes
