@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -83,15 +83,18 @@ def speller(decoder: Any) -> tuple[Callable[[str], bytes] | None, str]:
 
 
 class Bytes:
-    """Detokenizer over a table of token bytes. `skipped` ids have no text; `strip`, as `speller` gives it, is for a text with no prompt.
+    """Detokenizer over a table of token bytes. `skipped` ids have no text; `strip`, as `speller` gives it, is for a text with no prompt;
+    `plain`: the texts of ids that are whole and never skipped, as far as they have been spelled.
 
     A prompt that ends inside a character lends its last bytes, so that the first token can complete it; they are dropped if it does not.
     """
 
-    __slots__ = ("_clear", "_decoder", "_lent", "_skipped", "_spell", "_strip")
+    __slots__ = ("_clear", "_decoder", "_lent", "_plain", "_skipped", "_spell", "_strip")
 
-    def __init__(self, spell: Callable[[int], bytes], skipped: frozenset[int], strip: str, prompt: Sequence[int]) -> None:
-        self._spell = spell
+    def __init__(
+        self, spell: Callable[[int], bytes], skipped: frozenset[int], strip: str, prompt: Sequence[int], plain: Mapping[int, str]
+    ) -> None:  # fmt: skip
+        self._spell, self._plain = spell, plain
         self._skipped = skipped
         self._decoder = _utf8("replace")
         self._lent = _unfinished(spell(token) for token in prompt[-CONTEXT:] if token not in skipped)
@@ -100,11 +103,11 @@ class Bytes:
 
     def push(self, token_id: int) -> str:
         """Characters this token completes; "" while one is unfinished."""
+        if self._clear and (text := self._plain.get(token_id)) is not None:  # nearly always, and the decoder is Python
+            return text
         if token_id in self._skipped:
             return ""
         piece = self._spell(token_id)
-        if self._clear and piece.isascii():  # nearly always, and the decoder is Python
-            return piece.decode()
         if self._lent and piece:
             piece = self._borrow(piece)
         text = self._decoder.decode(piece)

@@ -34,6 +34,7 @@ class Text:
         self.special_ids: frozenset[int] = special_ids(backend)
         self._spell, self._strip = speller(backend.decoder)
         self._spelled: dict[int, bytes] = {}
+        self._plain: dict[int, str] = {}  # those of them that are ASCII and nothing special
         self._bound = bound_of(backend)
         eos, self._bos = self.tokenizer.id_of("eos_token"), self.tokenizer.id_of("bos_token")
         self.eos_ids: frozenset[int] = eos_ids(self.path) | (frozenset() if eos is None else {eos})
@@ -137,6 +138,8 @@ class Text:
         spelled = self._spelled.get(token_id)
         if spelled is None:
             spelled = self._spelled[token_id] = self._bytes(token_id)
+            if spelled.isascii() and token_id not in self.special_ids:
+                self._plain[token_id] = spelled.decode()
         return spelled
 
     def special(self, name: str) -> int | None:
@@ -149,7 +152,7 @@ class Text:
         skipped = self.special_ids - kept if skip_special_tokens else frozenset()
         if self._spell is None:
             return Window(lambda ids: self.decode([i for i in ids if i not in skipped], False), prompt_ids)
-        return Bytes(self.token_bytes, skipped, self._strip, prompt_ids)
+        return Bytes(self.token_bytes, skipped, self._strip, prompt_ids, self._plain)
 
     def _bytes(self, token_id: int) -> bytes:
         if self._spell is None:

@@ -52,4 +52,4 @@ class Wordless(Text):
 
     def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()) -> Bytes:
         """One that never says anything."""
-        return Bytes(self.token_bytes, self.special_ids, "", ())
+        return Bytes(self.token_bytes, self.special_ids, "", (), {})
