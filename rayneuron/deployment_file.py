@@ -142,6 +142,10 @@ def _checked(
         return f"{whole.option(dotted(keys))}: " if dotted(keys) in whole else _place(path, lines, assigned, keys, text)
 
     validate(serve_config.File, content, place)
+    for i, entry in enumerate(listed):
+        if (said := entry["import_path"]).startswith("rayneuron.") and said not in (IMPORT_PATH, GATEWAY_PATH):
+            at = _place(path, lines, assigned, ("applications", i, "import_path"), "") + f"application {_name(entry)}: "
+            raise ConfigError(f"{at}import_path {said} is none of rayneuron's; write {IMPORT_PATH}, or {GATEWAY_PATH} for a gateway")
     if not ours and not sleepers:
         raise ConfigError(f"{path} has no application with import_path: {IMPORT_PATH}")
     file = DeploymentFile(path, content, {}, lines, assigned)
@@ -233,15 +237,21 @@ def _gateway(file: DeploymentFile, index: int) -> gateway_config.GatewayConfig:
 def _sleepers(listed: list[Any]) -> dict[str, dict[str, Any]]:
     """The models of hosts, as gateways list them, by name."""
     gateways = [e for e in listed if isinstance(e, dict) and e.get("import_path") == GATEWAY_PATH]
-    members = [m for e in gateways for m in ((e.get("args") or {}).get("models") or ()) if isinstance(m, dict)]
+    members = [m for e in gateways for m in _members(e) if isinstance(m, dict)]
     return {str(m["name"]): m for m in members if "name" in m and isinstance(m.get("args"), dict)}
+
+
+def _members(entry: Any) -> list[Any]:
+    """What a gateway lists, where it is a list; what is wrong with it else is said when it is checked."""
+    args = entry.get("args")
+    members = args.get("models") if isinstance(args, dict) else None
+    return members if isinstance(members, list) else []
 
 
 def _repeat(listed: list[Any], name: str, inside: _Assigned) -> None:
     """What is set in an application's args is set where a gateway repeats them."""
     for entry in listed:
-        members = (entry.get("args") or {}).get("models") if entry.get("import_path") == GATEWAY_PATH else None
-        for member in members if isinstance(members, list) else ():
+        for member in _members(entry) if isinstance(entry, dict) and entry.get("import_path") == GATEWAY_PATH else ():
             if isinstance(member, dict) and member.get("application") == name and isinstance(member.get("args"), dict):
                 member["args"] = _overridden(member["args"], inside)
 

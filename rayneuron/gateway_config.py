@@ -157,6 +157,8 @@ class GatewayConfig(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"models: the application {twice} stands there twice; leave one of them out")
+        if self.any_name and self.default is None:
+            raise ValueError("any_name is answered by the default model, and of several none is; write default_model")
         if NOBODY in self.tenants and self.serving.api_keys:
             raise ValueError(f"serving.api_keys are of the account {NOBODY}; write them as tenants.{NOBODY}.keys, or rename that tenant")
         if self.host is not None and not self.hosted:

@@ -78,7 +78,8 @@ def test_plan_of_the_demo_and_of_a_whole_node(tiny: Path, capsys: pytest.Capture
     assert cli.main(["plan", SMOLLM2.replace("smollm2", "inf2_three_models")]) == 0
     printed = capsys.readouterr().out
     assert "inf2" in printed and "NEURON_RT_VISIBLE_CORES" in printed
-    assert cli.main(["plan", SMOLLM2, "--instance", "inf2.huge"]) == 2
+    assert cli.main(["plan", SMOLLM2, "--instance", "inf2.huge"]) == cli.main(["plan", SMOLLM2, "--nodes", "0"]) == 2
+    assert "--nodes: must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_generate_answers_and_is_deterministic(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from rayneuron.errors import ConfigError
 MODEL = {"model": {"path": "/m", "name": "chat"}, "max_num_seqs": 4}
 
 
-def content(gateway: dict[str, Any], *, model: dict[str, Any] = MODEL, route: str | None = "/m/one") -> dict[str, Any]:
+def content(gateway: Any, *, model: dict[str, Any] = MODEL, route: str | None = "/m/one") -> dict[str, Any]:
     return {
         "applications": [
             {"name": "one", "route_prefix": route, "import_path": "rayneuron.serve.app:build", "args": model},
@@ -83,6 +83,9 @@ def test_what_is_set_reaches_the_copy_in_the_gateway(read: Any) -> None:
             "one may have no replica .* write 1",
         ),
         ({"models": [{"application": "one"}], "replay": {"limits": 1}}, {}, "did you mean limit"),
+        ({"models": [{"application": "one"}, {"application": "two"}], "any_name": True}, {}, "write default_model"),
+        ("one", {}, "applications.2.args: must be a mapping of keys"),
+        ({"models": {"one": {}}}, {}, "models: must be a list"),
         ({"models": [{"application": "one"}, {"application": "two"}]}, {"model": {"model": {"path": "/m", "name": "two"}}}, "both answer"),
     ],
 )
@@ -90,6 +93,14 @@ def test_what_is_wrong_is_named_with_its_line(read: Any, gateway: dict[str, Any]
     with pytest.raises(ConfigError, match=message) as wrong:
         read(content(gateway, **other))
     assert "file.yaml:" in wrong.value.message and "secret" not in wrong.value.message
+
+
+@pytest.mark.parametrize(("index", "said"), [(2, "rayneuron.gateway.app:bild"), (1, "rayneuron.serve:build")])
+def test_an_import_path_of_ours_that_is_none_is_no_stranger_s(read: Any, index: int, said: str) -> None:
+    whole = content({"models": [{"application": "one"}]})
+    whole["applications"][index]["import_path"] = said
+    with pytest.raises(ConfigError, match=rf"file\.yaml:\d+: application \w+: import_path {said} is none of rayneuron's; write rayneuron"):
+        read(whole)
 
 
 @pytest.mark.parametrize(

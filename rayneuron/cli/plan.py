@@ -24,9 +24,12 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run it."""
     from rayneuron import devices, settings, sources
+    from rayneuron.errors import ConfigError
     from rayneuron.placement import hosting
     from rayneuron.placement.listing import describe
 
+    if args.nodes is not None and args.nodes < 1:
+        raise ConfigError(f"--nodes: must be at least 1, got {args.nodes}")
     file = deployment.read(args)
     where = {"named": args.instance, "nodes": args.nodes, "vcpus": os.cpu_count() or 1}
     visible = settings.given("NEURON_RT_VISIBLE_CORES")
