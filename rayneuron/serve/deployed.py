@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from rayneuron import devices, loading
+from rayneuron import devices, loading, settings
 from rayneuron.config import Deployment
 from rayneuron.errors import ConfigError, RayNeuronError
 from rayneuron.placement.layout import Layout, group_layout
@@ -32,6 +32,7 @@ EXPORT_PERIOD_S = 2.0
 START_S = 1.0  # for a start that fails to say why by itself
 LAST_BYTES_S = 0.5  # for Serve's proxy to fetch what streams said last
 STARTING_OBJECTS, SERVING_OBJECTS = 100_000, (700, 10, 10)  # new ones before garbage is looked for; the latter is Python's own
+TOKENIZERS = "TOKENIZERS_PARALLELISM"  # the library's: whether a batch goes to threads of its own, even one text
 SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
 
 
@@ -103,11 +104,13 @@ class Deployed:
 
 
 def settle_interpreter() -> None:
-    """Set this process up to serve: threads wait little for each other, and what start-up made is not collected again.
+    """Set this process up to serve: threads wait little for each other, a text is tokenised by the one that asks, and what start-up made is
+    not collected again.
 
     It lives for ever; a full collection over it would hold every stream for tens of milliseconds.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    settings.export({TOKENIZERS: settings.given(TOKENIZERS) or "false"})
     gc.set_threshold(*SERVING_OBJECTS)
     gc.collect()
     gc.freeze()

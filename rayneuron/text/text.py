@@ -13,7 +13,6 @@ from rayneuron.text.chat_template import ChatTemplate, compiled
 from rayneuron.text.detokenizer import Bytes, Detokenizer, Window, speller
 from rayneuron.text.tokenizer import bound_of, eos_ids, find, open_tokenizer, read_json, read_templates, special_ids, vocab_size
 
-SHORT = 2048  # characters; longer texts go as a batch of one, which gives up the interpreter lock and costs a change of threads
 ROOM = 16  # characters a token of the longest prompt is given before only a part of a text is tokenised
 
 
@@ -67,9 +66,8 @@ class Text:
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
         try:
-            if len(text) <= SHORT:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens)
-            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            # "Fast" is without where each token stands in the text. Only batches give up the interpreter lock.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeError, TypeError) as wrong:
             raise RequestError(f"text cannot be encoded: {wrong}; lone surrogates are not characters", param="prompt") from wrong
 

@@ -244,11 +244,8 @@ class _Slow:
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> _Encoding:
-        return _Encoding(self._theirs.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[_Encoding]:
-        return [self.encode(text, add_special_tokens) for text in texts]
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[_Encoding]:
+        return [_Encoding(self._theirs.encode(text, add_special_tokens=add_special_tokens, verbose=False)) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         whole: str = self._theirs.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -170,12 +170,9 @@ class Counted:
     def __init__(self, backend: Tokenizer) -> None:
         self.backend, self.characters = backend, 0
 
-    def encode(self, text: str, **options: Any) -> Any:
-        return self.encode_batch([text], **options)[0]
-
-    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
         self.characters += sum(map(len, texts))
-        return self.backend.encode_batch(texts, **options)
+        return self.backend.encode_batch_fast(texts, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
