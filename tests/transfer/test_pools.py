@@ -16,6 +16,7 @@ from rayneuron.types import Request, SamplingParams
 from tests.engine import test_draft_model, test_grammar, test_speculation
 from tests.engine.test_fuzz import draw
 from tests.engine.test_fuzz import solo as solo
+from tests.engine.test_speculation import TRIES
 from tests.serve.scripted import eventually
 from tests.transfer.pair import Decoding, Pair, Prefilling, cpu, held, open_engine
 
@@ -51,14 +52,21 @@ def test_every_request_through_both_pools_equals_its_solo_run(tiny, solo, seed, 
         assert pair.p.offers.counts["committed"] >= pair.d.pulls.counts["adopted"], "what is adopted was committed"
 
 
+def scripted(plain, right):
+    return lambda path, **sizes: test_speculation.build(path, propose=test_speculation.Script(plain, right), **sizes)
+
+
 DRAFTS = {
-    "ngram": lambda path, **sizes: test_speculation.build(path, propose=partial(look_up, 1, 3), **sizes),
-    "draft model": lambda path, **sizes: test_draft_model.build(path, path, int8=True, **sizes),
-    "forced tokens": lambda path, **sizes: test_speculation.build(path, propose=lambda sequence, most: ((), 1), **sizes),
+    "ngram": lambda plain: lambda path, **sizes: test_speculation.build(path, propose=partial(look_up, 1, 3), **sizes),
+    "draft model": lambda plain: lambda path, **sizes: test_draft_model.build(path, path, int8=True, **sizes),
+    "forced tokens": lambda plain: lambda path, **sizes: test_speculation.build(path, propose=lambda sequence, most: ((), 1), **sizes),
+    "oracle": lambda plain: scripted(plain, lambda: TRIES),
+    "liar": lambda plain: scripted(plain, lambda: 0),
 }
 
 
 DRAFTED = [("ngram", "shared", True), ("draft model", "sockets", True), ("forced tokens", "shared", False)]
+DRAFTED += [("oracle", "shared", True), ("liar", "sockets", True)]
 
 
 @pytest.mark.parametrize(("name", "way", "cached"), DRAFTED)
@@ -71,7 +79,7 @@ def test_drafts_and_constraints_change_nothing_behind_another_pool(tiny, plain, 
     requests += [replace(request, id=f"g{request.id}") for request in test_grammar.requests(2)]
     with ExitStack() as stack:
         p = open_engine(tiny, rows=3, kv_tokens=384, chunk=16, cached=cached, shared=True)
-        d = DRAFTS[name](tiny, rows=6, block=16, chunk=16, cached=cached)
+        d = DRAFTS[name](plain)(tiny, rows=6, block=16, chunk=16, cached=cached)
         drafts, step = [], d.step
 
         def stepped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rayneuron import SamplingParams, demo, loading
 from rayneuron.config import parse
 from rayneuron.devices.neuron.releases import IN_FLIGHT
+from rayneuron.engine.sequence import Plan
 from rayneuron.errors import WorkerLost
 from rayneuron.group.children import Children
 from rayneuron.group.group import Group
@@ -103,6 +105,7 @@ def want(wide: Path) -> list[list[int]]:
     return tokens(wide)
 
 
+TWO: dict[str, Any] = {"tensor_parallel": 2, "nodes": 2, "instance": "cores:1"}
 GROUPS: dict[str, dict[str, Any]] = {
     "tp4 over two nodes": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2"},
     "tp8 over two nodes": {"tensor_parallel": 8, "nodes": 2, "instance": "cores:4"},
@@ -113,6 +116,10 @@ GROUPS: dict[str, dict[str, Any]] = {
     "tp4 over two nodes, ahead": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "compile": {"async_mode": True}},
     "tp4 over two nodes, drafts": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "speculative_config": {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}},
+    "tp2 over two nodes, an int8 copy drafts": {**TWO, "speculative_config": {
+        "method": "draft_model", "quantization": "int8", "num_speculative_tokens": 3, "adaptive": False}},
+    "tp2 over two nodes, a draft model": {**TWO, "speculative_config": {
+        "model": "demo:random:tp8", "num_speculative_tokens": 3, "adaptive": False}},
     "sequence parallel over two nodes": {"tensor_parallel": 4, "nodes": 2, "instance": "cores:2", "sequence_parallel": True},
 }
 
@@ -143,6 +150,40 @@ def test_a_rank_that_ends_inside_the_runtime_ends_the_group(ends: str, nodes: Pa
     options = {"device": "neuron", **GROUPS["tp8 over two nodes"], "group": {**PATIENT, **limits}}
     with pytest.raises(WorkerLost, match=said):
         tokens(wide, Nodes(nodes, STANDIN_ENDS=ends), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_rank_that_ends_while_drafts_are_verified_ends_the_group(
+    nodes: Path, wide: Path, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as the graph begins that makes and verifies them: the other rank is told, and nobody of a token of that step."""
+    from neuronx_distributed.trace.nxd_model import nxd_model
+
+    processes = Nodes(nodes)
+    options = {**GROUPS["tp2 over two nodes, an int8 copy drafts"], "group": PATIENT}
+    engine = loading.open_engine(parse({"model": {"path": str(wide)}, **SMALL, **options, "device": "neuron"}), processes=processes).engine
+    start, verifies, killed, heard = engine.runner.start, [False], list[int](), list[int]()
+
+    def started(plan: Plan) -> Any:
+        verifies[0] = plan.tag == "verify" and not plan.fills
+        return start(plan)
+
+    def kill(graph: Any) -> None:
+        if verifies[0] and not killed:
+            killed.extend(processes.pids.values())
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(engine.runner, "start", started)
+    monkeypatch.setattr(nxd_model, "BEFORE", [kill])
+    try:
+        engine.add(Request(id="a", prompt_ids=PROMPTS[0], params=PARAMS[0]))
+        with pytest.raises(WorkerLost, match="worker 1, rank 1 of stage 0 .* is gone"):
+            while engine.has_work:
+                heard += [token for delta in engine.step() for token in delta.token_ids]
+        assert killed and 1 < len(heard) < 8 and heard == want[0][: len(heard)]
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow
