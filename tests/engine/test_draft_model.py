@@ -51,7 +51,7 @@ def build(
     runner = Runner(archs[0], device, c, partial(draft_step.step, *archs), archs[1])
     runner.load({**held[0], "draft": held[1]})
     runner.warm(lambda *_: None)
-    speculation = Speculation(TRIES, partial(predicted, 1, 3), pace, Chain(Readings(c, None), limit))
+    speculation = Speculation(TRIES, partial(predicted, 1, 3), pace, Chain(Readings(c, None), limit, stops=pace is not None))
     return Engine(runner, vocab=archs[0].vocab, eos_ids=(7, 11), model="tiny" if cached else None, speculation=speculation)
 
 
@@ -175,7 +175,7 @@ def profile(pass_ms: float) -> Profile:
     return Profile(**sizes, **grid, passes=((1, pass_ms), (4, pass_ms)))
 
 
-@pytest.mark.parametrize(("pass_ms", "drafts"), [(1.0, True), (9.0, False)])
+@pytest.mark.parametrize(("pass_ms", "drafts"), [(1.0, True), (12.0, False)])
 def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts, monkeypatch):
     """And where it does not, it has not read the prompt either."""
     monkeypatch.setattr(draft_step, "LEAD", 0.0)
@@ -202,15 +202,15 @@ def test_why_a_step_tries_none_is_said(tiny):
     short = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
     assert paused(build(tiny, tiny, 2), short) == set()
     assert paused(build(tiny, tiny, 2), replace(short, params=replace(GREEDY, max_tokens=2))) == {"none"}, "the last token has no draft"
-    assert paused(build(tiny, tiny, 2, pace=warm(Pace(profile(9.0), 10), 1)), short) == {"cost", "none"}
+    assert paused(build(tiny, tiny, 2, pace=warm(Pace(profile(12.0), 10), 1)), short) == {"cost", "none"}
     assert "behind" in paused(build(tiny, tiny, 2, chunk=8), replace(short, prompt_ids=[20 + i % 9 for i in range(60)]))
     full = [replace(short, id=str(n), prompt_ids=[20 + i % 9 for i in range(n)], params=replace(GREEDY, max_tokens=3)) for n in (31, 63)]
     assert "room" in paused(test_speculation.build(tiny, 2, lambda sequence, most: ((20,) * most, 1), kv_tokens=96, block=16), *full)
     nothing = test_speculation.build(tiny, 1, lambda sequence, most: ((), 0))
     assert paused(nothing, short) == {"none"}
-    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((), 4), warm(Pace(profile(9.0), 10), 1))
+    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((), 4), warm(Pace(profile(12.0), 10), 1))
     assert paused(nothing, replace(short, id="b")) == {"cost", "none"}, "what a lookup has found and not told"
-    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((20,) * most, 4), Pace(profile(9.0), 10))
+    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((20,) * most, 4), Pace(profile(12.0), 10))
     assert paused(nothing, replace(short, id="c")) == {"rest"}, "nobody has told what a step takes without"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayneuron.engine.speculation.costs import VERIFY_MS
 from rayneuron.engine.speculation.lookup import CANDIDATES, LONGEST, Echo, Prediction
-from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, PROBE, Candidate, Pace, Record
+from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, PROBE, SURE, TRIALS, Candidate, Pace, Record
 from rayneuron.types import Profile
 
 MEASURED = ((1, 6.3), (8, 8.3), (16, 11.2), (36, 20.0), (144, 80.0))  # ms by tokens: two cores, SmolLM2
@@ -152,6 +152,43 @@ def test_heads_that_are_never_right_are_tried_once_in_a_while():
     assert 200 // PROBE - 1 <= sum(n > 0 for n in bad[200:]) <= 200 // PROBE + 1
     good = [step(True) for _ in range(200)]
     assert min(good[-20:]) >= 4
+
+
+def chosen(one: Pace, own: float | None = None, kind: int = CHAINED) -> int:
+    """Drafts of one row that a draft model makes, which has read the text."""
+    return one.choose([Candidate(Record(kind, own), 8, behind=0)], 100)[0]
+
+
+def priced(pass_ms: float) -> Pace:
+    sizes = {"batch": (1, 16), "lengths": (128,), "context": (32,), "prefix": (), "chunk": 32}
+    known = {"decode": ((1, 128, 6.3), (16, 128, 11.2)), "tokens": MEASURED, "prefill": (), "passes": ((1, pass_ms), (16, 2 * pass_ms))}
+    return warm(Pace(Profile(**sizes, **known), 144), 1)
+
+
+def test_what_a_draft_model_gives_is_seen_by_trying():
+    """What it costs seems a little too much before anything is known of it: it is tried all the same, and judged by what becomes of it."""
+    for came in (True, False):
+        one, tries = priced(5.0), 0
+        while n := chosen(one):
+            one.learn(Record(CHAINED), n, n if came else 0)
+            tries += 1
+            if tries == 3 * TRIALS:
+                break
+        assert tries == 3 * TRIALS if came else 3 < tries < TRIALS
+    one = priced(5.0)
+    one._trials = 0
+    assert chosen(one) == 0, "as it had been from the first"
+    assert chosen(priced(7.0)) == 0, "what cannot pay is not tried"
+
+
+def test_a_draft_model_that_stops_where_it_is_not_sure_may_plan_deeper():
+    """As a deep plan seldom makes all its passes: where every second one stops, three are as dear as less than two."""
+    one = priced(3.0)
+    for kind in (CHAINED, SURE):
+        record = Record(kind)
+        for _ in range(200):
+            one.learn(record, 8, 2)
+    assert record.own is None and chosen(one, kind=SURE) > chosen(one, kind=CHAINED) >= 1
 
 
 STAIRS = ((1, 6.3), (16, 8.4), (17, 9.9), (32, 10.7), (144, 30.0))  # as products of sixteen rows at once take

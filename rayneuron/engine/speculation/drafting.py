@@ -13,7 +13,7 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.grammar import Grammar
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.lookup import Echo, Prediction
-from rayneuron.engine.speculation.pace import CHAINED, FORCED, Candidate, Pace, Record
+from rayneuron.engine.speculation.pace import CHAINED, FORCED, SURE, Candidate, Pace, Record
 from rayneuron.engine.speculation.reading import MOST, Reached, Readings
 from rayneuron.policies.chunks import fit
 from rayneuron.types import Profile, TokenDelta
@@ -44,11 +44,12 @@ class Drafter:
 @dataclass(frozen=True, slots=True)
 class Chain:
     """What drafts within a step: how far a draft model has `read` what (None: heads, which have seen all the model has computed), the most
-    positions it can place, and the most drafts a row it can make."""
+    positions it can place, and the most drafts a row it can make. `stops`: of likeliest ones it makes none behind one it is not sure of."""
 
     reading: Readings | None
     limit: int
     most: int = MOST
+    stops: bool = False
 
 
 class Speculation:
@@ -64,6 +65,7 @@ class Speculation:
     def _proposed(self, works: list[Work]) -> tuple[list[tuple[int, ...]], str]:
         """Drafts for every row of a decode step, () for none, nothing where none are looked for; and why nobody has any, if so."""
         pace, chain, rows, length = self._pace, self._chain, len(works), 1 + max([work.start for work in works])
+        sure = chain is not None and chain.stops and all([work.sequence.needs == "likeliest" for work in works])
         if pace is not None and not pace.begins(rows, length):
             return [], REST
         found: list[tuple[int, ...]] = []
@@ -89,7 +91,7 @@ class Speculation:
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
             if not drafts and chain is not None and work.start and (most := min(most, chain.most, chain.limit - work.start - 1)) > 0:
                 told = DRAFTED - sequence.ids[work.start - 1]
-                drafts, drafter.record.kind = (told, *[told if pace is None else IF_SURE] * (most - 1)), CHAINED
+                drafts, drafter.record.kind = (told, *[IF_SURE if sure else told] * (most - 1)), SURE if sure else CHAINED
                 behind[i] = chain.reading.behind(sequence, drafter.read, work.start) if chain.reading is not None else 0
             found.append(drafts)
         if pace is None or not any(found):
@@ -132,7 +134,7 @@ class Speculation:
 
     def learn(self, plan: Plan, deltas: list[TokenDelta | None]) -> None:
         """A step with drafts has ended; what it gave is told of a client's predictions. That a draft model made fewer than were wanted is
-        for Pace as if they had not come true: it asks what planning so many gives and takes."""
+        for Pace as if they had not come true."""
         for work, delta in zip(plan.works, deltas, strict=True):
             if not work.drafts or delta is None:
                 continue
@@ -142,7 +144,7 @@ class Speculation:
                 drafter.accepted += work.accepted
                 drafter.refused += len(work.drafts) - work.accepted
                 delta.predicted = drafter.accepted, drafter.refused
-            if self._chain is not None and self._chain.reading is not None and record.kind == CHAINED:
+            if self._chain is not None and self._chain.reading is not None and record.kind <= CHAINED:
                 sure = work.start + 1 + min(work.accepted, len(work.drafts) - 1)
                 self._chain.reading.reached(work.sequence, drafter.read, sure)
             if self._pace is not None and record.kind <= 0:
@@ -151,8 +153,9 @@ class Speculation:
     def took(self, plan: Plan, ms: float) -> None:
         """A step has ended, and has taken so long from its planning on."""
         if self._pace is not None and plan.tag != "prefill" and not plan.fills:
-            drafts = sum([work.wanted for work in plan.works]) if plan.tag == "verify" else 0
-            self._pace.took(len(plan.works), 1 + max([work.start for work in plan.works]), drafts, ms)
+            made = [(len(w.drafts), w.sequence.drafter.record.kind) for w in plan.works if w.drafts] if plan.tag == "verify" else []
+            passes = max([n for n, kind in made if kind <= CHAINED], default=0)
+            self._pace.took(len(plan.works), 1 + max([work.start for work in plan.works]), sum([n for n, _ in made]), ms, passes)
 
 
 def speculation(
@@ -165,7 +168,8 @@ def speculation(
     if limit is None:
         return Speculation(tokens, partial(look_up, *lengths, pace=pace), pace)
     reading = None if said.by_heads else Readings(capacity, fit(profile))
-    return Speculation(tokens, partial(predicted, *lengths), pace, Chain(reading, limit, most or MOST))
+    chain = Chain(reading, limit, most or MOST, stops=reading is not None and said.adaptive and not whole)
+    return Speculation(tokens, partial(predicted, *lengths), pace, chain)
 
 
 def predicted(least: int, most: int, sequence: Sequence, count: int) -> tuple[tuple[int, ...], int]:

@@ -11,9 +11,11 @@ from rayneuron.engine.speculation.lookup import LONGEST
 from rayneuron.policies.step_times import between
 from rayneuron.types import Profile
 
-FORCED, CHAINED = -1, -2  # the kinds of what a constraint leaves no choice of, and of what a draft model makes
+# The kinds of what a constraint leaves no choice of, of what a draft model makes, and of that where it makes none behind one it is not sure
+# of, which counts as if the next had not come true.
+FORCED, CHAINED, SURE = -1, -2, -3
 # By kind, before there is experience: how often the first draft comes true; of longer matches LIKELY.
-GUESSED = {CHAINED: 0.8, FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4, 4: 0.6, 5: 0.7}
+GUESSED = {CHAINED: 0.8, SURE: 0.8, FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4, 4: 0.6, 5: 0.7}
 LIKELY = 0.8
 CLASS_RATE, OWN_RATE = 0.05, 0.2  # of the moving averages of a kind, and of a sequence
 UNSEEN = 0.3  # of what a text would tell of itself, before it has
@@ -25,6 +27,8 @@ PROBE = 32  # steps without any draft, after which some are tried to see what be
 LATEST = 256  # the most of those
 PROBE_CHAINED = 1024  # the same where a draft model would have to read those steps' tokens first
 SPREAD = 64  # tokens of an output over which what a draft model has to read first is spread
+# What a draft model gives and takes is seen by trying alone, and whoever named one wants it tried: as often as this it counts as cheaper.
+TRIALS, HOPED = 32, 0.7
 
 
 @dataclass(slots=True)
@@ -82,7 +86,8 @@ class Pace:
         self._rates: dict[int, _Rates] = {}
         self._without, self._patience = 0, PROBE  # steps since the last draft; of those, before some are tried
         self._cheaper = 1  # times that drafts may be than is known
-        self._more_ms = 0.0  # that the passes of the last step should take
+        self._passed_ms: list[float] = []  # that so many passes of the step chosen last should take
+        self._trials = 0 if whole else TRIALS
         self.bar = 0.0  # what a row's first draft has to be worth in this step
         self.patience = 1  # ids of a row that has none, after which it is looked at again
 
@@ -107,7 +112,7 @@ class Pace:
         """Drafts of each row of a decode step, the longest of which attends `length` positions."""
         rows, plain_ms = len(candidates), self.costs.plain(len(candidates), length)
         chained = [i for i, c in enumerate(candidates) if c.drafts and c.behind is not None]
-        self._more_ms = 0.0
+        self._passed_ms = []
         chosen, made = self._one_by_one(candidates, _Step(float(rows), rows, plain_ms))
         if chained:
             made = self._chained(candidates, chained, made, chosen)
@@ -125,7 +130,7 @@ class Pace:
             ready = {min(chained)}
         if ready:
             self._without = 0
-            self._more_ms = between(self._passes, len(ready & chained)) if ready & chained else 0.0
+            self._passed_ms = [between(self._passes, len(ready & chained))] if ready & chained else []
             return [min(deep, c.drafts) if i in ready else 0 for i, c in enumerate(candidates)]
         chosen, made = self._one_by_one(candidates, _Step(float(rows), rows, plain_ms), self._cheaper)
         if made.size > rows:
@@ -166,35 +171,42 @@ class Pace:
         return chosen, best if taken else plain
 
     def _chained(self, candidates: Sequence[Candidate], which: list[int], made: _Step, chosen: list[int]) -> _Step:
-        """Drafts that a draft model makes, a pass for all rows at a time: as deep as pays, which is not seen before all depths are."""
+        """Drafts that a draft model makes, a pass for all rows at a time: as deep as pays, which is not seen before all depths are.
+        Where it stops when it is not sure, a pass is made as often as the drafts up to it, but the first, come true."""
         best, worth, rows = made, dict.fromkeys(which, 1.0), len(candidates)
-        tokens, size, more_ms = made.tokens, made.size, 0.0
+        tokens, size, all_ms, more_ms, drafts = made.tokens, made.size, 0.0, 0.0, float(made.size - rows)
         before = made.ms - self.costs.added(rows, size - rows) + self._read_ms * sum(candidates[i].behind or 0 for i in which) / SPREAD
+        hoped, first = HOPED if self._trials > 0 else 1.0, worth
         for depth in range(max(candidates[i].drafts for i in which)):
             going = [i for i in which if candidates[i].drafts > depth]
             for i in going:
                 worth[i] = self._survival(candidates[i].record, worth[i], depth)
                 tokens += worth[i]
-            size += len(going)
-            more_ms += between(self._passes, len(going)) + READ_MS * sum(candidates[i].read for i in going)
-            ms = before + self.costs.added(rows, size - rows, more_ms)
+            first = first if depth else dict(worth)
+            reached = max(worth[i] / first[i] if candidates[i].record.kind == SURE else 1.0 for i in going)
+            size, drafts = size + len(going), drafts + reached * len(going)
+            here_ms = between(self._passes, len(going)) + READ_MS * sum(candidates[i].read for i in going)
+            all_ms, more_ms = all_ms + here_ms, more_ms + reached * here_ms
+            self._passed_ms.append(all_ms)
+            ms = before + hoped * self.costs.added(rows, round(drafts), more_ms)
             if tokens * best.ms > best.tokens * ms:
-                best, self._more_ms = _Step(tokens, size, ms), more_ms
+                best = _Step(tokens, size, ms)
                 for i in which:
                     chosen[i] = min(depth + 1, candidates[i].drafts)
         return best
 
     def learn(self, record: Record, drafts: int, accepted: int) -> None:
         """So many drafts of a row were tried, of which the first `accepted` came true."""
-        rates = self._kind(record.kind)
+        rates, self._trials = self._kind(record.kind), self._trials - (record.kind <= CHAINED)
         for place in range(min(accepted + 1, drafts)):
             came = float(place < accepted)
             if place:
                 rates.later += CLASS_RATE * (came - rates.later)
             else:
                 rates.first += CLASS_RATE * (came - rates.first)
-            own = rates.first if record.own is None else record.own
-            record.own = own + OWN_RATE * (came - own)
+            if record.kind != SURE:  # where a draft model is sure swings too much within a text
+                own = rates.first if record.own is None else record.own
+                record.own = own + OWN_RATE * (came - own)
 
     def heard(self, record: Record, kind: int, came: bool) -> None:
         """An id that would have been drafted by a match has come, or another one."""
@@ -203,9 +215,10 @@ class Pace:
         own = UNSEEN if record.own is None else record.own
         record.own = own + OWN_RATE * (came - own)
 
-    def took(self, rows: int, length: int, drafts: int, ms: float) -> None:
-        """The step chosen last has taken so long, the host's part with it."""
-        self.costs.took(rows, length, drafts, ms, self._more_ms, self._cheaper > 1)
+    def took(self, rows: int, length: int, drafts: int, ms: float, passes: int = 0) -> None:
+        """The step chosen last has taken so long, the host's part with it. `passes`: of a draft model, maybe fewer than chosen."""
+        more_ms = self._passed_ms[min(passes, len(self._passed_ms)) - 1] if passes and self._passed_ms else 0.0
+        self.costs.took(rows, length, drafts, ms, more_ms, self._cheaper > 1)
 
     def _kind(self, kind: int) -> _Rates:
         return self._rates.setdefault(kind, _Rates(GUESSED.get(kind, LIKELY)))
