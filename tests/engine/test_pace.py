@@ -47,7 +47,7 @@ def rows(count: int, own: float | None, kind: int = 4, drafts: int = 8, read: bo
         (1, 1.0, 100, 8),  # one row that quotes: all there are
         (1, 0.02, 100, 4),  # half of what the kind promises still pays for one row
         (16, 0.02, 100, 0),  # and for sixteen none does
-        (16, 0.02, 4096, 1),  # where reading the context takes most of a step, more tokens cost little
+        (16, 0.02, 4096, 2),  # where reading the context takes most of a step, more tokens cost little
     ],
 )
 def test_drafts_by_rows_and_luck(count, own, length, chosen):
@@ -75,7 +75,7 @@ def test_where_one_draft_costs_what_all_do(lucky, others, chosen):
     """As in a compiled graph: all drafts there are, or none."""
     sizes = {"batch": (1, 16), "lengths": (128,), "context": (32,), "prefix": (), "chunk": 32}
     known = {"decode": ((1, 128, 6.3), (16, 128, 11.2)), "verify": ((1, 8.0), (16, 20.0)), "tokens": MEASURED, "prefill": ()}
-    candidates = [*rows(lucky, 1.0), *rows(others, 0.0)]
+    candidates = [*rows(lucky, 1.0), *rows(others, 0.0, kind=2)]
     assert Pace(Profile(**sizes, **known), 144, whole=True).choose(candidates, 100) == [chosen] * len(candidates)
     one = warm(Pace(Profile(**sizes, **known), 144, whole=True), 1, 16)
     assert one.begins(1, 100) and one.bar == 0.0
@@ -104,7 +104,7 @@ def test_by_its_own_reckoning_it_is_never_worse_than_without(given_rows, length)
     assert all(0 <= n <= c.drafts for n, c in zip(chosen, candidates, strict=True))
     if not sum(chosen):
         return
-    count, rate = len(candidates), lambda c, place: ((0.6, 0.7, *[0.8] * 6)[place] + c.record.own) / 2
+    count, rate = len(candidates), lambda c, place: ((0.6, 0.7, *[0.8] * 6)[place] + 1 - (1 - c.record.own) * 0.8**place) / 2
     tokens, read = float(count), 0.0
     for n, c in zip(chosen, candidates, strict=True):
         worth = 1.0
@@ -280,6 +280,35 @@ def test_looking_in_vain_costs_little():
         seen.append(one.patience)
         assert count * LOOK_MS / one.patience <= 1.5 * LOOK_SHARE * one.costs.plain(count, 100)
     assert seen[0] == 1 and seen == sorted(seen) and seen[2] > 2
+
+
+def test_rows_are_looked_at_together():
+    """What each of sixteen rows has pays only beside what the others have, so nobody is looked at alone; what is tried now and then is
+    looked for in all of them."""
+    one = warm(pace(), 16)
+    looked = []
+    for _ in range(2 * PROBE):
+        assert one.begins(16, 100)
+        looked.append(one.looks)
+        one.rest()
+    assert looked[0] and looked[: one.patience] == [True, *[False] * (one.patience - 1)] and one.patience > 2
+    assert all(looked[PROBE * n - 1] for n in (1, 2)) and sum(looked) <= 2 * PROBE // one.patience + 3
+    assert one.begins(16, 100)
+    assert one.choose([Candidate(Record(4, 0.8), 8), *rows(15, 0.8, drafts=0)], 100) == [0] * 16
+    assert min(one.choose(rows(16, 0.8), 100)) >= 1
+
+
+def test_drafts_that_come_true_make_the_next_likelier():
+    """A row that begins to quote tries many at once: who has seen four come expects the fifth more than the first."""
+    one = warm(pace(), 1)
+    first = planned(one, rows(1, None, kind=4))[0]
+    record = Record(4)
+    for kind in range(4, 8):
+        one.heard(record, kind, True)
+    record.kind = 8
+    worth = [one._survival(record, 1.0, place) for place in range(8)]
+    assert worth == sorted(worth) and first >= 4
+    assert planned(one, [Candidate(record, 8)]) == [8]
 
 
 def test_a_long_text_is_looked_at_in_part():

@@ -36,7 +36,6 @@ class Drafter:
     read: Reached = field(default_factory=Reached)
     echo: Echo | None = None
     prediction: Prediction | None = None
-    rests: int = 0  # as long as there are fewer ids nothing is looked for
     accepted: int = 0  # drafts of the prediction
     refused: int = 0
 
@@ -61,6 +60,7 @@ class Speculation:
         self._propose = propose
         self._pace = pace
         self._chain = chain
+        self._why = NONE  # the rows that were looked at last had no drafts
 
     def _proposed(self, works: list[Work]) -> tuple[list[tuple[int, ...]], str]:
         """Drafts for every row of a decode step, () for none, nothing where none are looked for; and why nobody has any, if so."""
@@ -68,43 +68,44 @@ class Speculation:
         sure = chain is not None and chain.stops and all([work.sequence.needs == "likeliest" for work in works])
         if pace is not None and not pace.begins(rows, length):
             return [], REST
+        looks = pace is None or pace.looks or chain is not None
+        if not looks and all([work.sequence.grammar is None for work in works]):
+            return [], self._why
         found: list[tuple[int, ...]] = []
         behind: dict[int, int] = {}
-        why = NONE
+        why = NONE if looks else self._why
         for i, work in enumerate(works):
             sequence = work.sequence
             drafts: tuple[int, ...] = ()
             drafter: Drafter = sequence.drafter or Drafter()
             sequence.drafter = drafter
-            if len(sequence.ids) < drafter.rests:
-                found.append(())
-                continue
             most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             if grammar is not None and most > 0 and (drafts := grammar.forced(most)):  # what leaves no choice
                 drafter.record.kind = FORCED
-            elif most > 0:
+            elif most > 0 and looks:
                 drafts, drafter.record.kind = self._propose(sequence, most)
-                if not drafts and pace is not None:
-                    why = COST if drafter.record.kind else why
-                    drafter.rests = len(sequence.ids) + pace.patience if grammar is None and chain is None else 0
+                if not drafts and pace is not None and drafter.record.kind:
+                    why = COST
                 drafts = drafts if grammar is None else grammar.allowed(drafts)
             if not drafts and chain is not None and work.start and (most := min(most, chain.most, chain.limit - work.start - 1)) > 0:
                 told = DRAFTED - sequence.ids[work.start - 1]
                 drafts, drafter.record.kind = (told, *[IF_SURE if sure else told] * (most - 1)), SURE if sure else CHAINED
                 behind[i] = chain.reading.behind(sequence, drafter.read, work.start) if chain.reading is not None else 0
             found.append(drafts)
-        if pace is None or not any(found):
+        self._why = why
+        if pace is None:
+            return found, why
+        if not any(found):
+            pace.rest()
             return found, why
         candidates = [
             Candidate(work.sequence.drafter.record, len(drafts), work.sequence.needs == "logits", behind.get(i))
             for i, (work, drafts) in enumerate(zip(works, found, strict=True))
         ]
-        chosen = pace.choose(candidates, length)
-        if not any(chosen) and chain is None:
-            for work, drafts in zip(works, found, strict=True):
-                if drafts and work.sequence.grammar is None:
-                    work.sequence.drafter.rests = len(work.sequence.ids) + pace.patience
+        chosen, self._why = pace.choose(candidates, length), COST
+        if not any(chosen):
+            pace.rest()
         return [drafts[:n] for drafts, n in zip(found, chosen, strict=True)], COST
 
     def draft(self, plan: Plan, blocks: Blocks) -> Plan:

@@ -20,7 +20,7 @@ LIKELY = 0.8
 CLASS_RATE, OWN_RATE = 0.05, 0.2  # of the moving averages of a kind, and of a sequence
 UNSEEN = 0.3  # of what a text would tell of itself, before it has
 LOOK_MS, LOOK_SHARE = 0.01, 0.003  # of the host, to look for drafts of a row; and the most of all time, where none are found that pay
-PATIENCE = 8  # ids, the most after which a row that has none is looked at again
+PATIENCE = 8  # steps, the most after which rows that have none that pay are looked at again
 MARGIN = 0.05  # a step with drafts has to promise so much more
 READ_MS = 0.15  # of the host, for a token it samples or describes itself
 PROBE = 32  # steps without any draft, after which some are tried to see what becomes of them; twice as many after each time
@@ -89,7 +89,8 @@ class Pace:
         self._passed_ms: list[float] = []  # that so many passes of the step chosen last should take
         self._trials = 0 if whole else TRIALS
         self.bar = 0.0  # what a row's first draft has to be worth in this step
-        self.patience = 1  # ids of a row that has none, after which it is looked at again
+        self.patience = 1  # steps after which rows that have none that pay are looked at again
+        self.looks, self._rests = True, 0  # whether they are in this step; steps in which they are not
 
     def begins(self, rows: int, length: int) -> bool:
         """A step is planned: whether drafts are thought of at all, which they are not before it is known what one takes without."""
@@ -97,12 +98,19 @@ class Pace:
             return False
         self._without += 1
         self._cheaper = 1 if self._without % self._patience else 1 + self._without // PROBE
+        self.looks, self._rests = self._rests <= 0 or self._cheaper > 1, self._rests - 1
         self.bar = 0.0  # in a graph that others' drafts pay for one more costs nothing
         plain_ms = self.costs.plain(rows, length)
         if not self._whole:
             self.bar = self.costs.least(rows) * rows / plain_ms / self._cheaper
         self.patience = min(max(1, round(rows * LOOK_MS / (LOOK_SHARE * plain_ms))), PATIENCE)
         return True
+
+    def rest(self) -> None:
+        """Nobody has drafts that pay in this step: for some steps nobody is looked at. All rows are in the same ones, since the first draft
+        of a step costs most, and what one row has may pay only beside what the others have."""
+        if self.looks:
+            self._rests = self.patience - 1
 
     def hope(self, record: Record) -> float:
         """What the first draft of a row is worth."""
@@ -226,6 +234,7 @@ class Pace:
     def _survival(self, record: Record, before: float, place: int) -> float:
         if record.kind > 0:
             rate = self._kind(min(record.kind + place, LONGEST)).first
-            return before * (rate + (UNSEEN if record.own is None else record.own)) / 2
+            own = 1 - (1 - (UNSEEN if record.own is None else record.own)) * (1 - OWN_RATE) ** place  # as it will be if those before come
+            return before * (rate + own) / 2
         rate = self._kind(record.kind).later if place else self._kind(record.kind).first
         return before * (rate if record.own is None else (rate + record.own) / 2)
