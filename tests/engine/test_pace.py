@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.costs import VERIFY_MS
+from rayneuron.engine.speculation.drafting import NONE, Speculation
 from rayneuron.engine.speculation.lookup import CANDIDATES, LONGEST, Echo, Prediction
 from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, PROBE, SURE, TRIALS, Candidate, Pace, Record
-from rayneuron.types import Profile
+from rayneuron.models.kv import KvSpace
+from rayneuron.types import Profile, Request, SamplingParams
 
 MEASURED = ((1, 6.3), (8, 8.3), (16, 11.2), (36, 20.0), (144, 80.0))  # ms by tokens: two cores, SmolLM2
 DECODE = ((1, 128, 6.3), (4, 128, 7.1), (16, 128, 11.2), (1, 4096, 12.0), (4, 4096, 20.0), (16, 4096, 60.0))
@@ -296,6 +300,23 @@ def test_rows_are_looked_at_together():
     assert one.begins(16, 100)
     assert one.choose([Candidate(Record(4, 0.8), 8), *rows(15, 0.8, drafts=0)], 100) == [0] * 16
     assert min(one.choose(rows(16, 0.8), 100)) >= 1
+
+
+def test_who_comes_later_is_looked_at_with_the_others():
+    looked: list[int] = []
+    made = Speculation(8, lambda sequence, most: (looked.append(sequence.order) or (), 0), warm(pace(), 8, 16))
+    params, blocks = SamplingParams(max_tokens=64), Blocks(KvSpace(16, 64, 16, 64))
+    asked = [Request(id=str(i), prompt_ids=[1], params=params) for i in range(16)]
+    rows = [Sequence(each, 0, [1], seed=0, max_tokens=64, order=i, prompt_len=1) for i, each in enumerate(asked)]
+    counts = []
+    for step in range(12):
+        looked.clear()
+        works = [Work(row, len(row.ids) - 1, 1, True, 0) for row in rows[: 16 if step else 8]]
+        assert made.draft(Plan("decode", works), blocks).paused == NONE
+        counts.append(len(looked))
+        for work in works:
+            work.sequence.ids.append(step)
+    assert counts[0] == 8 and set(counts[1:]) == {0, 16} and 2 <= counts.count(16) <= 4, counts
 
 
 def test_drafts_that_come_true_make_the_next_likelier():
