@@ -298,8 +298,8 @@ def test_rows_are_looked_at_together():
     assert looked[0] and looked[: one.patience] == [True, *[False] * (one.patience - 1)] and one.patience > 2
     assert all(looked[PROBE * n - 1] for n in (1, 2)) and sum(looked) <= 2 * PROBE // one.patience + 3
     assert one.begins(16, 100)
-    assert one.choose([Candidate(Record(4, 0.8), 8), *rows(15, 0.8, drafts=0)], 100) == [0] * 16
-    assert min(one.choose(rows(16, 0.8), 100)) >= 1
+    assert one.choose([Candidate(Record(4, 0.95), 8), *rows(15, 0.95, drafts=0)], 100) == [0] * 16
+    assert min(one.choose(rows(16, 0.95), 100)) >= 1
 
 
 def test_who_comes_later_is_looked_at_with_the_others():
