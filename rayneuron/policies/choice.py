@@ -204,6 +204,7 @@ class Chooser:
             queue += 1e3 * (until_s - now_s) if until_s > now_s else worker.turn_ms
             if rows_asked > 1:
                 added *= rows_asked
+            # No price is put on what another replica has: with one, sessions wait longer for theirs than computing it takes (tests/sim)
             cost = queue + prefill + added
             if room < _SPARE * worker.kv_tokens:
                 cost *= _CROWDED_COSTS
