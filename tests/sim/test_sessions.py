@@ -93,8 +93,8 @@ def test_sessions_that_begin_at_once_wait_for_their_beginning_no_longer_than_it_
 
 @pytest.mark.parametrize(("nodes", "sessions"), [(2, 24), (4, 40)])
 def test_sessions_that_come_and_go_find_what_they_said_and_wait_for_nobody(nodes: int, sessions: int) -> None:
-    """Where those of one replica are more for a while, some move. With a price of 5 on what is computed twice they wait for theirs, and
-    twice as long in all."""
+    """Where those of one replica are more for a while, some move. With a price of 5 on what is computed twice the forty wait for theirs, as
+    long as where replicas take turns."""
     talks = Talks(sessions, 8, 512, spread_s=30.0)
     (first, later, found), (turned_first, turned, less) = play(talks, "kv", nodes, 3), play(talks, "turns", nodes, 3)
     assert first <= 0.9 * turned_first and later <= 0.85 * turned and found > less
