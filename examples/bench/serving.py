@@ -5,7 +5,8 @@ The server is `serve run` in processes of its own. At every level of concurrency
 the one that is not measured is idle. CPU a token is what the proxy and the replica used beyond what they use when idle, without the
 replica's compute threads (the engine's and those of its products); with `--before CHECKOUT` that code serves too, in the same rounds.
 Counting step seconds x threads instead is in the JSON: it only means something on a machine nobody else uses. TTFT beyond prefill: the
-clients' mean less the replica's own mean prefill time of the same requests (first scheduled to first token).
+clients' mean less the replica's own mean prefill time of the same requests (first scheduled to first token). A token's share of its request
+(parsed, tokenised, routed, answered) hangs on how many tokens there are: `--longer` has answers of another length, and tells them apart.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Level:
     """Everything measured at one number of clients."""
 
     clients: int
+    new: int  # output tokens
     loads: list[client.Load] = field(default_factory=list)
     offline_tok_s: list[float] = field(default_factory=list)
     step_s: float = 0.0
@@ -99,7 +101,7 @@ async def http_round(server: Server, level: Level, prompts: Sequence[tuple[str, 
     before, cpu = await _clocks(server), server.cpu_time(args.threads)
     watch = machine.Watch({p.session for p in server.processes()})
     level.loads.append(
-        await client.closed_loop(server.url, "/v1/completions", [body(MODEL_NAME, text, args.new) for text, _ in prompts], level.clients)
+        await client.closed_loop(server.url, "/v1/completions", [body(MODEL_NAME, text, level.new) for text, _ in prompts], level.clients)
     )
     level.others.append(watch.others())
     level.cpu.append((cpu, server.cpu_time(args.threads)))
@@ -112,9 +114,9 @@ async def _clocks(server: Server) -> list[float]:
     return [await server.metric(name) for name in (STEP_SECONDS, f"{PREFILL_TIME}_sum", f"{PREFILL_TIME}_count")]
 
 
-def offline_round(child: Child, level: Level, prompts: Sequence[tuple[str, list[int]]], args: argparse.Namespace) -> None:
+def offline_round(child: Child, level: Level, prompts: Sequence[tuple[str, list[int]]]) -> None:
     """The same closed loop in the engine alone."""
-    steps = child.ask({"prompts": [ids for _, ids in prompts], "new": args.new, "at_once": level.clients})["steps"]
+    steps = child.ask({"prompts": [ids for _, ids in prompts], "new": level.new, "at_once": level.clients})["steps"]
     child.freeze()
     level.offline_tok_s.append(sum(steps[-1][1]) / steps[-1][0])
 
@@ -122,20 +124,21 @@ def offline_round(child: Child, level: Level, prompts: Sequence[tuple[str, list[
 async def measure(servers: Sequence[Server], child: Child, words: Words, args: argparse.Namespace) -> list[list[Level]]:
     """`rounds` interleaved rounds of every level of every server, after one that is not counted; whoever is not measured is stopped."""
     found: list[list[Level]] = []
+    kinds = [(n, args.new) for n in args.clients] + ([(max(args.clients), args.longer)] if args.longer else [])
     for server in servers:
         alone(server, servers)
         idle = await idle_rate(server, args.threads)
         shares = f"proxy {idle.proxy_s:.3f}, replica {idle.replica_s:.3f}, rest of Ray {idle.rest_s:.3f}"
         print(f"cores used when idle: {shares}", file=sys.stderr, flush=True)
-        found.append([Level(n, idle=idle) for n in args.clients])
+        found.append([Level(*kind, idle=idle) for kind in kinds])
     for turn in range(-1, args.rounds):
-        for at, clients in enumerate(args.clients):
-            prompts = [words.prompt(args.prompt, f"{turn}-{clients}-{i}") for i in range(max(clients * args.each, 4))]
+        for at, (clients, new) in enumerate(kinds):
+            prompts = [words.prompt(args.prompt, f"{turn}-{clients}-{new}-{i}") for i in range(max(clients * args.each, 4))]
             for server, levels in zip(servers, found, strict=True):
-                counted = levels[at] if turn >= 0 else Level(clients)
+                counted = levels[at] if turn >= 0 else Level(clients, new)
                 alone(server, servers)
                 await http_round(server, counted, prompts, args)
-                offline_round(child, counted, prompts, args)
+                offline_round(child, counted, prompts)
         print(f"round {turn + 1} of {args.rounds}{' (warm-up)' if turn < 0 else ''}", file=sys.stderr, flush=True)
     return found
 
@@ -177,12 +180,21 @@ def bars(
     return rows
 
 
+def apart(short: Level, long: Level, threads: int) -> str:
+    """What a streamed token and what a request take, of two lengths of answers."""
+    took = [level.new * level.summary(threads)["outside_compute_us_per_token"] for level in (short, long)]
+    token_us = (took[1] - took[0]) / (long.new - short.new)
+    request_ms = (took[0] - short.new * token_us) / 1e3
+    return f"CPU outside the compute threads at {short.clients} clients: {token_us:.0f} µs a token and {request_ms:.1f} ms a request"
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "serving-PROFILE", 3)
     parser.add_argument("--profile", choices=list(BARS), default="plain")
     options.add_dtype(parser)
     options.add_load(parser, clients=[1, 4, 16], each=3)
+    parser.add_argument("--longer", type=int, metavar="TOKENS", help="answers of so many tokens, too, at the most clients")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, which serves too, in the same rounds")
     return parser.parse_args(argv)
 
@@ -195,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     path = sources.resolve(args.model).path
     sizes = {"threads": args.threads, "dtype": args.dtype, "speculative_config": False}
-    rows, length = max(args.clients), args.prompt + args.new + 16
+    rows, length = max(args.clients), args.prompt + max(args.new, args.longer or 0) + 16
     deployment = {"model": {"path": str(path), "name": MODEL_NAME}, "max_num_seqs": rows, "max_model_len": length, **sizes}
     with ExitStack() as stack:
         servers: list[Server] = []
@@ -212,10 +224,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         child.ask({})
         child.freeze()
         found = asyncio.run(measure(servers, child, Words(Text(path)), args))
-    summaries, *before = ({level.clients: level.summary(args.threads) for level in levels} for levels in found)
+    summaries, *before = ({level.clients: level.summary(args.threads) for level in levels if level.new == args.new} for levels in found)
     facts = machine.facts()
     print(f"{report.show_facts(facts)}; profile {args.profile}, {args.prompt} tokens in, {args.new} out, {args.rounds} rounds\n")
     print(show(summaries, args.profile, *before))
+    for which, levels in zip(("", "before, "), found, strict=False) if args.longer else ():
+        print(f"\n{which}{apart(next(level for level in levels if level.clients == rows), levels[-1], args.threads)}")
     document = {"machine": facts, "profile": args.profile, "deployment": deployment, "levels": summaries, "before": before}
     print(f"\n{report.save(f'serving-{args.profile}', document, args.json)}", file=sys.stderr)
     return 1 if any(s["failed"] for s in summaries.values()) else 0

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import engine
@@ -208,7 +209,7 @@ def test_prompts_are_exact_and_repeatable(smollm2: Path) -> None:
 
 def test_serving_summary_by_hand() -> None:
     reply = Reply(sent_s=0.0, stamps=[0.1 + i * 0.01 for i in range(100)], ended_s=2.0, tokens=100)
-    level = serving.Level(1, loads=[Load([reply], wall_s=2.0, client_cpu_s=0.0)], offline_tok_s=[62.5])
+    level = serving.Level(1, 100, loads=[Load([reply], wall_s=2.0, client_cpu_s=0.0)], offline_tok_s=[62.5])
     # In these 2 s: proxy 0.12, replica 1.9 of which 1.8 compute, idle use of each 0.01 a second; steps took 0.9 s on 2 threads.
     level.cpu = [(CpuTime(1.0, 1.0, 1.0, 0.0), CpuTime(1.12, 2.9, 2.8, 0.3))]
     level.prefill = (0.09, 1.0)
@@ -222,6 +223,9 @@ def test_serving_summary_by_hand() -> None:
     assert summary["rest_us_per_token"] == pytest.approx(1000.0)
     bars = {name: (measured, verdict) for name, measured, _, verdict in serving.bars({1: summary}, "plain")}
     assert bars["mean TTFT beyond the same requests' prefill at 1 client, ms"] == (pytest.approx(10.0), "met")
+    short = replace(level, new=50, cpu=[(CpuTime(1.0, 1.0, 1.0, 0.0), CpuTime(1.08, 2.9, 2.8, 0.3))])
+    short.loads = [Load([replace(reply, tokens=50)], wall_s=2.0, client_cpu_s=0.0)]  # 0.14 s, and 0.18 s with 50 tokens more
+    assert serving.apart(short, level, 2) == "CPU outside the compute threads at 1 clients: 800 µs a token and 100.0 ms a request"
 
 
 def test_cpu_a_token_is_held_against_the_code_before() -> None:
