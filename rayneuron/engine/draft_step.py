@@ -24,6 +24,7 @@ from rayneuron.models.kv import Kv, KvSpace, Places
 # with less of a lead (35 in 100) 71 % come true, with more 99 %.
 LEAD = 0.75
 
+
 def step(
     arch: Arch, draft: Arch, ops: Any, comm: Collectives, weights: Weights, kv: Kv, batch: Batch, shape: Shape,
     *, rule: NeuronSampling | None = None,
