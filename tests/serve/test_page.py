@@ -48,6 +48,7 @@ class Script:
         self.draining = False
         self.lost = False
         self.card: dict[str, Any] = {"id": "scripted", "object": "model", "max_model_len": 64}
+        self.more: list[dict[str, Any]] = []  # other models, of a gateway
         self.release = threading.Event()
         self.gone = threading.Event()
 
@@ -82,7 +83,7 @@ class Server(BaseHTTPRequestHandler):
             if self.script.not_ready:
                 self.script.not_ready -= 1
                 return self.reply(503, b'{"error": {"message": "loading weights", "code": 503}}')
-            return self.reply(200, json.dumps({"object": "list", "data": [self.script.card]}).encode())
+            return self.reply(200, json.dumps({"object": "list", "data": [self.script.card, *self.script.more]}).encode())
         file = PAGE / ("index.html" if path == "/" else path.removeprefix("/page/"))
         if file.is_file():
             return self.reply(200, file.read_bytes(), mimetypes.guess_type(file.name)[0] or "text/plain")
@@ -478,6 +479,33 @@ def test_settings_are_sent_and_survive_a_reload(page: Page, script: Script) -> N
     page.answer()
     assert script.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (script.bodies[0]["temperature"], script.bodies[0]["max_tokens"], script.keys[-1]) == (0, 33, "Bearer s3cret")
+
+
+def test_one_of_several_models_is_chosen_and_stays_so(browser: Any, address: str, script: Script) -> None:
+    """Also after a reload and a restart of the server; until it is gone."""
+    from selenium.webdriver.support.ui import Select
+
+    script.more = [{"id": "other", "object": "model", "max_model_len": 32}]
+    page = Page(browser, address + "/").ready()
+    choice = Select(page.find("#model"))
+    assert [option.text for option in choice.options] == ["scripted", "other"] and page.find("#model").is_enabled()
+    choice.select_by_visible_text("other")
+    assert page.find("#max-tokens").get_attribute("max") == "32"
+    page.say("hi")
+    page.answer()
+    page.driver.refresh()
+    page.ready().say("hi")
+    page.answer()
+    script.draining, script.not_ready = True, 1
+    page.until(lambda: page.find("#state").get_attribute("data-state") == "wait")
+    script.draining = False
+    page.ready().say("hi")
+    page.until(lambda: len(script.bodies) == 3)
+    script.more = []
+    page.driver.refresh()
+    page.ready().say("hi")
+    page.answer()
+    assert [body["model"] for body in script.bodies] == ["other", "other", "other", "scripted"]
 
 
 def test_waits_for_a_server_that_is_starting(browser: Any, address: str, script: Script) -> None:

@@ -11,7 +11,7 @@ const RETRY_MS = 2000, HEALTH_MS = 5000;
 let conversation = []; // {role, content, node} of what was said and answered; a new chat is a new list
 let waiting = []; // {role, content, node} of what was typed while an answer was written
 let running = null; // AbortController of the answer being written
-let chosen = ""; // the model
+let chosen = read(localStorage, "model") ?? ""; // the model
 let limits = {}; // tokens of prompt and answer together, by model
 
 function recall() {
@@ -234,7 +234,10 @@ $("clear").addEventListener("click", () => {
   $("prompt").focus();
 });
 $("toggle").addEventListener("click", () => openSettings($("settings").hidden));
-$("model").addEventListener("change", () => state("ready", "ready"));
+$("model").addEventListener("change", () => {
+  state("ready", "ready");
+  write(localStorage, "model", chosen);
+});
 $("settings").addEventListener("input", remember);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 
