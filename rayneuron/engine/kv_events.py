@@ -27,6 +27,8 @@ class KvLog:
             last.hashes.extend(event.hashes)
         else:
             self.open.append(event)
+        if isinstance(event, Cleared):
+            self.flush()  # nobody is to count on them until the next step, which may be long in coming
 
     def flush(self) -> None:
         """What has changed since the last time is a batch."""

@@ -273,7 +273,10 @@ class Both:
 
     def reset(self) -> None:
         model = self.model
+        assert self.store.log is not None
+        number = self.store.log.number
         assert self.store.reset() == len(model.trie)
+        assert self.store.log.number > number, "who looks at the number alone hears of it, though no step comes"
         for run in model.runs:
             run.stale = True
         model.nameless = {block for run in model.runs for block in run.hold.blocks[: len(run.nodes)]}
