@@ -186,8 +186,8 @@ class Blocks:
             self._shorten(hold, 0)
 
     def reset(self) -> int:
-        """Forget every hash, and how many there were. Who runs goes on with what it holds, and registers nothing more."""
-        count = len(self.registered)
+        """Forget what every block holds, and of how many. Who runs goes on with what it holds, and registers nothing more."""
+        count = len(self.registered.hashes)
         self.registered.clear()
         self._resets += 1
         for block in self.cached.clear():

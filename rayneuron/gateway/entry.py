@@ -157,8 +157,8 @@ class CatalogueEntry(Handles):
             self.newest.remote.expecting = await self.replicas.coming()
         self._choose()
         for key, era in list(self._eras.items()):
-            if not len(era.flights) and era not in (self.now, self.newest) and key not in map(_words, cards):
-                del self._eras[key]
+            over = not len(era.flights) and era not in (self.now, self.newest) and key not in map(_words, cards)
+            if over and self._eras.pop(key, None) is not None:
                 await era.close()
         self._looked.set()
 
@@ -250,8 +250,8 @@ class CatalogueEntry(Handles):
 
     async def close(self) -> None:
         """End what is left."""
-        for era in self._eras.values():
-            await era.close()
+        while self._eras:  # a look that is under way may add one, or take one away
+            await self._eras.popitem()[1].close()
 
     def load(self) -> Load:
         """What is under way, here and in the replicas. Raises NotReady."""
