@@ -75,6 +75,8 @@ class Answering(Replica):
         within_s = HANDED_OVER * self.config.serving.drain_timeout_s
         self._until_s = time.monotonic() + within_s
         log.info("Serve takes this replica away: gateways send it nothing more, and what has not ended in %.1f s elsewhere", within_s)
+        for handler in logging.getLogger("rayneuron").handlers:
+            handler.flush()  # in the fast profile Serve keeps lines back, which a process that ends takes with it
         self.hand_over(within_s)
 
     async def hang_up(self) -> None:
