@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from engine import CHECKOUT, VENVS, peers
-from server import Server, free_port
+from server import Server
 
 STANDIN = CHECKOUT / "tests" / "devices" / "standin"
 
@@ -140,19 +140,11 @@ def _folder() -> Path:
 
 
 def _private_haproxy(folder: Path) -> dict[str, str]:
-    """Files and ports HAProxy would otherwise share with every other cluster of this machine."""
-    own = folder / "haproxy"
-    own.mkdir()
+    """Files and ports that every other server of this machine would share, HAProxy's and those of replicas."""
+    from rayneuron.serve.port import haproxy_of_our_own
+
     first = random.randrange(20_000, 29_000)
-    return {
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(own / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+    return haproxy_of_our_own(folder / "ha") | {
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 50),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 100),

@@ -145,7 +145,7 @@ def one_round(
     texts = [words.prompt(one.prompt, f"{number}-{one.number}")[0] for one in requests]
     hop_s = round_trip(server.url) / 2
     replies = asyncio.run(run_server(server.url, requests, texts))
-    refined = convert(json.loads(asyncio.run(get(server.url, "/m/bench/load" if replicas > 1 else "/load")))["profile"], Profile)
+    refined = convert(json.loads(asyncio.run(get(server.url, f"/m/{NAME}/load" if replicas > 1 else "/load")))["profile"], Profile)
     found, wrong = {"server": actual(replies)}, [reply.error for reply in replies if reply.error]
     for name, profile in (("simulated", refined), ("opened", engine.timing.fixed)):
         found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, hop_s, requests, replicas)

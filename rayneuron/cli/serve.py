@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     port.check_free(http)
     here = settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here
     if here and args.profile == "fast":
-        environment = port.haproxy_of_our_own(http.get("port", 8000)) | environment
+        environment = port.haproxy_of_our_own(Path(f"/tmp/rn-{os.getuid()}-{http.get('port', 8000)}")) | environment
     for config in file.deployments.values():
         if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
             sources.ask(config.model.source, config.model.allow_pickle)

@@ -34,11 +34,11 @@ def check_free(http_options: Mapping[str, Any]) -> None:
         raise ConfigError(f"port {port} of {host} cannot be had: {why}", param="http_options.port") from None
 
 
-def haproxy_of_our_own(port: int, base: Path = Path("/tmp")) -> dict[str, str]:
-    """Variables for the server at `port` of this machine that is to have an HAProxy of its own. By default all servers share its files, and
-    the port of the proxy it sends calls to that no replica takes: any process may listen there beside others, and one server's callers
-    would be told how it stands with another."""
-    folder = base / f"rn-{os.getuid()}-{port}"  # short: Ray puts a node's id behind it, and paths of sockets have 97 letters
+def haproxy_of_our_own(folder: Path) -> dict[str, str]:
+    """Variables for a server that is to have an HAProxy of its own, whose files are in `folder`: one with a short name, since Ray puts a
+    node's id behind it, and paths of sockets have 97 letters. By default all servers share its files, and the port of the proxy it sends
+    calls to that no replica takes: any process may listen there beside others, and one server's callers would be told how it stands with
+    another."""
     folder.mkdir(mode=0o700, exist_ok=True)
     files = {f"RAY_SERVE_HAPROXY_{key}": str(folder / name) for key, name in HAPROXY_FILES.items()}
     with contextlib.ExitStack() as held:  # all at once, so that no two are the same

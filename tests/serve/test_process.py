@@ -85,8 +85,6 @@ def serving(
             content["controller_options"] = yaml.safe_load((ROOT / "deployments/tiny.yaml").read_text())["controller_options"]
             (folder / "file.yaml").write_text(yaml.safe_dump(content))
             command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(folder / "file.yaml")]
-        if "fast" in words:
-            environment |= haproxy_of_its_own(folder)
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
@@ -102,18 +100,6 @@ def serving(
                 for pid in left:
                     _kill(pid)
             process.wait(PATIENCE_S)
-
-
-def haproxy_of_its_own(folder: Path) -> dict[str, str]:
-    """Files and ports which HAProxy would share with every other cluster of this machine."""
-    files = {"CONFIG_FILE_LOC": "cfg", "SOCKET_PATH": "admin", "METRICS_SOCKET_PATH": "metrics", "SERVER_STATE_BASE": ""}
-    files["SERVER_STATE_FILE"] = "state"
-    ports = {"HAPROXY_METRICS": free_port(), "HAPROXY_STATS": free_port(), "FALLBACK_PROXY_HTTP": free_port()}
-    (folder / "ha").mkdir()
-    return {
-        **{f"RAY_SERVE_HAPROXY_{key}": str(folder / "ha" / name) for key, name in files.items()},
-        **{f"RAY_SERVE_{key}_PORT": str(port) for key, port in ports.items()},
-    }
 
 
 def _kill(pid: int) -> None:
