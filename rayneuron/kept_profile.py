@@ -12,6 +12,7 @@ import msgspec
 from rayneuron import settings
 from rayneuron.errors import CompileError
 from rayneuron.placement.layout import rank_threads
+from rayneuron.policies.chunks import limited
 from rayneuron.types import Profile
 
 if TYPE_CHECKING:
@@ -56,4 +57,4 @@ def profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile:
     except (OSError, CompileError, msgspec.MsgspecError) as problem:
         log.warning("what steps take cannot be kept for the next start: %s", problem)
         found = made[0] if made else profiles.measure(runner, model.arch.vocab, padded=padded)
-    return profiles.limited(found, config.prefill_chunk_ms)
+    return limited(found, config.prefill_chunk_ms)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -110,6 +112,16 @@ def test_pools_and_autoscaling(made: list[str], tmp_path: Path, capsys: pytest.C
 def test_what_is_wrong(made: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*made, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_measures_nothing_needs_no_torch(made: list[str]) -> None:
+    """Which takes seconds to import, and 200 MB."""
+    without = "import sys; sys.modules['torch'] = None; from rayneuron.cli import main; sys.exit(main(sys.argv[1:]))"
+    guess = [*made[:2], "--profile", "guess", "--instance", "inf2.xlarge", "--tensor-parallel", "1", "--max-model-len", "512"]
+    size = ["size", made[1], "--max-model-len", "512", "--slo-ttft-ms", "1000", "--of", "inf2.xlarge", "--requests", "9"]
+    for asked in (made, guess, size):
+        ran = subprocess.run([sys.executable, "-c", without, *asked], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_no_profile_at_all(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "structured": {"errors", "constraints", "text", "engine.grammar"},
-    "kept_profile": LEAVES | {"devices", "compile_cache", "engine", "group", "placement", "preflight"},
+    "kept_profile": LEAVES | {"devices", "compile_cache", "engine", "group", "placement", "policies", "preflight"},
     "loading": LEAVES
     | {"kept_profile", "structured", "text", "sources", "models", "devices", "engine", "placement", "group", "preflight"},
     "compiling": LEAVES | {"aside", "demo", "models", "devices", "engine", "placement", "group", "loading"},

@@ -109,9 +109,9 @@ def said(config: Any, path: Path) -> Any:
 
 def guessed(config: Any, instance: Any) -> Any:
     """Capacity of a deployment, and times by the data sheet of an instance type. Raises ConfigError where it does not fit there."""
-    from rayneuron.engine.profile import limited
     from rayneuron.errors import ConfigError
     from rayneuron.placement import fitting, speeds
+    from rayneuron.policies.chunks import limited
 
     raw, each = words(config), config.tensor_parallel * config.pipeline_parallel
     if config.pipeline_parallel > 1:

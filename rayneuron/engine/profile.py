@@ -16,20 +16,17 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec.structs import replace
-
 from rayneuron.devices.base import DRAFTED
 from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import SMALLEST_CONTEXT, at_least
 from rayneuron.engine.runner import Runs
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.models.kv import KvSpace
-from rayneuron.policies.step_times import between, decode_grid
+from rayneuron.policies.step_times import between
 from rayneuron.types import Profile, Request, SamplingParams
 
 BUDGET_S = 0.5
 VERIFY_S = 0.25  # more, for steps with drafts
-DECODE_STEPS = 4.0  # a prefill step takes as long as so many where nobody says how long
 QUIETER = 0.75  # a step that takes less than this part of what it took back then is news
 
 
@@ -134,14 +131,6 @@ def outdated(profile: Profile, runner: Runs, vocab: int, clock: Callable[[], flo
     some, tokens, deep, prefill_ms = next(at for at in profile.prefill if at[1] == sizes[len(sizes) // 2])  # over the shorter context
     known = ((Point("decode", rows, 1, length), decode_ms), (Point("prefill", some, tokens, deep), prefill_ms))
     return any(_took(runner, point, vocab, clock) < QUIETER * was_ms for point, was_ms in known)
-
-
-def limited(profile: Profile, chunk_ms: float | None) -> Profile:
-    """With the longest time of a prefill step while others decode: what the deployment says, else so many decode steps of some rows."""
-    if chunk_ms is None:
-        rows = profile.batch[len(profile.batch) // 2]
-        chunk_ms = DECODE_STEPS * decode_grid(profile).at(rows, profile.lengths[0])
-    return replace(profile, chunk_ms=chunk_ms)
 
 
 def _some(sizes: Listed[int]) -> tuple[int, ...]:

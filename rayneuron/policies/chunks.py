@@ -5,9 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from rayneuron.policies.step_times import prefill_grid
+from msgspec.structs import replace
+
+from rayneuron.policies.step_times import decode_grid, prefill_grid
 from rayneuron.types import Profile
 
+DECODE_STEPS = 4.0  # a prefill step takes as long as so many where nobody says how long
 SURE = 0.85  # of the limit: what is known of a step is the lesser of two runs, over KV that nobody had used
 
 
@@ -38,3 +41,11 @@ def fit(profile: Profile) -> Chunks | None:
         return Chunks(context, profile.lengths, profile.fitting)
     fitting = [max((t for t in context if grid.at(t, length) <= most_ms), default=context[0]) for length in profile.lengths]
     return Chunks(context, profile.lengths, tuple(fitting))
+
+
+def limited(profile: Profile, chunk_ms: float | None) -> Profile:
+    """With the longest time of a prefill step while others decode: what the deployment says, else so many decode steps of some rows."""
+    if chunk_ms is None:
+        rows = profile.batch[len(profile.batch) // 2]
+        chunk_ms = DECODE_STEPS * decode_grid(profile).at(rows, profile.lengths[0])
+    return replace(profile, chunk_ms=chunk_ms)

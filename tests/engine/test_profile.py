@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rayneuron.devices.base import Ended, StepOutput
 from rayneuron.engine.buckets import Capacity, capacity, inventory
-from rayneuron.engine.profile import BUDGET_S, limited, measure, outdated
+from rayneuron.engine.profile import BUDGET_S, measure, outdated
 from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.sequence import Plan
 from rayneuron.policies.chunks import fit
@@ -175,12 +175,6 @@ def test_times_taken_on_a_busier_machine_are_out_of_date(name: str, busy: str) -
     profile, _ = measured(CAPACITIES[name], lambda plan: by_tokens(plan) * (1.5 if plan.tag == busy else 1))
     quiet = Slow(CAPACITIES[name], by_tokens)
     assert outdated(profile, quiet, 512, quiet.clock) == bool(busy) and len(quiet.plans) <= 2
-
-
-def test_a_prefill_step_lasts_as_long_as_four_decode_steps_of_some_rows() -> None:
-    profile, _ = measured(CAPACITIES["default"])
-    assert limited(profile, None).chunk_ms == pytest.approx(4 * (3 + 0.4 * (1 + 128 / 8192)))
-    assert limited(profile, 7.5).chunk_ms == 7.5 and limited(profile, 0.0).chunk_ms == 0.0
 
 
 def test_points_by_tokens_never_fall() -> None:

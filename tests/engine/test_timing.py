@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rayneuron.engine.profile import limited, measure
+from rayneuron.engine.profile import measure
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.timing import MOST_OFF, StepInfo, Timing
-from rayneuron.policies.chunks import fit
+from rayneuron.policies.chunks import fit, limited
 from rayneuron.policies.cost import HALF_LIFE, Costs
 from rayneuron.types import Request, SamplingParams
 from tests.engine.test_profile import CAPACITIES, Slow, by_tokens, measured

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayneuron.policies.chunks import SURE, fit
+from rayneuron.policies.chunks import SURE, fit, limited
 from rayneuron.types import Profile
 
 LENGTHS, CONTEXT = (128, 256, 512, 1024, 2048, 4096), (32, 64, 128, 256, 512)
@@ -51,3 +51,9 @@ def test_the_largest_size_that_fits_and_no_smaller_one(chunk_ms, done):
     most = fit(profile(chunk_ms)).most(done)
     attended = {t: max(512, next((n for n in LENGTHS if n >= done + t), 4096)) for t in CONTEXT}  # nothing below 512 was measured
     assert most == max((t for t in CONTEXT if cost(t, attended[t]) <= SURE * chunk_ms + 1e-9), default=32)
+
+
+def test_a_prefill_step_lasts_as_long_as_four_decode_steps_of_some_rows() -> None:
+    known = profile(0.0, batch=(1, 4, 16), decode=((1, 128, 3.0), (16, 128, 9.0)))
+    assert limited(known, None).chunk_ms == pytest.approx(4 * (3.0 + 6.0 * 3 / 15))  # of the middle of the sizes
+    assert limited(known, 7.5).chunk_ms == 7.5 and limited(known, 0.0).chunk_ms == 0.0
