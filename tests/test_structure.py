@@ -199,9 +199,13 @@ def inside(path: str, places: Iterable[str]) -> bool:
     return any(path == place or (place.endswith("/") or not place) and path.startswith(place) for place in places)
 
 
-def missing(user: Module, modules: list[Module]) -> list[str]:
+def there(modules: list[Module]) -> set[str]:
+    """What can be imported of modules."""
+    return {module.name for module in modules} | {f"{module.name}.{name}" for module in modules for name in _held(module.tree)}
+
+
+def missing(user: Module, there: set[str]) -> list[str]:
     """What a file outside the package imports of it and is not there, which otherwise only running that line would tell."""
-    there = {module.name for module in modules} | {f"{module.name}.{name}" for module in modules for name in _held(module.tree)}
     wanted = [each for each in user.imports if each.module.startswith(f"{PACKAGE}.")]
     return [f"{user.path}:{each.line}: {each.module} is not there" for each in wanted if each.module not in there]
 
@@ -465,7 +469,8 @@ def test_the_name_of_a_type_has_one_meaning() -> None:
 @pytest.mark.parametrize("folder", ["examples", "cluster"])
 def test_programs_import_what_there_is(folder: str) -> None:
     users = [Module(str(file.relative_to(ROOT)), file.read_text()) for file in sorted((ROOT / folder).rglob("*.py"))]
-    found = [line for user in users for line in missing(user, package_modules())]
+    names = there(package_modules())
+    found = [line for user in users for line in missing(user, names)]
     assert users and not found, "\n" + "\n".join(found)
 
 
@@ -473,7 +478,7 @@ def test_imports_of_what_is_not_there_are_found() -> None:
     some = [Module("a.py", "def f(): ...\nAT = 1"), Module("b/__init__.py", "_LAZY = ('Late',)")]
     user = "from rayneuron.a import f, AT\nfrom rayneuron.b import Late\nfrom rayneuron import a\nimport os\n"
     user += "def g():\n    from rayneuron.a import gone"
-    assert missing(Module("examples/u.py", user), some) == ["examples/u.py:6: rayneuron.a.gone is not there"]
+    assert missing(Module("examples/u.py", user), there(some)) == ["examples/u.py:6: rayneuron.a.gone is not there"]
 
 
 def test_most_functions_are_short() -> None:

@@ -70,6 +70,8 @@ async def cost(server: Server, words: Words, args: argparse.Namespace) -> list[t
             if turn >= 0:
                 rate[way].append(tokens / load.wall_s)
                 cpu[way].append((outside_s(server, args.threads) - before) / tokens)
+                events = client.summary([load])["events"]
+                print(f"{way or 'gateway'}: {rate[way][-1]:.0f} tokens/s, {tokens / events:.2f} an event, {1e6 * cpu[way][-1]:.0f} us each")
     more = 1e3 * (statistics.median(ttft[THROUGH]) - statistics.median(ttft[DIRECT]))
     print(f"TTFT p50 {1e3 * statistics.median(ttft[DIRECT]):.1f} ms direct, {1e3 * statistics.median(ttft[THROUGH]):.1f} ms through")
     spent = [1e6 * statistics.median(cpu[way]) for way in (DIRECT, THROUGH)]
