@@ -49,20 +49,12 @@ class Pull:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What a pull has moved: payload bytes, and by which way."""
-
-    size: int
-    way: str
-
-
 class Transport(Protocol):
     """The way to the KV of one worker of another pool."""
 
-    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> Receipt:
-        """Read, verify, and return when everything lies in our memory. Blocks; one at a time. Raises Stale, Damaged, Lost, Halted, after
-        which nothing writes any more."""
+    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> int:
+        """Read, verify, and return how many bytes once they lie in our memory. Blocks; one at a time. Raises Stale, Damaged, Lost, Halted,
+        after which nothing writes any more."""
 
     def close(self) -> None:
         """Give connections and mappings back."""

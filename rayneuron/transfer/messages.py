@@ -64,7 +64,6 @@ class Declined(msgspec.Struct, tag=True, frozen=True):
 
     key: str
     why: str
-    retry_s: float = 0.0
 
 
 class Watermark(msgspec.Struct, tag=True, frozen=True):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory, KvRuns
 from rayneuron.errors import ConfigError
-from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Receipt
+from rayneuron.transfer.base import Damaged, Halted, Lost, Pull
 from rayneuron.transfer.dialogue import CONNECT_S, Dialogue
 from rayneuron.transfer.messages import AgentHere, Knock
 from rayneuron.transfer.pieces import KvPiece, carry, check_places, layers_at_once
@@ -68,10 +68,10 @@ class Nixl:
         self._talk = Dialogue(addresses, token, stall_s)
         self._reader: _Reader | None = None
 
-    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> Receipt:
+    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> int:
         """As `Transport`."""
         try:
-            return Receipt(self._pull(want, into, stop), "nixl")
+            return self._pull(want, into, stop)
         except BaseException:
             self._forget()
             raise

@@ -45,7 +45,6 @@ from rayneuron.types import Request, TokenDelta
 
 SEND_S = 0.5  # a control channel whose other side does not read is lost
 TOMBSTONES = 10_000
-RETRY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Offers:
     ) -> None:
         self.epoch = epoch
         self.counts: Counter[str] = Counter()  # how tickets have ended
-        self._engine, self._layout, self._lenders, self._token = engine, layout, lenders, token
+        self._engine, self._layout, self._lenders = engine, layout, lenders
         self._limits = limits or LendingLimits()
         self._tickets: OrderedDict[bytes, Ticket] = OrderedDict()  # the live ones, and the last of those that have ended
         self._keys: dict[tuple[bytes, str], bytes] = {}  # session and key of the live ones: ticket
@@ -179,7 +178,7 @@ class Offers:
                 why = refused.message
             if why is not None:
                 self.counts["declined"] += 1
-                self._say(link, Declined(ask.key, why, RETRY_S))
+                self._say(link, Declined(ask.key, why))
                 return
             self._tickets[ticket] = Ticket(ticket, ask.key, link, request, Offer(now + self._limits.lease_s))
             self._keys[link.session, ask.key] = known = ticket

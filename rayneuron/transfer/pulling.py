@@ -125,7 +125,7 @@ class Puller:
         for read in reads(self._mine, self._stage, self._rank, peer.layout):
             want = Pull(peer.epoch, peer.session, errand.ticket, errand.first, errand.end, read, errand.blocks)
             with self._transport(peer, read.worker) as transport:
-                size += transport.pull(want, self._memory, stop).size
+                size += transport.pull(want, self._memory, stop)
             for source, target in read.copies:
                 for units in self._memory.units[read.here : read.here + read.count]:
                     units[blocks, target] = units[blocks, source]

@@ -17,7 +17,7 @@ import numpy as np
 
 from rayneuron import wire
 from rayneuron.devices.base import KvMemory, KvRuns
-from rayneuron.transfer.base import Lost, Pull, Receipt
+from rayneuron.transfer.base import Lost, Pull
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.messages import Knock, MemoryHere
 from rayneuron.transfer.pieces import carry, check_places
@@ -30,7 +30,7 @@ class Shared:
         self._units = _mapped(address, token, epoch, stall_s)
         self._talk = Dialogue((address,), token, stall_s)
 
-    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> Receipt:
+    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> int:
         """As `Transport`."""
         talk, read, unit, size = self._talk, want.read, into.units[0].shape[-1], 0
         with talk.begun(want, sums_only=True):
@@ -43,7 +43,7 @@ class Shared:
                 found = carried[piece.head](*piece.within(want.first, want.end, read.there))  # they hash the same meanwhile
                 talk.agree(want, piece, found, stop)
                 size += len(found) * piece.heads * unit
-        return Receipt(size, "shared")
+        return size
 
     def close(self) -> None:
         """As `Transport`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayneuron.devices.base import KvMemory, KvRuns
-from rayneuron.transfer.base import Damaged, Pull, Receipt
+from rayneuron.transfer.base import Damaged, Pull
 from rayneuron.transfer.dialogue import Dialogue
 from rayneuron.transfer.pieces import at_once, carry, digest
 
@@ -21,7 +21,7 @@ class Sockets:
     def __init__(self, addresses: Sequence[str], token: bytes, stall_s: float, streams: int = 2) -> None:
         self._talks = [Dialogue(addresses, token, stall_s) for _ in range(streams)]
 
-    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> Receipt:
+    def pull(self, want: Pull, into: KvMemory, stop: threading.Event) -> int:
         """As `Transport`."""
         read = want.read
         heads = sum(run.count for run in read.runs)
@@ -30,7 +30,7 @@ class Sockets:
         shares = [(read.there + read.count * i // streams, read.there + read.count * (i + 1) // streams) for i in range(streams)]
         if streams == 1:
             _receive(self._talks[0], want, shares[0], into, stop)
-            return Receipt(size, "sockets")
+            return size
         wrong: list[BaseException] = []
         halt = _Both(stop)
         threads = [
@@ -43,7 +43,7 @@ class Sockets:
             thread.join()
         if wrong:
             raise wrong[0]
-        return Receipt(size, "sockets")
+        return size
 
     def close(self) -> None:
         """As `Transport`."""

@@ -25,7 +25,7 @@ from rayneuron.devices.cpu import carry, packing
 from rayneuron.devices.cpu.library import library
 from rayneuron.errors import ConfigError
 from rayneuron.transfer import dialogue, lending, pieces
-from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Receipt, Stale
+from rayneuron.transfer.base import Damaged, Halted, Lost, Pull, Stale
 from rayneuron.transfer.layout import KvLayout, Reading, Run
 from rayneuron.transfer.lending import Lender
 from rayneuron.transfer.messages import Get, Knock, Welcome
@@ -117,10 +117,10 @@ def test_every_unit_arrives_where_it_belongs_and_no_other_is_touched(lend, name,
                     expected[read.here + layer][block, run.here : run.here + run.count] = theirs.units[read.there + layer][
                         place, run.there : run.there + run.count
                     ]
-        receipt = transport.pull(want(read, first, blocks[first:]), ours, NEVER)
+        size = transport.pull(want(read, first, blocks[first:]), ours, NEVER)
         for got, wanted in zip(ours.units, expected, strict=True):
             assert (got == wanted).all()
-        assert receipt.size == (len(places) - first) * read.count * sum(run.count for run in read.runs) * unit
+        assert size == (len(places) - first) * read.count * sum(run.count for run in read.runs) * unit
     transport.close()
 
 
@@ -338,7 +338,7 @@ def test_a_transport_of_one_who_is_gone_is_closed_though_it_was_in_use(monkeypat
         def pull(self, pull, into, stop):
             if into is ours and pull.ticket == b"gone":
                 puller.forget(EPOCH)  # its channel has ended meanwhile
-            return Receipt(1, "none")
+            return 1
 
         def close(self) -> None:
             self.closed += 1
