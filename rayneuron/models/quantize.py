@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,35 +17,17 @@ from rayneuron.models.rules import PRODUCTS, same
 from rayneuron.models.stored import stored_shape
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a conversion did: tensors quantised, bytes before and after, seconds."""
-
-    quantised: int
-    read_bytes: int
-    written_bytes: int
-    seconds: float
-
-
-def quantize(
-    path: str | Path,
-    dtype: str,
-    scheme: str,
-    out: str | Path,
-    *,
-    allow_pickle: bool = False,
-    progress: Progress | None = None,
-) -> Report:
+def quantize(path: str | Path, dtype: str, scheme: str, out: str | Path, *, progress: Progress | None = None) -> None:
     """Write a quantised copy of a model directory that loads as it is: `<layer>.weight` small, `<layer>.scale` float32 beside it.
 
     The products of the layers are quantised; router, embedding, head and norms stay. progress(tensors done, tensors in all).
     """
-    how, started = parse(dtype, scheme), time.perf_counter()
+    how = parse(dtype, scheme)
     config = hub.read_config(path)
     if config.get("quantization_config"):
         raise CheckpointError(f"{path} is quantised already; quantise the original checkpoint")
     arch, family = models.architecture(config), models.family(config)
-    source, target = hub.Checkpoint(path, allow_pickle), hub.new_directory(out)
+    source, target = hub.Checkpoint(path), hub.new_directory(out)
     if arch.expert_bias:
         raise CheckpointError(f"a {arch.model_type} checkpoint cannot be written quantised; set quantization: {dtype} where it is loaded")
     ways = scale_shapes(arch, family)
@@ -72,8 +52,6 @@ def quantize(
     hub.copy_side_files(path, target)
     said = {"quant_method": METHOD, "dtype": dtype_name(how.dtype), "scheme": how.scheme}
     hub.write_json(target / "config.json", {**config, "quantization_config": said})
-    written, count = (target / hub.SINGLE).stat().st_size, sum(d == how.dtype for d, _ in entries.values())
-    return Report(count, sum(t.nbytes for t in source.meta().values()), written, time.perf_counter() - started)
 
 
 def scale_shapes(arch: Arch, family: ModuleType) -> dict[str, tuple[int, ...]]:

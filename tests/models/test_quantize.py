@@ -37,8 +37,8 @@ def logits(path: Path, saved: Saved, ranks: int = 1, **options) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "scheme"), list(BOUNDS))
 def test_written_checkpoint_loads_and_equals_quantising_while_loading(saved: Saved, tmp_path: Path, dtype: str, scheme: str) -> None:
     """Two ways to the same numbers at 1 and 4 ranks; per tensor they differ where the hub fuses q, k, v, which then share one scale."""
-    report = quantize.quantize(saved.path, dtype, scheme, tmp_path / "out")
-    assert report.quantised > 0 and report.written_bytes < report.read_bytes
+    quantize.quantize(saved.path, dtype, scheme, tmp_path / "out")
+    assert (tmp_path / "out" / hub.SINGLE).stat().st_size < (saved.path / hub.SINGLE).stat().st_size
     how = quantization.parse(dtype, scheme)
     written, loading = logits(tmp_path / "out", saved), logits(saved.path, saved, quantization=how)
     assert (written - logits(tmp_path / "out", saved, 4)).abs().max() < 1e-4
