@@ -140,7 +140,7 @@ class Cache:
         scheme, _, rest = self.url.rpartition("://")
         if scheme not in ("", "file", "s3"):
             raise ConfigError(f"compile cache {self.url!r}: write a folder, file:///folder or s3://bucket/prefix")
-        self.shared = S3(rest, clock=clock, sleep=sleep) if scheme == "s3" else None
+        self.shared = S3(rest, clock=clock) if scheme == "s3" else None
         self.folder = Folder((folder or settings.cache_dir() / "compiled") if scheme == "s3" else Path(rest).expanduser())
         self._require, self._wait_s, self._clock, self._sleep = require, wait_s, clock, sleep
 

@@ -28,9 +28,8 @@ _YOUNG_S = 60.0
 class Lock:
     """The right to build one entry, held until `release` or the end of the process."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._path = path
 
     def release(self) -> None:
         """Let the next one build."""
@@ -78,7 +77,7 @@ class Folder:
             log.warning("%s ended without finishing %s; this process takes over", before, name)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, whoami().encode(), 0)
-        return Lock(descriptor, path)
+        return Lock(descriptor)
 
     def owner(self, name: str) -> str:
         """Who builds the entry now, in words."""

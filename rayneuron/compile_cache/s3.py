@@ -25,19 +25,12 @@ _GONE = ("NoSuchKey", "404", "NotFound")
 class S3:
     """s3://`place`, place being bucket/prefix. An entry is visible once its manifest is; a failed upload is never referred to."""
 
-    def __init__(
-        self,
-        place: str,
-        *,
-        lease_s: float = LEASE_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, place: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, _, prefix = place.partition("/")
         if not self.name:
             raise ConfigError("compile cache s3:// needs a bucket: s3://bucket/prefix")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._lease_s, self._clock, self._sleep = lease_s, clock, sleep
+        self._clock = clock
         try:
             import boto3
         except ImportError:
@@ -104,9 +97,9 @@ class S3:
             found = self._read(key)
             if found is None or not self._expired(key, found[1]):
                 return None
-            log.warning("%s has not renewed its lease of %s for %.0f s; this process takes over", found[0].decode(), name, self._lease_s)
+            log.warning("%s has not renewed its lease of %s for %.0f s; this process takes over", found[0].decode(), name, LEASE_S)
             version = self._claim(key, IfMatch=found[1])
-        return None if version is None else Lease(self, key, version, self._lease_s)
+        return None if version is None else Lease(self, key, version)
 
     def owner(self, name: str) -> str:
         """Who builds the entry now, in words."""
@@ -129,7 +122,7 @@ class S3:
         if seen != version:
             self._seen[key] = (version, self._clock())
             return False
-        return self._clock() - since > self._lease_s
+        return self._clock() - since > LEASE_S
 
     def _claim(self, key: str, **condition: str) -> str | None:
         return self._write(key, f"{whoami()} #{uuid.uuid4().hex}".encode(), **condition)
@@ -159,13 +152,13 @@ class S3:
 class Lease:
     """A lease that renews itself three times in its life until the `with` block ends."""
 
-    def __init__(self, store: S3, key: str, version: str, lease_s: float) -> None:
-        self._store, self._key, self._version, self._lease_s = store, key, version, lease_s
+    def __init__(self, store: S3, key: str, version: str) -> None:
+        self._store, self._key, self._version = store, key, version
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="rayneuron-lease", daemon=True)
 
     def _keep(self) -> None:
-        while not self._ended.wait(self._lease_s / 3):
+        while not self._ended.wait(LEASE_S / 3):
             version = self._store.renew(self._key, self._version)
             if version is None:
                 log.warning("the lease %s was taken over; what is being built here will be compared with theirs", self._key)
