@@ -34,9 +34,8 @@ CUT = "rayneuron_shards.json"  # written by `rayneuron shard`
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A deployment and the model it can run: `raw` is config.json, `generation` is generation_config.json."""
+    """A deployment and the model it can run: `generation` is generation_config.json."""
 
-    raw: Mapping[str, Any]
     generation: dict[str, Any]
     arch: Arch
     capacity: Capacity
@@ -146,7 +145,7 @@ def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) ->
     partition(arch.layers, config.pipeline_parallel)
     draft = None if path is None else draft_model(config, path, arch, capacity.length, sources.located)
     _check_memory(config, raw, layout, capacity, draft)
-    return Fitted(raw, generation_config(path) if path is not None else {}, arch, capacity, layout)
+    return Fitted(generation_config(path) if path is not None else {}, arch, capacity, layout)
 
 
 def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None) -> None:

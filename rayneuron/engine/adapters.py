@@ -105,10 +105,6 @@ class Adapters:
         """It has been."""
         self._installs.clear()
 
-    def loaded(self) -> list[str]:
-        """The names of adapters that lie in slots."""
-        return [name for name, identity in self.names.items() if identity in self._places]
-
     def states(self) -> dict[str, int]:
         """How many slots are free, idle (of an adapter that nobody runs with) and used. For any thread."""
         places = list(self._places)

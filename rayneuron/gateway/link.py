@@ -52,7 +52,6 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._number = 0
         self._heard_s = self._said_s = self._ticked_s = time.monotonic()
-        self._why = ""
         self._gone = self._waits = False
 
     async def connect(self) -> None:

@@ -24,7 +24,7 @@ BACKOFF_S, MOST_BACKOFF_S = 30.0, 900.0
 
 @dataclass(slots=True)
 class HostedModel:
-    """A model, by its file, and what has been seen of it. `size`: cores of a seat."""
+    """A model, by its file, and what has been seen of it."""
 
     wish: Wish
     weight_bytes: int = 0

@@ -26,7 +26,7 @@ _TEN_S, _MOST_CORES = 10.0, 64  # the latter of a device: none has more
 class Chip:
     """One device as neuron-ls lists it. `cores` counts logical cores, `ids` are their numbers on the node.
 
-    `linked`, `lnc`, `pids` and `ids` are empty on versions that do not say.
+    `linked`, `lnc` and `ids` are empty on versions that do not say.
     """
 
     device: int
@@ -34,7 +34,6 @@ class Chip:
     memory_bytes: int
     linked: tuple[int, ...] = ()
     lnc: int | None = None
-    pids: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
 
     @property
@@ -86,7 +85,6 @@ def _chip(entry: Mapping[str, Any]) -> Chip:
         memory_bytes=int(entry["memory_size"]),
         linked=tuple(sorted(int(d) for d in entry.get("connected_to") or ())),
         lnc=None if lnc is None else int(lnc),
-        pids=tuple(int(p["pid"]) for p in entry.get("neuron_processes") or ()),
         ids=tuple(sorted(int(core) for core in entry.get("neuroncore_ids") or ())),
     )
 

@@ -49,7 +49,7 @@ _ALL = PassOn(0, False)
 
 
 class Replay:
-    """A choice's attempts, counted from 1. `ids`: all tokens the client has. `forget`: how many late or double pieces were dropped."""
+    """A choice's attempts, counted from 1. `ids`: all tokens the client has. `dropped`: how many late or double pieces there were."""
 
     __slots__ = ("_from", "_lost", "_strike_at", "_strikes", "attempt", "dropped", "ids", "limit", "most_strikes", "state")
 
@@ -115,10 +115,6 @@ class Replay:
             return self._fail(503, f"{self._lost} replicas were lost while they computed this request")
         self.state = "waiting"
         return Again()
-
-    def nobody(self, why: str) -> Effect:
-        """No replica can be had for it."""
-        return self._fail(503, why) if self.state == "waiting" else None
 
     @property
     def suspect(self) -> bool:

@@ -8,7 +8,7 @@ from rayneuron.types import Delta, Request, Snapshot, TokenDelta
 
 
 class Takes(Protocol):
-    """What tokens become: text (`text.text.Assembler`), or a frame for a gateway, which has none to return (`serve.peer`)."""
+    """What tokens become: text (`text.assembler.Assembler`), or a frame for a gateway, which has none to return (`serve.peer`)."""
 
     def push(self, delta: TokenDelta) -> Delta | None: ...
 

@@ -168,9 +168,7 @@ def test_what_is_nobodys_fault_is_no_strike(cause) -> None:
     assert isinstance(machine.lost(machine.placed(), cause), Fail)  # the limit
 
 
-def test_what_came_back_was_no_attempt_and_nobody_can_be_had() -> None:
+def test_what_came_back_was_no_attempt() -> None:
     machine = Replay()
     machine.back(machine.placed())
     assert machine.state == "waiting"
-    effect = machine.nobody("no replica")
-    assert isinstance(effect, Fail) and effect.status == 503 and machine.nobody("again") is None
