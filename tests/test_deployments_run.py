@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import pytest
 
 from rayneuron import LLM, SamplingParams, demo
 from tests.cluster.conftest import Cluster, deploy, free_port, remove, started, status
+from tests.serve import own_ray
 from tests.serve.scripted import eventually
 
 ROOT = Path(__file__).parents[1]
@@ -31,32 +30,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def serving(name: str, *more: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`rayneuron serve deployments/NAME.yaml ...` at a port of its own: its address and process."""
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="rd", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "ray").mkdir()
-        file = Path(folder) / f"{name}.yaml"
+    with own_ray.temporary() as folder:
+        file = folder / f"{name}.yaml"
         text = (ROOT / f"deployments/{name}.yaml").read_text()
         text, changed = re.subn(r"host: \S+\n  port: 8000", f"host: 127.0.0.1\n  port: {port}", text)
         assert changed == 1
         file.write_text(text)
         environment = os.environ | {
-            "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAYNEURON_LEDGER": f"{folder}/cores",
+            "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAYNEURON_LEDGER": f"{folder}/cores",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [sys.executable, "-m", "rayneuron", "serve", str(file), *more]
-        with open(Path(folder) / "log", "wb") as log:
-            process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
+        with own_ray.command(folder, environment, sys.executable, "-m", "rayneuron", "serve", str(file), *more) as process:
             yield f"http://127.0.0.1:{port}", process
-        except BaseException:
-            print((Path(folder) / "log").read_text()[-3000:])
-            raise
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def answers(url: str, model: str, process: subprocess.Popen[bytes], within_s: float = 300.0) -> str:

@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.serve import own_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = [
@@ -22,13 +23,12 @@ BLOCKS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_it_runs_as_it_is_written(block: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="rb", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "ray").mkdir()
-        (Path(folder) / "rayneuron").write_text(f'#!/bin/sh\nexec {sys.executable} -m rayneuron "$@"\n')
-        (Path(folder) / "rayneuron").chmod(0o755)
+    with own_ray.temporary() as folder:
+        (folder / "rayneuron").write_text(f'#!/bin/sh\nexec {sys.executable} -m rayneuron "$@"\n')
+        (folder / "rayneuron").chmod(0o755)
         paths = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = os.environ | {
-            "PATH": paths, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled",
+            "PATH": paths, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled",
             "RAYNEURON_LEDGER": f"{folder}/cores", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = ["bash", "-e", "-m", "-o", "pipefail", "-c", block]

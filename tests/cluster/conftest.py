@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import pytest
 
 from rayneuron.serve.profile import profile_env
 from tests.cluster.network import Network
+from tests.serve import own_ray
 from tests.serve.scripted import eventually, free_port
 
 ROOT = str(Path(__file__).parents[2])
@@ -155,23 +155,12 @@ def started(kind: type[Cluster] = Cluster) -> Iterator[Cluster]:
     import ray
     from ray import serve
 
-    with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
-        (Path(folder) / "ray").mkdir()
-        made = kind(Path(folder))
-        patch.setenv("RAY_TMPDIR", folder)
+    with own_ray.temporary() as folder, pytest.MonkeyPatch.context() as patch:
+        made = kind(folder)
+        patch.setenv("RAY_TMPDIR", str(folder))
         try:
-            made.start(
-                "head",
-                "--head",
-                "--node-ip-address",
-                made.network.head,
-                "--port",
-                str(made.port),
-                "--num-cpus",
-                "0",
-                "--include-dashboard",
-                "false",
-            )
+            head = ["--head", "--node-ip-address", made.network.head, "--port", str(made.port)]
+            made.start("head", *head, "--num-cpus", "0", "--include-dashboard", "false")
             eventually(lambda: _answers(made), 90, lambda: (made.folder / "head.log").read_text()[-2000:])
             for name in made.names:
                 # One after the other: raylets of one host that start in the same moment take each other's ports.
@@ -199,15 +188,8 @@ def _answers(cluster: Cluster) -> bool:
 
 def deploy(cluster: Cluster, args: dict[str, Any], wait_s: float = 180.0, *, wait: bool = True) -> str:
     """What `serve deploy` does; returns the status the application ends in, or with `wait=False` at once."""
-    from ray import serve
-    from ray.serve.schema import ServeDeploySchema
-
-    file = {
-        "http_options": {"host": "127.0.0.1", "port": cluster.http},
-        "proxy_location": "HeadOnly",
-        "applications": [{"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}],
-    }
-    serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate(file), _blocking=False)
+    entry = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
+    own_ray.deploy(cluster.http, entry, proxy_location="HeadOnly")
     if not wait:
         return ""
     eventually(lambda: status()[0] in ("RUNNING", "DEPLOY_FAILED"), wait_s, status)

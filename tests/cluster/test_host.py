@@ -22,6 +22,7 @@ from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
 from tests.cluster.conftest import Cluster, started
 from tests.cluster.faults import Client
+from tests.serve import own_ray
 from tests.serve.scripted import eventually, sse
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -48,13 +49,8 @@ class Home(Cluster):
         }  # fmt: skip
 
     def deploy(self, args: dict[str, Any]) -> None:
-        from ray import serve
-        from ray.serve.schema import ServeDeploySchema
-
         entry = {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": args}
-        http = {"host": "127.0.0.1", "port": self.http}
-        file = {"http_options": http, "proxy_location": "HeadOnly", "applications": [entry]}
-        serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate(file), _blocking=False)
+        own_ray.deploy(self.http, entry, proxy_location="HeadOnly")
 
     def ask(self, model: str, **more: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=GO | {"model": model, **more}, timeout=WAIT_S)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,10 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rayneuron import settings
-from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
-from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
+from tests.serve import own_ray
+from tests.serve.scripted import PATIENCE_S, eventually, sse
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]  # tests/serve/test_app.py has a gateway in the default run
 
@@ -40,44 +38,29 @@ def model(path: Path, name: str, route: str | None, replicas: int) -> dict[str, 
 @pytest.fixture(scope="module")
 def url(tiny: Path) -> Iterator[str]:
     """A gateway at /, twice `tiny` behind it, which has a route of its own, once `other`, and a caller by handle."""
-    import ray
     from ray import serve
-    from ray.serve.schema import ServeDeploySchema
 
-    with tempfile.TemporaryDirectory(prefix="rg", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
-        (Path(folder) / "ray").mkdir()
-        patch.setenv("RAY_TMPDIR", folder)
-        for name, value in profile_env("plain").items() if not settings.behind_haproxy() else ():
-            patch.setenv(name, value)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-        try:
-            port = free_port()
-            http = {"host": "127.0.0.1", "port": port}
-            serve.start(http_options=http)
-            gateway = {"models": [{"application": "app-tiny"}, {"application": "app-other"}], "default_model": "tiny"}
-            gateway |= {"serving": {"num_cpus": 0.2, "replicas": GATEWAYS, "drain_timeout_s": 5}}
-            applications = [
-                model(tiny, "tiny", "/m/tiny", 2),
-                model(tiny, "other", None, 1),
-                {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": gateway},
-                {"name": "probe", "route_prefix": "/probe", "import_path": "tests.serve.probe:build", "args": {"application": "gateway"}},
-            ]
+    with own_ray.running() as (_, port):
+        gateway = {"models": [{"application": "app-tiny"}, {"application": "app-other"}], "default_model": "tiny"}
+        gateway |= {"serving": {"num_cpus": 0.2, "replicas": GATEWAYS, "drain_timeout_s": 5}}
+        applications = [
+            model(tiny, "tiny", "/m/tiny", 2),
+            model(tiny, "other", None, 1),
+            {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": gateway},
+            {"name": "probe", "route_prefix": "/probe", "import_path": "tests.serve.probe:build", "args": {"application": "gateway"}},
+        ]
 
-            def deploy(replicas: int) -> None:
-                """With so many replicas of `tiny`."""
-                applications[0]["args"]["serving"]["num_replicas"] = replicas
-                file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
-                serve.context._get_global_client().deploy_apps(file, _blocking=False)
+        def deploy(replicas: int) -> None:
+            """With so many replicas of `tiny`."""
+            applications[0]["args"]["serving"]["num_replicas"] = replicas
+            own_ray.deploy(port, *applications)
 
-            DEPLOY.append(deploy)
-            deploy(2)
-            eventually(lambda: [a.status.value for a in serve.status().applications.values()] == ["RUNNING"] * 4, 300, serve.status)
-            made = f"http://127.0.0.1:{port}"
-            eventually(lambda: connected(made) >= 3 and states(made) == {"ready"}, PATIENCE_S, lambda: states(made))
-            yield made
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+        DEPLOY.append(deploy)
+        deploy(2)
+        eventually(lambda: [a.status.value for a in serve.status().applications.values()] == ["RUNNING"] * 4, 300, serve.status)
+        made = f"http://127.0.0.1:{port}"
+        eventually(lambda: connected(made) >= 3 and states(made) == {"ready"}, PATIENCE_S, lambda: states(made))
+        yield made
 
 
 def states(url: str) -> set[str]:

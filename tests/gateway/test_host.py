@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,32 +13,22 @@ import pytest
 
 from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
-from rayneuron.serve.profile import profile_env
-from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
+from tests.serve import own_ray
+from tests.serve.scripted import PATIENCE_S, eventually, sse
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 GO = {"prompt": "hello there", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def host(tiny: Path) -> Iterator[tuple[str, Path]]:
+def host(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Two cores; `nap`, which takes both of them, `broken`, which cannot start, and a gateway. The address, and the ledgers."""
-    import ray
     from ray import serve
-    from ray.serve.schema import ServeDeploySchema
 
-    with tempfile.TemporaryDirectory(prefix="rh", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
-        (Path(folder) / "ray").mkdir()
-        words = {"RAY_TMPDIR": folder, "RAYNEURON_LEDGER": f"{folder}/cores", **profile_env("plain")}
+    cores = tmp_path_factory.mktemp("cores")
+    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)  # an engine of this process may have been given cores
-        for name, value in words.items():
-            patch.setenv(name, value)
-        resources = {"neuron_cores": 2}
-        ray.init(address="local", num_cpus=4, resources=resources, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
-        try:
-            port = free_port()
-            http = {"host": "127.0.0.1", "port": port}
-            serve.start(http_options=http)
+        with own_ray.running({"RAYNEURON_LEDGER": str(cores)}, num_cpus=4, resources={"neuron_cores": 2}) as (_, port):
             args = {"model": {"path": str(tiny)}, "dtype": "fp32", "max_model_len": 512, "max_num_seqs": 4, "threads": 1, "seed": 5}
             args |= {"tensor_parallel": 2, "serving": {"num_cpus": 0.1, "drain_timeout_s": 5}}
             broken = {**args, "model": {"path": "/nowhere"}, "tensor_parallel": 1}
@@ -48,16 +37,11 @@ def host(tiny: Path) -> Iterator[tuple[str, Path]]:
                 "host": {"instance": "cores:2"}, "scaling": {"min_life_s": 0.5, "orphan_s": 5},
                 "serving": {"num_cpus": 0.1, "drain_timeout_s": 5}, "explain": True,
             }  # fmt: skip
-            entry = {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": gateway}
-            file = ServeDeploySchema.model_validate({"http_options": http, "applications": [entry]})
-            serve.context._get_global_client().deploy_apps(file, _blocking=False)
+            own_ray.deploy(port, {"name": "gateway", "route_prefix": "/", "import_path": "rayneuron.gateway.app:build", "args": gateway})
             eventually(lambda: serve.status().applications["gateway"].status.value == "RUNNING", 120, serve.status)
             made = f"http://127.0.0.1:{port}"
             eventually(lambda: state(made, "nap") == "sleeping", PATIENCE_S, lambda: state(made, "nap"))
-            yield made, Path(folder) / "cores"
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+            yield made, cores
 
 
 def state(url: str, name: str) -> str:

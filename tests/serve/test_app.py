@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import warnings
 from collections import Counter
@@ -22,9 +21,9 @@ import pytest
 
 from rayneuron import demo
 from rayneuron.errors import ConfigError
-from rayneuron.serve.profile import profile_env
 from tests.gateway.test_app import replicas, streamed
-from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
+from tests.serve import own_ray
+from tests.serve.scripted import PATIENCE_S, eventually, sse
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -43,7 +42,6 @@ def arguments(path: Path, **more: Any) -> dict[str, Any]:
 def deploy(path: Path, port: int, gateway: bool = False, **deployment: Any) -> None:
     """What `serve deploy` does with a deployment file; returns when everything runs."""
     from ray import serve
-    from ray.serve.schema import ServeDeploySchema
 
     model: dict[str, Any] = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": arguments(path)}
     if deployment:
@@ -54,9 +52,7 @@ def deploy(path: Path, port: int, gateway: bool = False, **deployment: Any) -> N
     if gateway:
         said = {"models": [{"application": "model"}], "serving": {"num_cpus": 0.2, "drain_timeout_s": 5}}
         applications.append({"name": "gateway", "route_prefix": "/gateway", "import_path": "rayneuron.gateway.app:build", "args": said})
-    http = {"host": "127.0.0.1", "port": port}
-    file = ServeDeploySchema.model_validate({"http_options": http, "applications": applications})
-    serve.context._get_global_client().deploy_apps(file, _blocking=False)
+    own_ray.deploy(port, *applications)
     eventually(lambda: set(states().values()) == {"RUNNING"} and len(states()) == 3 + gateway, 300, lambda: serve.status().applications)
 
 
@@ -69,23 +65,9 @@ def states() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def url(tiny: Path) -> Iterator[str]:
     """The model at /, callers at /caller and /probe, in a Ray of their own."""
-    import ray
-    from ray import serve
-
-    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
-        (Path(folder) / "ray").mkdir()
-        patch.setenv("RAY_TMPDIR", folder)
-        for name, value in profile_env("plain").items():
-            patch.setenv(name, value)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-        try:
-            port = free_port()
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            deploy(tiny, port)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+    with own_ray.running() as (_, port):
+        deploy(tiny, port)
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,10 @@ import pytest
 
 from rayneuron import LLM, SamplingParams
 from rayneuron.serve import leaks
-from rayneuron.serve.profile import profile_env
 from tests.cluster.conftest import descendants
 from tests.models import adapters as adapted
-from tests.serve.scripted import PATIENCE_S, eventually, free_port, sse
+from tests.serve import own_ray
+from tests.serve.scripted import PATIENCE_S, eventually, sse
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -36,30 +35,14 @@ ARGUMENTS: dict[str, Any] = {
 @contextmanager
 def deployed(tiny: Path, **more: Any) -> Iterator[tuple[httpx.Client, Path]]:
     """The model in pools, in a Ray of its own, whose files lie in a folder."""
-    import ray
     from ray import serve
-    from ray.serve.schema import ServeDeploySchema
 
-    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
-        (Path(folder) / "ray").mkdir()
-        patch.setenv("RAY_TMPDIR", folder)
-        for name, value in profile_env("plain").items():
-            patch.setenv(name, value)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-        try:
-            port = free_port()
-            args = {"model": {"path": str(tiny), "name": "tiny"}, **ARGUMENTS, **more}
-            one = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
-            http = {"host": "127.0.0.1", "port": port}
-            serve.start(http_options=http)
-            file = ServeDeploySchema.model_validate({"http_options": http, "applications": [one]})
-            serve.context._get_global_client().deploy_apps(file, _blocking=False)
-            eventually(lambda: state() == "RUNNING", 120, lambda: serve.status().applications)
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as found:
-                yield found, Path(folder)
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+    args = {"model": {"path": str(tiny), "name": "tiny"}, **ARGUMENTS, **more}
+    with own_ray.running() as (folder, port):
+        own_ray.deploy(port, {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args})
+        eventually(lambda: state() == "RUNNING", 120, lambda: serve.status().applications)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as found:
+            yield found, folder
 
 
 @pytest.fixture

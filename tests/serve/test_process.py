@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import yaml
 
 from rayneuron import settings
 from tests.cluster.conftest import descendants
+from tests.serve import own_ray
 from tests.serve.scripted import PATIENCE_S, eventually, free_port
 from tests.sources import hub_server
 
@@ -63,15 +63,14 @@ def serving(
     `bare`: `serve run` instead, of a file that says what those in deployments/ say. `alone`: of the model, without a file, at /.
     `token`: nothing is said of who may speak to Ray, which then asks for this.
     """
-    with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as name:
-        folder, port = Path(name), free_port()
-        (folder / "ray").mkdir()
+    port = free_port()
+    with own_ray.temporary() as folder:
         args = {"model": {"path": str(model), "name": "tiny"}, "dtype": "fp32", "threads": 1, "max_model_len": 2048, **more}
         application = {"name": "model", "route_prefix": "/m/tiny", "import_path": "rayneuron.serve.app:build", "args": args}
         content = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
         (folder / "file.yaml").write_text(yaml.safe_dump(content))
         environment = {
-            **os.environ, "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1",
+            **os.environ, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         if token:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve import own_ray
 from tests.serve.scripted import PATIENCE_S, eventually
 from tests.serve.test_app import arguments, client, states, url  # noqa: F401  (fixtures)
 
@@ -98,16 +99,10 @@ class Load:
 
 def test_no_request_fails(client: httpx.Client, url: str, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     from ray import serve
-    from ray.serve.schema import ServeDeploySchema
 
     shutil.copytree(tiny, tmp_path / "good")
     good: dict[str, Any] = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": arguments(tiny)}
     started, port = client.get("/v1/models").json()["data"][0]["created"], int(url.rpartition(":")[2])
-
-    def deploy(app: dict[str, Any]) -> None:
-        http = {"host": "127.0.0.1", "port": port}
-        file = ServeDeploySchema.model_validate({"http_options": http, "applications": [app]})
-        serve.context._get_global_client().deploy_apps(file, _blocking=False)
 
     def status() -> Any:
         return serve.status().applications["model"]
@@ -123,7 +118,7 @@ def test_no_request_fails(client: httpx.Client, url: str, tiny: Path, tmp_path: 
         for name, change in updates(tmp_path).items():
             app = copy.deepcopy(good)
             change(app)
-            deploy(app)
+            own_ray.deploy(port, app)
             eventually(
                 lambda name=name, last=last: refused(name, last), 4 * PATIENCE_S, lambda name=name: (name, states(), load.failed[:3])
             )
@@ -132,9 +127,9 @@ def test_no_request_fails(client: httpx.Client, url: str, tiny: Path, tmp_path: 
             eventually(lambda before=before: load.done > before + 8, PATIENCE_S, lambda name=name: name)
             assert not load.failed, (name, load.failed[:3])
             if name.startswith("user_config"):
-                deploy(good | {"deployments": [{"name": "EngineServer", "user_config": {}}]})
+                own_ray.deploy(port, good | {"deployments": [{"name": "EngineServer", "user_config": {}}]})
                 eventually(lambda: "refused_user_config" not in client.get("/load").json(), PATIENCE_S, lambda name=name: (name, states()))
-        deploy(good)
+        own_ray.deploy(port, good)
         eventually(lambda: states()["model"] == "RUNNING", PATIENCE_S, states)
     finally:
         load.stop()

@@ -9,12 +9,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +26,7 @@ from rayneuron.placement.instances import INSTANCES as TYPES
 from tests.cluster.conftest import Cluster, deploy, remove, started, status
 from tests.models import cases
 from tests.placement.test_cores import listed, neuron_ls
+from tests.serve import own_ray
 from tests.serve.scripted import eventually, free_port
 from tests.test_deployments_run import ranks
 
@@ -60,44 +57,20 @@ def want(wide: Path) -> str:
 @pytest.fixture(params=INSTANCES)
 def url(request: pytest.FixtureRequest, wide: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """A Ray of its own that declares so many Neuron cores, and the model at /."""
-    import ray
     from ray import serve
 
     ranks = request.param
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(FOLDERS[0]))  # the application's builder checks the deployment in this process
-    for name in ("STANDIN_CORES", "NEURON_COMPILE_CACHE_URL", "RAYNEURON_LEDGER"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        probe.bind(("127.0.0.1", free_port()))
-        port = probe.getsockname()[1]
-        (Path(folder) / "ray").mkdir()
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        probe.close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ray.init(
-                address="local", num_cpus=2, resources={"neuron_cores": ranks}, include_dashboard=False,
-                object_store_memory=100 * 2**20, log_to_driver=False,
-            )  # fmt: skip
-            try:
-                from ray.serve.schema import ServeDeploySchema
-
-                args = {
-                    "model": {"path": str(wide), "name": "tiny"}, "device": "neuron", "instance": INSTANCES[ranks],
-                    "tensor_parallel": ranks, "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
-                }  # fmt: skip
-                application = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
-                http = {"host": "127.0.0.1", "port": port}
-                serve.start(http_options=http)
-                file = ServeDeploySchema.model_validate({"http_options": http, "applications": [application]})
-                serve.context._get_global_client().deploy_apps(file, _blocking=False)
-                eventually(lambda: str(serve.status().applications["model"].status.value) == "RUNNING", 240, serve.status)
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                serve.shutdown()
-                ray.shutdown()
+    words = {name: str(tmp_path / name) for name in ("STANDIN_CORES", "NEURON_COMPILE_CACHE_URL", "RAYNEURON_LEDGER")}
+    words["PYTHONPATH"] = os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")])
+    args = {
+        "model": {"path": str(wide), "name": "tiny"}, "device": "neuron", "instance": INSTANCES[ranks],
+        "tensor_parallel": ranks, "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS,
+    }  # fmt: skip
+    with own_ray.running(words, resources={"neuron_cores": ranks}) as (_, port):
+        own_ray.deploy(port, {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args})
+        eventually(lambda: str(serve.status().applications["model"].status.value) == "RUNNING", 240, serve.status)
+        yield f"http://127.0.0.1:{port}"
 
 
 def said(url: str) -> str:
@@ -153,14 +126,13 @@ def serving(
         "serving": {"num_cpus": 0.5, "drain_timeout_s": 5}, **ARGS, **(options or {}),
     }  # fmt: skip
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="rn", dir="/tmp", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "ray").mkdir()
+    with own_ray.temporary() as folder:
         application = {"name": "model", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
         (folder / "file.yaml").write_text(json.dumps({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("NEURON_", "RAYNEURON_"))} | {
-            "RAY_TMPDIR": name, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
-            "STANDIN_CORES": f"{name}/cores", "RAYNEURON_LEDGER": f"{name}/ledger", "NEURON_COMPILE_CACHE_URL": f"{name}/graphs",
+            "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, FOLDERS)),
+            "STANDIN_CORES": f"{folder}/cores", "RAYNEURON_LEDGER": f"{folder}/ledger", "NEURON_COMPILE_CACHE_URL": f"{folder}/graphs",
             "NEURON_RT_LOG_LEVEL": "WARN", "NEURON_RT_INSPECT_ENABLE": "0", "NEURON_RT_EXEC_TIMEOUT": "77",
             **variables,
         }  # fmt: skip
@@ -169,21 +141,9 @@ def serving(
             environment["NEURON_RT_VISIBLE_CORES"] = visible
         if devices is not None:
             neuron_ls(folder / "root", listed(TYPES["inf2.48xlarge"], devices))
-            command = ["unshare", "--mount", "sh", "-c", f'mount --bind {name}/root/opt /opt && exec "$@"', "sh", *command]
-        with open(folder / "log", "wb") as log:
-            process = subprocess.Popen(command, env=environment, cwd=name, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
+            command = ["unshare", "--mount", "sh", "-c", f'mount --bind {folder}/root/opt /opt && exec "$@"', "sh", *command]
+        with own_ray.command(folder, environment, *command, cwd=folder) as process:
             yield Server(f"http://127.0.0.1:{port}", process, folder / "log")
-        except BaseException:
-            print((folder / "log").read_text()[-6000:])
-            raise
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 @pytest.mark.parametrize("here", HERE)
