@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a hand-off costs and what it saves: a prefill and a decode replica of one thread each, on a core each, without Serve (`--bare`).
+"""What a hand-off costs and what it saves: a prefill and a decode replica of one thread each, on a core each, without Serve.
 
 How fast KV comes by every way beside memcpy in the same rounds; the first token beyond the same prefill, also over a slow link; the gap
 behind it; gaps of 8 running streams while long prompts come one after another, beside one replica of two threads; a replica that is killed
@@ -343,7 +343,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = options.parser(__doc__ or "", "pools", 7)
     options.add_dtype(parser)
-    parser.add_argument("--bare", action="store_true", help="without Serve, which is the only way so far; it is said for the record")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a long prompt (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=8, help="long prompts beside the streams (default %(default)s)")
     return parser.parse_args(argv)
