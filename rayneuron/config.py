@@ -16,7 +16,7 @@ from rayneuron.dialect_config import Lmi, Replies
 from rayneuron.group_config import GroupLimits, Pools, SeatSection
 from rayneuron.serve_config import Autoscaling
 from rayneuron.types import SamplingParams
-from rayneuron.validation import Locate, Section, nearest, validate
+from rayneuron.validation import Locate, Section, nearest, no_key_itself, validate
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -28,7 +28,6 @@ DTYPE_ALIASES = {
 
 # A model of a hub; a directory of that name goes before it.
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
-KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
 _BLOCKS = {"cpu": 64}  # tokens of a KV block by device, where prefixes are cached by default; elsewhere a block is a sequence, or 32
 
 
@@ -158,12 +157,7 @@ class Serving(Replies):
         """The most replicas it may ever have."""
         return self.autoscaling.max_replicas if self.autoscaling is not None else self.num_replicas or 1
 
-    @field_validator("api_keys")
-    @classmethod
-    def _no_key_itself(cls, value: list[str] | None) -> list[str] | None:
-        if not all(KEY.fullmatch(source) for source in value or ()):
-            raise ValueError("an entry says where a key is, never the key: write env:NAME, file:PATH or sha256: and 64 hex digits")
-        return value
+    _no_key_itself = field_validator("api_keys")(no_key_itself)
 
     @model_validator(mode="after")
     def _one_count(self) -> Serving:

@@ -8,18 +8,12 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from rayneuron import host_config
-from rayneuron.config import KEY, Deployment
+from rayneuron.config import Deployment
 from rayneuron.config import parse as parse_model
 from rayneuron.errors import ConfigError
-from rayneuron.validation import Locate, Section, validate
+from rayneuron.validation import Locate, Section, no_key_itself, validate
 
 NOBODY = "default"  # the account of a key that is nobody's in particular, and of calls without one
-
-
-def _sources(value: list[str] | None) -> list[str] | None:
-    if not all(KEY.fullmatch(source) for source in value or ()):
-        raise ValueError("an entry says where a key is, never the key: write env:NAME, file:PATH or sha256: and 64 hex digits")
-    return value
 
 
 class Listed(Section):
@@ -71,10 +65,7 @@ class Tenant(Section):
     max_running: int | None = Field(None, ge=1, description="Sequences of theirs that run at once.")
     max_waiting: int | None = Field(None, ge=1, description="Sequences of theirs that may wait; more: 429.")
 
-    @field_validator("keys")
-    @classmethod
-    def _no_key_itself(cls, value: list[str]) -> list[str] | None:
-        return _sources(value)
+    _no_key_itself = field_validator("keys")(no_key_itself)
 
 
 class GatewayServing(Section):
@@ -92,10 +83,7 @@ class GatewayServing(Section):
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="The longest body of a request; a model's own limit holds beside it.")
     body_timeout_s: float = Field(60.0, gt=0, description="For a request's body to arrive; beyond, 408.")
 
-    @field_validator("api_keys")
-    @classmethod
-    def _no_key_itself(cls, value: list[str] | None) -> list[str] | None:
-        return _sources(value)
+    _no_key_itself = field_validator("api_keys")(no_key_itself)
 
 
 class Routing(Section):

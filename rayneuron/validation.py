@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -18,6 +19,7 @@ Locate = Callable[[KeyPath, str], str]  # a path and what is said of it -> where
 
 LARGEST = 2**63 - 1  # what is larger fits no counter, and no message
 LATER = ("args", "user_config")  # of an application: each is held against a section of its own
+KEY = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:.+|sha256:[0-9a-fA-F]{64}")  # where a key is read; never a key itself
 SECRET = ("api_keys",)  # lists whose entries may be keys by mistake: never repeated
 # Names that were, or that others have, and that must not be passed over as misspelled.
 REFUSED = {
@@ -164,6 +166,13 @@ def fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
         yield prefix + name, field
         if inner is not None:
             yield from fields(inner, f"{prefix}{name}.")
+
+
+def no_key_itself(value: list[str] | None) -> list[str] | None:
+    """What says where keys are, if it holds none. Raises ValueError."""
+    if not all(KEY.fullmatch(source) for source in value or ()):
+        raise ValueError("an entry says where a key is, never the key: write env:NAME, file:PATH or sha256: and 64 hex digits")
+    return value
 
 
 def _section(kind: type[BaseModel], path: KeyPath) -> type[BaseModel]:

@@ -64,13 +64,13 @@ def _parts() -> Iterator[str]:
         "Each may stand where our key may: on the command line (`--tensor-parallel-size 2`), under `args`, and as a keyword of `LLM`.\n"
         "Both names of one thing are refused. Those of `http_options` are for the command line.\n"
     )
-    yield _table(("vLLM", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name)) is not None])
+    yield table(("vLLM", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name)) is not None])
     yield "These are refused, save where their value says how it is here anyway:\n"
     yield _refused(aliases.REFUSED)
     yield "And of those within `speculative_config`:\n"
     yield _refused(aliases.DRAFTS)
     yield "## Environment variables\n"
-    yield _table(("variable", "meaning"), list(_variables()))
+    yield table(("variable", "meaning"), list(_variables()))
     taken = ", ".join(f"`{name}`" for name in releases.PREFERENCES)
     yield (
         f"Of what the Neuron runtime reads, these are kept where the operator has set them: {taken}.\n"
@@ -85,7 +85,7 @@ def _parts() -> Iterator[str]:
         if keys:
             rows.append(("`--KEY VALUE`", "every key above, or vLLM's name: `--limits-max-waiting 3`, `--tensor-parallel-size 2`"))
         if rows:
-            yield _table(("argument", "meaning"), rows)
+            yield table(("argument", "meaning"), rows)
 
 
 def _refused(reasons: Mapping[str, str]) -> str:
@@ -93,17 +93,17 @@ def _refused(reasons: Mapping[str, str]) -> str:
     by: dict[str, list[str]] = {}
     for name, why in reasons.items():
         by.setdefault(why.removeprefix("is refused: "), []).append(f"`{name}`")
-    return _table(("vLLM", "why"), [(", ".join(names), why) for why, names in by.items()])
+    return table(("vLLM", "why"), [(", ".join(names), why) for why, names in by.items()])
 
 
 def _keys(top: type[BaseModel], title: str) -> Iterator[str]:
     for prefix, kind in _sections(top, ""):
         yield f"### {prefix or title}\n\n{kind.__doc__}\n"
         rows = [(f"`{prefix}.{n}`" if prefix else f"`{n}`", *_key(f)) for n, f in kind.model_fields.items() if _section(f) is None]
-        yield _table(("key", "value", "default", "meaning"), rows)
+        yield table(("key", "value", "default", "meaning"), rows)
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
@@ -184,7 +184,7 @@ def test_the_reference_is_current() -> None:
 
 def test_every_key_variable_and_argument_says_what_it_means() -> None:
     unsaid = re.compile(r"^\| `(.*)\|  \|$", re.M)
-    assert unsaid.findall(_table(("argument", "meaning"), [("`--out DIR`", "")])) == ["--out DIR` "]
+    assert unsaid.findall(table(("argument", "meaning"), [("`--out DIR`", "")])) == ["--out DIR` "]
     assert unsaid.findall(reference()) == []
 
 

@@ -69,7 +69,7 @@ class LmiOptions(NamedTuple):
 class Context:
     """What a server knows before any call. `models`: served names, the first answers a body without `model`; `any_name`: so does any other.
 
-    `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `sampling.sampling_defaults` returns them.
+    `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `body.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
     `client_priority`: whether a body may set `priority`. `adapters`: what there are at this moment, content by name.
     `stream_interval`: that of a body without.

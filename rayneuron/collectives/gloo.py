@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayneuron.errors import WorkerLost
+from rayneuron.models.collectives import own_share
 
 NARROW = (torch.float16, torch.bfloat16)  # summed in float32: the order of ranks must not decide the last bits
 
@@ -41,9 +42,7 @@ class Gloo:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum over ranks, keep this rank's equal share of `dim`."""
-        if x.shape[dim] % self.ranks:
-            raise ValueError(f"{x.shape[dim]} along dim {dim} cannot be shared equally by {self.ranks} ranks")
-        return self.reduce(x).chunk(self.ranks, dim)[self.rank].contiguous()
+        return own_share(self, x, dim)
 
     def send(self, x: Tensor, rank: int) -> None:
         """Send to one rank of the group."""

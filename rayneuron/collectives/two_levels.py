@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.collectives.gloo import NARROW
-from rayneuron.models.collectives import Collectives
+from rayneuron.models.collectives import Collectives, own_share
 
 
 class TwoLevels:
@@ -41,9 +41,7 @@ class TwoLevels:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sum over ranks, keep this rank's equal share of `dim`."""
-        if x.shape[dim] % self.ranks:
-            raise ValueError(f"{x.shape[dim]} along dim {dim} cannot be shared equally by {self.ranks} ranks")
-        return self.reduce(x).chunk(self.ranks, dim)[self.rank].contiguous()
+        return own_share(self, x, dim)
 
     def broadcast(self, x: Tensor, rank: int) -> None:
         """Copy `x` of one rank into everybody's: to its host's first rank, from there to the others', and on each host to all."""

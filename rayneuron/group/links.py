@@ -48,7 +48,7 @@ class Outgoing:
 
     def abort(self) -> None:
         """End the connection. For any thread."""
-        shut(self._socket)
+        wire.shut(self._socket)
 
     def close(self) -> None:
         """Send what waits, then end the thread and the connection."""
@@ -57,7 +57,7 @@ class Outgoing:
             self._thread.join(5.0)
         except queue.Full:
             pass  # nobody reads any more
-        shut(self._socket)
+        wire.shut(self._socket)
         self._socket.close()
 
     def _run(self) -> None:
@@ -109,11 +109,11 @@ class Incoming:
 
     def abort(self) -> None:
         """End the connection. For any thread."""
-        shut(self._socket)
+        wire.shut(self._socket)
 
     def close(self) -> None:
         """Close the connection."""
-        shut(self._socket)
+        wire.shut(self._socket)
         self._socket.close()
 
 
@@ -121,14 +121,6 @@ def raw(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, in place."""
     data: Any = x.view(-1).view(torch.uint8).numpy()
     return memoryview(data)
-
-
-def shut(connection: socket.socket) -> None:
-    """Tell both sides, this one's waiting thread included."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # closed before
 
 
 def accept(listener: socket.socket, token: bytes, name: str, timeout_s: float, check: Callable[[], None]) -> socket.socket:

@@ -38,6 +38,13 @@ class Collectives(Protocol):
         """Copy `x` of `rank` into everybody's `x`."""
 
 
+def own_share(comm: Collectives, x: Tensor, dim: int) -> Tensor:
+    """`reduce_scatter` by `reduce`. Raises ValueError where the ranks cannot share `dim` equally."""
+    if x.shape[dim] % comm.ranks:
+        raise ValueError(f"{x.shape[dim]} along dim {dim} cannot be shared equally by {comm.ranks} ranks")
+    return comm.reduce(x).chunk(comm.ranks, dim)[comm.rank].contiguous()
+
+
 class Solo:
     """Collectives of a group of one: nothing moves."""
 

@@ -10,14 +10,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Cluster, deploy, groups, remove, status
+from tests.cluster.conftest import Cluster, deploy, groups, status
 from tests.cluster.faults import Client, ever, held, holders
 from tests.cluster.test_groups import GO, LONG, SHAPES, arguments, expected, says  # noqa: F401
 from tests.serve.scripted import eventually
@@ -28,12 +27,6 @@ PROMPT = GO | {"prompt": [7] * 200, "stream": True}  # seven chunks of 32
 ERROR_S = 2.0  # from the death of a process to the error event at the client
 END_S = 5.0  # and to the end of the last process of its group
 WIDE = "tp2 pp2 over two nodes"
-
-
-@pytest.fixture
-def clean(cluster: Cluster) -> Iterator[Cluster]:
-    yield cluster
-    remove(cluster)
 
 
 class Before:

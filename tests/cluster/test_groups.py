@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,6 @@ def expected(tiny: Path) -> dict[str, str]:
             "short": llm.generate(GO["prompt"], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text,
             "long": llm.generate(GO["prompt"], SamplingParams(temperature=0, max_tokens=220, ignore_eos=True))[0].outputs[0].text,
         }
-
-
-@pytest.fixture
-def clean(cluster: Cluster) -> Iterator[Cluster]:
-    yield cluster
-    remove(cluster)
 
 
 def streamed(cluster: Cluster, body: dict[str, Any]) -> str:

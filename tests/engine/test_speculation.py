@@ -19,7 +19,7 @@ from rayneuron.engine.speculation.drafting import Speculation, look_up
 from rayneuron.errors import RequestError
 from rayneuron.models import hub, weights
 from rayneuron.types import Request, SamplingParams
-from tests.engine.test_fuzz import EDGES, LENGTH
+from tests.engine.test_fuzz import EDGES, LENGTH, collect
 
 VOCAB, TRIES = 512, 4
 ROOMS = [{"block": block, "kv_tokens": tokens} for block, tokens in ((16, 96), (16, 144), (16, None), (32, 96), (32, None))]
@@ -48,11 +48,6 @@ def run(engine: Engine, requests: list[Request]) -> dict:
     while engine.has_work:
         collect(out, engine.step())
     return {choice: told(deltas) for choice, deltas in out.items()}
-
-
-def collect(out: dict, deltas) -> None:
-    for d in deltas:
-        out.setdefault((d.request_id, d.index), []).append(d)
 
 
 def told(deltas: list) -> tuple:

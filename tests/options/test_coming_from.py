@@ -12,6 +12,7 @@ from rayneuron.config import Deployment
 from rayneuron.options import lmi, nxdi, ray_llm, tnx
 from rayneuron.options.words import Table
 from rayneuron.validation import fields
+from tests import test_docs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from.md"
 KEYS = dict(fields(Deployment))
@@ -50,22 +51,17 @@ def _tables() -> Iterator[str]:
         yield f"## {title}\n\n{said}\n" if said else f"## {title}\n"
         rows = [(f"`{name}`", f"`{word.key}`" if word.key else word.kind, word.there, _default(word.key), word.note or word.refused)
                 for name, word in table.items()]  # fmt: skip
-        yield _table(("there", "here", "default there", "default here", "what differs, or what to write"), rows)
+        yield test_docs.table(("there", "here", "default there", "default here", "what differs, or what to write"), rows)
     yield "## DJL LMI: variables\n\nEach counts where nothing above it does: the file, `HF_*`, `OPTION_*`, these.\n"
     said_by = {**lmi.HUB_VARIABLES, **lmi.VARIABLES, **lmi.SERVER_VARIABLES}
-    yield _table(("variable", "option"), [(f"`{name}`", f"`{option}`") for name, option in said_by.items()])
+    yield test_docs.table(("variable", "option"), [(f"`{name}`", f"`{option}`") for name, option in said_by.items()])
     yield "## vLLM\n\nNames that are the same are not listed. What is refused, and why: [reference.md](reference.md#names-of-vllm).\n"
-    yield _table(("there", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name))])
+    yield test_docs.table(("there", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name))])
 
 
 def _default(key: str | None) -> str:
     field = KEYS.get(key or "")
     return "" if field is None or field.default in (None, PydanticUndefined, "", []) else f"`{str(field.default).lower()}`"
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def test_the_page_is_current() -> None:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
 
-from tests.serve.scripted import Site, site
+from tests.serve.scripted import Site
 
 openai = pytest.importorskip("openai")
 
 
-@pytest.fixture(scope="module")
-def running(tiny: Path) -> Iterator[Site]:
-    with site(tiny) as made:
-        yield made
-
-
-def test_responses(running: Site) -> None:
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", _strict_response_validation=True, max_retries=0)
+def test_responses(scripted_site: Site) -> None:
+    client = openai.OpenAI(base_url=f"{scripted_site.url}/v1", api_key="none", _strict_response_validation=True, max_retries=0)
     words = {"model": "scripted", "input": "hello", "instructions": "be brief", "max_output_tokens": 6}
     whole = client.responses.create(**words)  # type: ignore[call-overload]
     assert (whole.status, whole.usage.output_tokens, len(whole.output_text)) == ("incomplete", 6, 6)
@@ -36,9 +27,9 @@ def test_responses(running: Site) -> None:
         client.responses.retrieve("resp_1")
 
 
-def test_huggingface_hub(running: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huggingface_hub(scripted_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)  # loopback is no hub
-    client = InferenceClient(running.url)
+    client = InferenceClient(scripted_site.url)
     text = client.text_generation("hello", max_new_tokens=6)
     assert len(text) == 6
     told = client.text_generation("hello", max_new_tokens=6, details=True)

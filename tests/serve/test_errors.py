@@ -23,12 +23,6 @@ GO = {"model": "scripted", "prompt": "go on", "max_tokens": 8}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
 
 
-@pytest.fixture(scope="module")
-def client(scripted_site: Site) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=scripted_site.url, timeout=PATIENCE_S) as http:
-        yield http
-
-
 def error(reply: httpx.Response, status: int, kind: str) -> dict[str, Any]:
     """The error object of a reply, its shape checked."""
     assert reply.status_code == status, reply.text

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,9 @@ from rayneuron.serve.connection import Past
 from rayneuron.serve.flight import ActiveRequest, Flight, Flights
 from rayneuron.text.text import Text
 from rayneuron.types import Delta, Request, SamplingParams, TokenDelta
-from tests.serve.scripted import PATIENCE_S, Site, site, sse
+from tests.serve.scripted import PATIENCE_S, site, sse
 
 TEXTS = ("hello the world", "naïve café — 你好 🙂🙃 end", "a\n\nb\tc", "the stone is on the note", "🙂")
-
-
-@pytest.fixture(scope="module")
-def client(scripted_site: Site) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=scripted_site.url, timeout=PATIENCE_S) as http:
-        yield http
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rayneuron import demo
+
 STANDIN = Path(__file__).parent / "standin"
 NAMES = ("torch_neuronx", "neuronx_distributed")
 
@@ -26,6 +28,12 @@ def standin_modules() -> Iterator[dict[str, object]]:
     for name in found:
         del sys.modules[name]
     yield found
+
+
+@pytest.fixture(scope="session")
+def wide() -> Path:
+    """A random Llama of two layers with eight KV heads, for eight ranks."""
+    return demo.random("tp8", dtype="fp32")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayneuron import LLM, SamplingParams, demo, devices
+from rayneuron import LLM, SamplingParams, devices
 from rayneuron.constraints import Beams
 from rayneuron.devices.base import LIKELIEST, SAMPLED, Shape
 from rayneuron.devices.neuron import artifact, releases
@@ -32,12 +32,6 @@ PARAMS = [SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_toke
 
 def tokens(llm: LLM) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
-
-
-@pytest.fixture(scope="module")
-def wide() -> Path:
-    """A random Llama with eight KV heads, for eight ranks."""
-    return demo.random("tp8", dtype="fp32")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rayneuron import SamplingParams, demo, loading
+from rayneuron import SamplingParams, loading
 from rayneuron.config import parse
 from rayneuron.devices.neuron.releases import IN_FLIGHT
 from rayneuron.engine.sequence import Plan
@@ -91,12 +91,6 @@ def tokens(model: Path, processes: Children | None = None, **options: Any) -> li
         return list(out.values())
     finally:
         engine.close()
-
-
-@pytest.fixture(scope="module")
-def wide() -> Path:
-    """A random Llama with eight KV heads and two layers."""
-    return demo.random("tp8", dtype="fp32")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rayneuron import demo, loading
+from rayneuron import loading
 from rayneuron.config import parse
 from rayneuron.engine.loop import EngineLoop
 from rayneuron.errors import ConfigError
@@ -79,12 +79,6 @@ def want(wide: Path) -> dict[tuple[str, int], list[int]]:
         return tokens(heard, loop)
     finally:
         loop.close()
-
-
-@pytest.fixture(scope="module")
-def wide() -> Path:
-    """A random Llama with eight KV heads and two layers."""
-    return demo.random("tp8", dtype="fp32")
 
 
 NEURON = {"device": "neuron"}

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rayneuron import LLM, SamplingParams, demo
+from rayneuron import LLM, SamplingParams
 from rayneuron.models import hub
 from rayneuron.placement.instances import INSTANCES as TYPES
 from tests.cluster.conftest import Cluster, deploy, remove, started, status
@@ -39,12 +39,6 @@ ARGS = {
 
 FOLDERS = (Path(__file__).parent / "standin", Path(__file__).parents[3])
 INSTANCES = {2: "inf2.xlarge", 8: "inf2.24xlarge"}
-
-
-@pytest.fixture(scope="module")
-def wide() -> Path:
-    """A random Llama with eight KV heads."""
-    return demo.random("tp8", dtype="fp32")
 
 
 @pytest.fixture(scope="module")
