@@ -9,6 +9,11 @@ from rayneuron.errors import ConfigError
 from rayneuron.validation import REFUSED as ANYWHERE
 from rayneuron.validation import KeyPath, Locate, dotted, override
 
+# LMI calls dtypes by its `amp` names, transformers and vLLM by torch's: one table, one meaning.
+DTYPE_ALIASES = {
+    "float32": "fp32", "f32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "half": "fp16",
+}  # fmt: skip
+
 # Theirs -> our key, the value as it is.
 RENAMED = {
     "tokenizer": "model.tokenizer", "revision": "model.revision", "chat_template": "model.chat_template",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from rayneuron import group_config
-from rayneuron.aliases import translated
+from rayneuron.aliases import DTYPE_ALIASES, translated
 from rayneuron.config_features import Lora, OnDeviceSampling, SpeculativeConfig, conflicts
 from rayneuron.dialect_config import Lmi, Replies
 from rayneuron.group_config import GroupLimits, Pools, SeatSection
@@ -19,13 +19,6 @@ from rayneuron.types import SamplingParams
 from rayneuron.validation import Locate, Section, nearest, no_key_itself, validate
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
-
-# LMI calls dtypes by its `amp` names, transformers and vLLM by torch's: one table, one meaning.
-DTYPE_ALIASES = {
-    "float32": "fp32", "f32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "half": "fp16",
-}  # fmt: skip
-
-
 # A model of a hub; a directory of that name goes before it.
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _BLOCKS = {"cpu": 64}  # tokens of a KV block by device, where prefixes are cached by default; elsewhere a block is a sequence, or 32

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from rayneuron import aliases, cli, deployment_file
-from rayneuron.config import DTYPE_ALIASES, Deployment, Dtype, HotSettings, parse
+from rayneuron.aliases import DTYPE_ALIASES
+from rayneuron.config import Deployment, Dtype, HotSettings, parse
 from rayneuron.errors import ConfigError
 from rayneuron.models import words
 from rayneuron.validation import keys

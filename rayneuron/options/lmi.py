@@ -17,10 +17,6 @@ def _quantization(value: Any, args: Args) -> Any:
     return among({"static_int8": "int8", "int8": "int8", "f8e4m3": "f8e4m3", "f8e5m2": "f8e5m2"})(value, args)
 
 
-def _literal(value: Any, args: Args) -> Any:
-    return literal(value)
-
-
 def _degree(value: Any, args: Args) -> int:
     if str(value).strip() == "max":
         raise ValueError("max is not known before the machine is; write the number of cores: 2 on inf2.xlarge, 32 on trn1.32xlarge")
@@ -101,7 +97,7 @@ _LMI: Final[dict[str, Word]] = {
     "adapters": Word(refused=ADAPTERS, same=OFF),
     "max_logprobs": _vllm("max_logprobs"),
 }
-_SERVER: Final[dict[str, Word]] = {
+SERVER: Final[Table] = {
     "engine": Word(refused="models run in an engine of our own; write engine=Python", same=("Python", "MPI", "python", "mpi")),
     "minWorkers": Word(note="replicas are serving.num_replicas, of which minWorkers and maxWorkers say the same where they are equal"),
     "maxWorkers": Word("serving.num_replicas", whole, there="cores / degree"),
@@ -117,11 +113,10 @@ _PASSED: Final = (  # names that are the same here
 )
 OPTIONS: Final[Table] = {
     **{name: _vllm(name) for name in aliases.NAMES if name not in ("model", "device")},
-    **{name: Word(name, _literal) for name in _PASSED},
+    **{name: Word(name, literal) for name in _PASSED},
     **COMMON,
     **_LMI,
 }
-SERVER: Final[Table] = _SERVER
 OWN: Final = (*COMMON, *_LMI)  # LMI's own, without what it passes on
 
 # Variables of the container -> the option they say, where nothing else does.

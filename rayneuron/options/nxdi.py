@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from rayneuron.errors import ConfigError
 from rayneuron.options import drafts
-from rayneuron.options.shared import ADAPTERS, GRAPHS, OFF, OWN_SHARDS, dtype, graphs, reduced
+from rayneuron.options.shared import ADAPTERS, GRAPHS, LAYOUT, OFF, OWN_SHARDS, dtype, reduced
 from rayneuron.options.words import Args, Said, Table, Translation, Word, flag, literal, numbers, tell, whole
 
 
@@ -71,7 +71,7 @@ NEURON_CONFIG: Final[Table] = {
     "save_sharded_checkpoint": Word(note="`rayneuron shard` writes one"),
     "logical_neuron_cores": Word(note="cores are counted as the machine, or `instance`, says", there="1"),
     "logical_nc_config": Word(note="cores are counted as the machine, or `instance`, says", there="1"),
-    "weights_to_skip_layout_optimization": graphs(),
+    "weights_to_skip_layout_optimization": LAYOUT,
     "tp_degree": Word("tensor_parallel", whole, there="1"),
     "pp_degree": Word("pipeline_parallel", whole, there="1"),
     "flash_decoding_enabled": Word("shard_over_sequence", flag, there="false"),

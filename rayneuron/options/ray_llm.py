@@ -38,9 +38,9 @@ def _engine(value: Any, args: Args) -> Said:
 
 def _deployment(value: Any, args: Args) -> Said:
     """deployment_config: how Serve runs it."""
-    said, told = Said(), Translation()
+    told = Translation()
     tell(told, DEPLOYMENT, value, lambda name: f"deployment_config.{name}", "deployment_config")
-    return Said({**said, **told.assigned})
+    return Said(told.assigned)
 
 
 DEPLOYMENT: Final[Table] = {
@@ -89,7 +89,7 @@ def told(content: Mapping[str, Any], where: str) -> list[tuple[str, str, Transla
                 raise ConfigError(f"{at}: model_loading_config is missing: {{model_id, model_source}}")
             name = str(out.assigned["model.name"])
             alone = len(configs) == 1
-            found.append((str(entry.get("name") or name) if alone else name, f"{prefix}" or "/" if alone else f"{prefix}/{name}", out))
+            found.append((str(entry.get("name") or name) if alone else name, prefix or "/" if alone else f"{prefix}/{name}", out))
     if not found:
         raise ConfigError(f"{where} has no application with import_path: {BUILDERS[0]}")
     return found

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from rayneuron.aliases import DTYPE_ALIASES
 from rayneuron.options.words import Args, Said, Word, among, flag, numbers, positive, whole
 
 OFF: Final[tuple[Any, ...]] = (False, 0, None, "", "false", "False", "0", "None")
-DTYPES: Final = {
-    **dict.fromkeys(("fp32", "f32", "float32"), "fp32"),
-    **dict.fromkeys(("fp16", "f16", "float16"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
-    "auto": "auto",
-}
-dtype = among(DTYPES)
+dtype = among({**{name: name for name in ("auto", "fp32", "fp16", "bf16")}, **DTYPE_ALIASES})
 reduced = among({"float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "bf16": "bf16"})
 
 ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, where the device is cpu; on neuron merge the adapter into the weights"
 GRAPHS = "how a graph is laid out is the compiler's to say, the text is the same"
 OWN_SHARDS = "write model.path: a folder that `rayneuron shard` wrote"
 OWN_GRAPHS = "graphs are compiled ahead by `rayneuron compile --out DIR`; write compile.artifact: DIR"
+LAYOUT = Word(note=GRAPHS)
 BY_ITSELF = "it is so here, or decides itself"
-
-
-def graphs() -> Word:
-    """A word of a graph's layout."""
-    return Word(note=GRAPHS)
 
 
 def int8(value: Any, args: Args) -> Any:
@@ -57,13 +48,13 @@ COMMON: Final[dict[str, Word]] = {
     "on_device_embedding": Word(note="the embedding is on the device"),
     "fuse_qkv": Word("fused_qkv", flag, ("None", None), there="false"),
     "fuse_mlp": Word(note="gate and up are multiplied as one matrix with fused_qkv"),
-    "fused_rmsnorm_qkv": graphs(),
-    "qkv_tiling": graphs(),
-    "weight_tiling": graphs(),
-    "mlp_out_weight_transpose": graphs(),
-    "attention_layout": graphs(),
-    "collectives_layout": graphs(),
-    "cache_layout": graphs(),
+    "fused_rmsnorm_qkv": LAYOUT,
+    "qkv_tiling": LAYOUT,
+    "weight_tiling": LAYOUT,
+    "mlp_out_weight_transpose": LAYOUT,
+    "attention_layout": LAYOUT,
+    "collectives_layout": LAYOUT,
+    "cache_layout": LAYOUT,
     "all_reduce_dtype": Word("compile.reduce_dtype", reduced, ("None", None), there="the compute dtype"),
     "cast_logits_dtype": Word(refused="logits are float32; leave it out", same=("float32", "None", None)),
     "sequence_parallel_norm_threshold": Word("sequence_parallel", positive, ("None", None), note="every prefill is split, however short"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from rayneuron.options.shared import COMMON, OWN_GRAPHS, dtype, graphs
+from rayneuron.options.shared import COMMON, LAYOUT, OWN_GRAPHS, dtype
 from rayneuron.options.words import Args, Said, Table, Word, numbers, positive, whole
 
 
@@ -54,7 +54,7 @@ NEURON_CONFIG: Final[Table] = {
     "on_device_generation": Word("sampling_defaults", _generation, (None,), there="on the host"),
     "padding_side": Word(note="rows are padded at the right, prompts of a batch may have any length", there="left"),
     "bf16_rms_norm": Word(refused="norms are computed in float32; leave it out", same=(False, None)),
-    "dense_unroll": graphs(),
+    "dense_unroll": LAYOUT,
     "save_mp_checkpoint_path": Word(refused=OWN_GRAPHS),
     **{name: word for name, word in COMMON.items() if name not in PRETRAINED},
 }

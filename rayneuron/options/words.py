@@ -91,7 +91,7 @@ class Said(dict[str, Any]):
     """Several of our keys at once, from one of theirs."""
 
 
-def literal(text: Any) -> Any:
+def literal(text: Any, args: Args | None = None) -> Any:
     """A value of a properties file or the environment: all are texts there."""
     if not isinstance(text, str):
         return text
