@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from rayneuron.api.vectors import Form
@@ -175,7 +176,6 @@ class LLM:
     def _with_phrases(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_ids:
             return params
-
         return replace(params, bad_words_ids=self.text.bad_words_ids(params.bad_words))
 
     def _all(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
@@ -208,8 +208,6 @@ def _matched(params: Params | Sequence[Params] | None, count: int) -> list[Sampl
 def _params(params: Params) -> SamplingParams:
     if isinstance(params, SamplingParams):
         return params
-    import msgspec
-
     unknown = set(params) - set(SamplingParams.__struct_fields__)
     if unknown:
         known = ", ".join(SamplingParams.__struct_fields__)

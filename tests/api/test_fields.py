@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayneuron.api import neuron_server, openai
+from rayneuron.api import errors, neuron_server, openai
 from rayneuron.api.call import Call
 from rayneuron.constraints import StructuredOutputs as Said
 from rayneuron.errors import ConfigError, RayNeuronError, RequestError, UnknownModel
@@ -125,7 +125,7 @@ WRONG = [("text", *row) for row in BOTH + ONLY_TEXT] + [("chat", *row) for row i
 def test_a_wrong_value_is_a_400_that_names_its_field(byte_level: Text, kind: str, name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         parse(kind, {name: value}, byte_level)
-    status, body, _ = openai.error_body(caught.value)
+    status, body, _ = errors.error_body(caught.value)
     expected = 404 if isinstance(caught.value, UnknownModel) else 400
     assert (status, body["error"]["code"]) == (expected, expected)
     assert body["error"]["type"] == ("NotFoundError" if expected == 404 else "BadRequestError")
@@ -429,7 +429,7 @@ def test_escaped_surrogate_pairs_are_characters() -> None:
 def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         openai.decode(raw)
-    assert openai.error_body(caught.value)[0] == 400
+    assert errors.error_body(caught.value)[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_no_body_is_a_server_error(byte_level: Text, kind: str, body: dict[str, 
     try:
         call = parse(kind, body, byte_level)
     except RayNeuronError as wrong:
-        assert 400 <= openai.error_body(wrong)[0] < 500
+        assert 400 <= errors.error_body(wrong)[0] < 500
         return
     for request in call.requests:
         assert request.prompt_ids and all(0 <= token_id < byte_level.vocab_size for token_id in request.prompt_ids)

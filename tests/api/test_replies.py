@@ -37,7 +37,7 @@ def talk(context: Context, answer: str = "It is 水 👍🏽!", fail: BaseExcept
             if fail is not None:
                 raise fail
         except RayNeuronError as wrong:
-            status, reply, headers = openai.error_body(wrong)
+            status, reply, headers = errors.error_body(wrong)
             return httpx2.Response(status, json=reply, headers=headers)
         text: Any = context.text
         deltas = []
@@ -47,7 +47,7 @@ def talk(context: Context, answer: str = "It is 水 👍🏽!", fail: BaseExcept
                 played = playing.play(engine_request, ids, [1] * len(ids), index=index, finish="stop", eos=True, vocab_size=400)
                 deltas += playing.assemble(engine_request, text, played)
         if not call.head.stream:
-            return httpx2.Response(200, content=openai.encode(call.reply(deltas)), headers={"content-type": "application/json"})
+            return httpx2.Response(200, content=errors.encode(call.reply(deltas)), headers={"content-type": "application/json"})
         stream = call.answer.open(call)
         raw = stream.first() + b"".join(map(stream.chunk, deltas)) + stream.last()
         return httpx2.Response(200, content=raw, headers={"content-type": stream.content_type})
@@ -294,4 +294,4 @@ def test_tokenize_and_back(text: Text) -> None:
 def test_the_demo_models_tokenizer_page(smollm2: Path) -> None:
     info = openai.tokenizer_info(playing.context(Text(smollm2)))
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>") and "add_generation_prompt" in info["chat_template"]
-    openai.encode(info)
+    errors.encode(info)

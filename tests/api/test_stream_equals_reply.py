@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayneuron.api import neuron_server, openai
+from rayneuron.api import errors, neuron_server, openai
 from rayneuron.api.call import Call
 from rayneuron.text.text import Text
 from rayneuron.types import Delta
@@ -154,7 +154,7 @@ def test_fast_chunks_equal_slow_ones(byte_level: Text) -> None:
             slow = stream._chunks
             progress = call.answer.open(call)._choices[0]
             long = slow.wrap(call, [slow.choice(call, progress, Delta(request_id="call-0", index=0, text=piece, token_ids=[1]), None)])
-            assert raw == b"data: " + openai.encode(long) + b"\n\n" and text_of in long["choices"][0]
+            assert raw == b"data: " + errors.encode(long) + b"\n\n" and text_of in long["choices"][0]
 
 
 def test_interval_coalesces_but_not_the_first(byte_level: Text) -> None:

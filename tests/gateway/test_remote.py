@@ -152,11 +152,9 @@ async def test_a_stop_string_ends_the_work(two: House) -> None:
     first, second = (choice["text"] for choice in whole["choices"])
     stop = first[20:24]
     assert stop not in second[:60]
-    steps = [member.engine.steps for member in two.members]
     reply = await two.catalogue.completions({**body, "stop": [stop]})
     assert reply["choices"][0]["text"] == first[: first.index(stop)]
     assert reply["choices"][1]["text"] == (second[: second.index(stop)] if stop in second else second)
-    del steps
     await two.settle()
 
 

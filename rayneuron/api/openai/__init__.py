@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rayneuron.api.body import check_defaults, sampling_defaults
 from rayneuron.api.call import Dialect
-from rayneuron.api.errors import encode, error_body, error_reply
 from rayneuron.api.fields import clean_id, decode
 from rayneuron.api.openai.chat import parse as parse_chat
 from rayneuron.api.openai.completions import parse as parse_completions
@@ -28,9 +27,6 @@ __all__ = [
     "clean_id",
     "decode",
     "detokenize",
-    "encode",
-    "error_body",
-    "error_reply",
     "find_model",
     "model_card",
     "models_list",
