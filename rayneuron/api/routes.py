@@ -30,21 +30,21 @@ SPOKEN: Final[dict[str, Dialect]] = {
     "/": tgi.ROOT,
     "/generate_stream": tgi.STREAM,
     "/invocations": sagemaker.INVOCATIONS,
-    "/predictions/{model}": sagemaker.INVOCATIONS,
-    "/models/{model}/invoke": sagemaker.INVOCATIONS,
+    "/predictions/{model:name}": sagemaker.INVOCATIONS,
+    "/models/{model:name}/invoke": sagemaker.INVOCATIONS,
 }
-ADAPTERS: Final = ("/adapters", "/adapters/{adapter}", "/adapters/{adapter}/update")  # of LMI and SageMaker, in one model or another
+ADAPTERS: Final = ("/adapters", "/adapters/{adapter:name}", "/adapters/{adapter:name}/update")  # of LMI and SageMaker
 # Errors of what does not generate, where they are not OpenAI's.
 _BESIDE = {
     "/v1/messages/count_tokens": anthropic.error,
     "/info": tgi.error,
     "/chat_tokenize": tgi.error,
     "/models": sagemaker.error,
-    "/models/{model}": sagemaker.error,
-    **{prefix + path: sagemaker.error for prefix in ("", "/models/{model}") for path in ADAPTERS},
+    "/models/{model:name}": sagemaker.error,
+    **{prefix + path: sagemaker.error for prefix in ("", "/models/{model:name}") for path in ADAPTERS},
 }
 _SHAPES = [
-    (re.compile(("" if path.startswith("/v1/") else "(?<!/v1)") + re.sub(r"\{\w+\}", "[^/]+", path) + "$"), shape)
+    (re.compile(("" if path.startswith("/v1/") else "(?<!/v1)") + re.sub(r"\{\w+:name\}", ".+", path) + "$"), shape)
     for path, shape in (*((path, dialect.error) for path, dialect in SPOKEN.items() if path != "/"), *_BESIDE.items())
 ]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Match, Mount, Route, Router
+from starlette.types import Scope
 
 from rayneuron.api import errors, openai, sagemaker
 from rayneuron.errors import Conflict, RequestError
@@ -41,6 +42,28 @@ class Streamed(msgspec.Struct):
     stream: bool = False
 
 
+class Below(Mount):
+    """The routes of one model, below /m/<name>/. A name may hold slashes: the longest that is known goes first, then one that nobody knows,
+    and what has such a route below it before what has none. `names`: those that are known now."""
+
+    def __init__(self, names: Callable[[], Iterable[str]], routes: list[BaseRoute]) -> None:
+        super().__init__("/m", Router(routes=routes, redirect_slashes=False))
+        self._names = names
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """As Mount's."""
+        found, child = super().matches(scope)
+        if found is Match.NONE or (rest := scope["path"][len(below := child["root_path"] + "/") :])[:1] in ("", "/"):
+            return Match.NONE, {}
+        known = sorted((name for name in self._names() if f"{rest}/".startswith(f"{name}/")), key=len, reverse=True)
+        ways = dict.fromkeys((*known, *("/".join(rest.split("/", 2)[:most]) for most in (1, 2))))
+        children = [{**child, "path_params": {**child["path_params"], "name": name}, "root_path": below + name} for name in ways]
+        return found, next((each for each in children if self._answers({**scope, **each})), children[0])
+
+    def _answers(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for route in self.routes)
+
+
 def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette:
     """The ASGI application of a gateway: the routes at /, and once more at /m/<name>/ for each model."""
 
@@ -52,7 +75,8 @@ def application(catalogue: Catalogue, echo_request_id: bool = True) -> Starlette
     decisions = Route("/debug/routes", RouteApp(catalogue, "/debug/routes", _decisions, echo_request_id), methods=["GET"])  # type: ignore[arg-type]
     page = page_routes() if catalogue.door.page else []
     one = [*(made(*route, "/m/{name}") for route in ROUTES), *page]
-    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), Mount("/m/{name}", routes=one), decisions, hosts, *page]
+    below = Below(lambda: (name for entry in catalogue.entries for name in entry.names), one)
+    routes: list[BaseRoute] = [*(made(*route, "") for route in ROUTES), below, decisions, hosts, *page]
     return assembled(catalogue, routes)
 
 

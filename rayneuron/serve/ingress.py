@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -31,8 +32,17 @@ from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.verbs import Reweighed, Server
 
 CORS: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"], "max_age": 600}
-MANAGED = ("", "/models/{model}")  # LMI leaves the model out where there is one
+MANAGED = ("", "/models/{model:name}")  # LMI leaves the model out where there is one
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+
+class Name(PathConvertor):
+    """`{...:name}` in a path: what a model or an adapter is called, slashes and all."""
+
+    regex = ".+"
+
+
+register_url_convertor("name", Name())
 
 
 def application(server: Server, echo_request_id: bool = True) -> Starlette:
@@ -216,10 +226,12 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/tokenize", partial(_tokens, _tokenize), ("POST",)),
     ("/chat_tokenize", partial(_tokens, tgi.chat_tokenize), ("POST",)),
     ("/info", _info, ("GET",)),
+    *((prefix + path, _registered, ("GET",)) for prefix in MANAGED for path in ADAPTERS[:2]),
+    *((prefix + path, _register, (verb,)) for prefix in MANAGED for path, verb in zip(ADAPTERS, ("POST", "DELETE", "POST"), strict=True)),
     ("/models", _named_models, ("GET",)),
     ("/models", partial(_unmanaged, "loaded"), ("POST",)),
-    ("/models/{model}", _named_models, ("GET",)),
-    ("/models/{model}", partial(_unmanaged, "scaled or unloaded"), ("PUT", "DELETE")),
+    ("/models/{model:name}", _named_models, ("GET",)),
+    ("/models/{model:name}", partial(_unmanaged, "scaled or unloaded"), ("PUT", "DELETE")),
     ("/detokenize", partial(_tokens, openai.detokenize), ("POST",)),
     ("/tokenizer_info", _tokenizer_info, ("GET",)),
     ("/health", _health, ("GET",)),
@@ -230,7 +242,5 @@ ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     ("/admin/weights", _load_weights, ("POST",)),
     ("/v1/load_lora_adapter", partial(_change_adapters, read_load, "added"), ("POST",)),
     ("/v1/unload_lora_adapter", partial(_change_adapters, read_unload, "removed"), ("POST",)),
-    *((prefix + path, _registered, ("GET",)) for prefix in MANAGED for path in ADAPTERS[:2]),
-    *((prefix + path, _register, (verb,)) for prefix in MANAGED for path, verb in zip(ADAPTERS, ("POST", "DELETE", "POST"), strict=True)),
     ("/version", _version, ("GET",)),
 )

@@ -50,6 +50,35 @@ async def test_a_call_means_the_model_its_path_header_or_body_names(tiny: Path) 
         assert (await http.get("/m/coder/health")).status_code == (await http.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("slash", ["/", "%2F", "%2f"])
+async def test_a_name_with_slashes_is_a_path_too(tiny: Path, slash: str) -> None:
+    """The longest that is known goes first, wherever a path names a model; what nobody knows is told as it was meant."""
+    models = {name: scripted(tiny, 1, said) for name, said in (("one", "org"), ("two", "org/chat"), ("three", "org/chat/x"))}
+    lmi = {"inputs": "say:hello", "parameters": {"max_new_tokens": 5}}
+    async with house(models) as made, client(application(made.catalogue)) as http:
+
+        async def answered(name: str, path: str = "/v1/completions") -> str:
+            reply = await http.post(f"/m/{name.replace('/', slash)}{path}", json=GO)
+            return str(reply.json().get("model") or reply.json()["error"]["message"])
+
+        for name in ("org", "org/chat", "org/chat/x"):
+            assert await answered(name) == name
+            spelled = name.replace("/", slash)
+            assert (await http.get(f"/m/{spelled}/v1/models")).json()["data"][0]["id"] == name
+            assert (await http.get(f"/m/{spelled}")).headers["location"] == f"/m/{name}/"
+            assert "<html" in (await http.get(f"/m/{spelled}/")).text
+            for path in (f"/models/{spelled}/invoke", f"/predictions/{spelled}"):
+                reply = await http.post(path, json=lmi)
+                assert reply.status_code == 200 and reply.json()["generated_text"].startswith("hell"), reply.text
+            assert (await http.get(f"/models/{spelled}")).json()[0]["modelName"] == name
+            assert (await http.get(f"/models/{spelled}/adapters")).json() == {"adapters": []}
+            assert (await http.delete(f"/models/{spelled}/adapters/a{slash}b")).json()["type"] == "BadRequestException"
+        assert await answered("org/nope") == "The model `org/nope` does not exist. There are: org, org/chat, org/chat/x"
+        assert await answered("nope") == "The model `nope` does not exist. There are: org, org/chat, org/chat/x"
+        for path in ("/m/", "/m//", "/m/org/nothing", "/m/nope/nothing/at/all", "/m/org/chat/nothing", "/models/", "/predictions/"):
+            assert (await http.post(path, json=GO)).status_code == 404, path
+
+
 async def test_several_models_and_no_default_need_a_name(tiny: Path) -> None:
     async with house(two(tiny)) as made, client(application(made.catalogue)) as http:
         reply = await http.post("/v1/completions", json=GO)
