@@ -20,6 +20,9 @@ RayNeuronError                     500
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
+
+TIMED_OUT: Final = "the request did not finish within its time limit"
 
 
 class RayNeuronError(Exception):

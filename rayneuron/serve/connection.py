@@ -1,20 +1,31 @@
-"""A connection that waits for a request's head only so long, and reads only so much of it; a replica's own is written past ASGI too."""
+"""A connection that waits for a request's head only so long, and reads only so much of it; what is no HTTP is told so in JSON. A replica's
+own is written past ASGI too."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from rayneuron.api import errors, routes
 from rayneuron.serve.seams import PIPE
 
 HEAD_S = 20.0  # from the first byte, or from the connection, to the end of the head
 HEAD_BYTES = 64 * 1024
+WHY = {
+    400: "this is not valid HTTP/1.1",
+    408: f"the head of the request did not arrive within {HEAD_S:g} s",
+    431: f"the head of the request is over the limit of {HEAD_BYTES} bytes",
+}
+# A client that knows HTTP/2 too (Java's, `curl --http2`) offers it and goes on in HTTP/1.1; the parser would not read its body as such.
+UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*", re.IGNORECASE)
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn's own, which by itself waits for ever. What is named in `uvicorn.config.HTTP_PROTOCOLS`."""
 
+    url = b""
     _timer: asyncio.TimerHandle | None = None
     _read = 0
     _in_body = False
@@ -33,7 +44,11 @@ class Connection(HttpToolsProtocol):
         """As uvicorn's."""
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()  # of the next request on this connection; or a body comes in that was answered already
-        self._read += 0 if self._in_body else len(data)
+        if not self._in_body:
+            self._read += len(data)
+            if b"pgrade:" in data:
+                head, end, body = data.partition(b"\r\n\r\n")
+                data = UPGRADE.sub(b"", head) + end + body
         super().data_received(data)
         if self._timer is not None and self._read > HEAD_BYTES:
             self._refuse(431)
@@ -41,13 +56,17 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """As uvicorn's."""
         self._forget()
-        self._in_body = True
         super().on_headers_complete()
+        self._in_body = True
 
     def on_message_complete(self) -> None:
         """As uvicorn's."""
         self._in_body = False
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """In place of uvicorn's, which is plain text, and goes into the middle of an answer that has begun."""
+        self._refuse(400 if self._in_body or self._read <= HEAD_BYTES else 431)
 
     def _await_head(self) -> None:
         self._read = 0
@@ -61,8 +80,12 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int) -> None:
         self._forget()
         if not self.transport.is_closing():
-            if self._read:
-                self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            if self._read and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
+                path, method = self.url.decode("latin-1").partition("?")[0], self.parser.get_method().decode()
+                _, said, _ = routes.shaped(errors.error_reply(status, WHY[status]), path, method)
+                body = errors.encode(said)
+                head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+                self.transport.write(STATUS_LINE[status] + head + body)
             self.transport.close()
 
 

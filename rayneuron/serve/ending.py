@@ -1,12 +1,14 @@
-"""An end for answers whose replica has died: a middleware of Serve's HTTP proxy, which else closes the connection without a word.
+"""An end for answers whose replica has died, and JSON for what Serve says itself: a middleware of Serve's HTTP proxy, which else closes the
+connection without a word, or answers in plain text.
 
-Named in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (`serve.profile`), which every proxy reads as it starts. Answers that end by themselves
-pass through as they are.
+Named in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (`serve.profile`), which every proxy reads as it starts. Answers of applications that end
+by themselves pass through as they are.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -15,15 +17,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayneuron.api import errors, routes
 from rayneuron.api.fields import clean_id
+from rayneuron.errors import TIMED_OUT, RequestTimeout
 from rayneuron.serve.readiness import Readiness, reply
+
+log = logging.getLogger(__name__)
 
 GONE = "the process that answered this request has ended; it is being replaced"
 RETRY_S = 5.0
+KEPT = (b"retry-after", b"x-request-id")  # of what Serve says itself
 STREAMS = ("text/event-stream", "application/jsonlines")
 
 
 class Ending:
-    """Wraps the proxy's application: a stream of events that is cut off gets an error event, an answer that never began an error body."""
+    """Wraps the proxy's application: a stream of events that is cut off gets an error event, an answer that never began an error body, as
+    do calls that Serve refuses itself (a deadline too near for the replica to say so, a path that is none)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,8 +41,13 @@ class Ending:
             return await self._app(scope, receive, send)
         answer = _Answer(send, scope)
         scope["headers"] = [_fit(*header) for header in scope["headers"]]
-        await self._app(scope, receive, answer.send)
-        await answer.end()
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception as wrong:
+            if not await answer.failed(wrong):
+                raise
+        else:
+            await answer.end()
 
 
 class _Answer:
@@ -46,27 +58,66 @@ class _Answer:
         self._scope = scope
         self._begun = self._whole = False
         self._kind = ""
+        self._own: Message | None = None  # the head of what Serve says itself, as long as it may be that
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._begun = True
-            self._kind = next((v.decode("latin-1") for k, v in message.get("headers", ()) if k.lower() == b"content-type"), "")
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            self._kind = headers.get(b"content-type", b"").decode("latin-1")
+            if message["status"] >= 400 and self._kind.startswith("text/plain") and b"content-length" not in headers:
+                self._own = message  # an application's own has a length, or comes in parts
+                return
         elif message["type"] == "http.response.body":
             self._whole = not message.get("more_body", False)
+            if (head := self._own) is not None:
+                self._own = None
+                if self._whole:
+                    return await self._retell(head, message.get("body", b"").decode(errors="replace"))
+                await self._send(head)
         await self._send(message)
+
+    async def _retell(self, head: Message, said: str) -> None:
+        """In the dialect of the route."""
+        kept = {name.decode(): value.decode("latin-1") for name, value in head["headers"] if name.lower() in KEPT}
+        say = TIMED_OUT if head["status"] == RequestTimeout.status else said or "Serve gave no reason"
+        status, body, headers = self._shaped(errors.error_reply(head["status"], say))
+        await reply(self._send, (status, body, {**kept, **headers}))
+
+    def _shaped(self, triple: errors.Triple) -> errors.Triple:
+        return routes.shaped(triple, self._scope["path"], self._scope["method"])
+
+    async def failed(self, wrong: Exception) -> bool:
+        """Say that Serve itself failed; False where it is too late for that."""
+        if self._begun:
+            return False
+        log.exception("%s %s failed before a replica was asked", self._scope["method"], self._scope["path"], exc_info=wrong)
+        self._begun = self._whole = True
+        await reply(self._send, self._shaped(errors.error_body(wrong)))
+        return True
 
     async def end(self) -> None:
         """Say what is still to be said; nothing where the answer is whole, or of a kind that knows no errors."""
         gone, path = errors.error_reply(503, GONE, retry_after_s=RETRY_S), self._scope["path"]
         if not self._begun:
-            await reply(self._send, routes.shaped(gone, path, self._scope["method"]))
+            await reply(self._send, self._shaped(gone))
         elif self._kind.startswith(STREAMS) and not self._whole:
             await self._send({"type": "http.response.body", "body": routes.cut_off(gone, path, self._kind)})
 
 
 def _fit(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    """Serve logs and echoes a request id as it comes, however long it is."""
-    return name, ((clean_id(value.decode("latin-1")) or "_").encode() if name == b"x-request-id" else value)
+    """Serve logs and echoes a request id as it comes, however long it is, and takes every value it reads for UTF-8."""
+    if name == b"x-request-id":
+        return name, (clean_id(value.decode("latin-1")) or "_").encode()
+    return name, value if value.isascii() else _utf8(value)
+
+
+def _utf8(value: bytes) -> bytes:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1").encode()
+    return value
 
 
 def middlewares() -> list[Middleware]:

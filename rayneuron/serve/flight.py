@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from rayneuron.errors import NotReady, RayNeuronError, RequestError, RequestTimeout
+from rayneuron.errors import TIMED_OUT, NotReady, RayNeuronError, RequestError, RequestTimeout
 from rayneuron.serve.cadence import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Cadence
 from rayneuron.serve.seams import Computes, Takes
 from rayneuron.serve.telemetry import Telemetry
@@ -22,7 +22,6 @@ from rayneuron.types import Delta, FinishReason, Request, Stamps, TokenDelta, jo
 log = logging.getLogger(__name__)
 
 STOPPED = "the engine has stopped; this replica is being replaced"
-TIMED_OUT = "the request did not finish within its time limit"
 
 
 class ActiveRequest:

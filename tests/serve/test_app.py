@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from rayneuron import demo
-from rayneuron.errors import ConfigError
+from rayneuron.errors import TIMED_OUT, ConfigError
 from tests.gateway.test_app import replicas, streamed
 from tests.serve import own_ray
 from tests.serve.scripted import PATIENCE_S, eventually, sse
@@ -126,8 +126,13 @@ def test_errors_keep_their_body_through_the_proxy(client: httpx.Client) -> None:
     ):
         reply = client.post(path, json=body)
         assert reply.status_code == status and reply.json()["error"]["code"] == status
-    limited = client.post("/v1/completions", json=MUCH, headers={"x-request-timeout-seconds": "0.05"})
-    assert limited.status_code == 408 and limited.json()["error"]["type"] == "RequestTimeoutError"
+    for limit_s in ("0.05", "0.001", "1e-06"):  # Serve itself is first where the replica has not even begun
+        limited = client.post("/v1/completions", json=MUCH, headers={"x-request-timeout-seconds": limit_s})
+        assert limited.status_code == 408 and limited.json()["error"]["type"] == "RequestTimeoutError"
+        assert limited.json()["error"]["message"] == TIMED_OUT
+    messages = client.post("/v1/messages", json={"messages": []}, headers={"x-request-timeout-seconds": "1e-06"})
+    assert messages.status_code == 408 and messages.json()["error"]["type"] == "timeout_error"
+    assert client.post("/v1/completions", json=GO, headers={"x-session-id": b"\xff"}).status_code == 200  # type: ignore[dict-item]
 
 
 def settle(client: httpx.Client) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,11 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the body; a body `wait` is never read."""
+    """Answers with the body; that of /deaf is never read, the answer of /slow never ends."""
+    if scope["path"] == "/slow":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await receive()
     body = b"" if scope["path"] == "/deaf" else (await receive())["body"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})
@@ -54,6 +60,13 @@ def rest(client: socket.socket) -> bytes:
     return got
 
 
+def told(got: bytes) -> Any:
+    """The JSON of a whole answer, behind which the connection was closed."""
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head and b"content-length: %d" % len(body) in head and b"connection: close" in head, got
+    return json.loads(body)
+
+
 def test_three_hundred_half_open_connections_are_closed(port: int) -> None:
     idle = [opened(port) for _ in range(100)]
     begun = [opened(port, HEAD[:20]) for _ in range(100)]
@@ -62,7 +75,8 @@ def test_three_hundred_half_open_connections_are_closed(port: int) -> None:
         assert client.recv(65536).endswith(b"word")
         client.sendall(HEAD)  # and then half a head
     assert {rest(client) for client in idle} == {b""}
-    assert all(rest(client).startswith(b"HTTP/1.1 408 ") for client in begun + later)
+    for got in map(rest, begun + later):
+        assert got.startswith(b"HTTP/1.1 408 ") and "did not arrive" in str(told(got))
 
 
 def test_a_head_without_end_is_refused(port: int) -> None:
@@ -73,7 +87,46 @@ def test_a_head_without_end_is_refused(port: int) -> None:
             client.sendall(b"x-%d: " % number + b"y" * 8192 + b"\r\n")
         raise AssertionError
     client = opened(port, HEAD + b"x: " + b"y" * (connection.HEAD_BYTES + 1))
-    assert rest(client).startswith(b"HTTP/1.1 431 ")
+    got = rest(client)
+    assert got.startswith(b"HTTP/1.1 431 ") and "65536 bytes" in told(got)["error"]
+    long = opened(port, b"GET /" + b"y" * (connection.HEAD_BYTES + 100) + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert rest(long).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("nonsense", [
+    b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"FOO / HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n", HEAD[:-3] + b"x\r\n\r\n", HEAD + b"no colon\r\n\r\n", HEAD + b"transfer-encoding: chunked\r\n\r\n",
+    b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+])  # fmt: skip
+def test_what_is_no_http_is_told_so_in_json(port: int, nonsense: bytes) -> None:
+    got = rest(opened(port, nonsense))
+    assert got.startswith(b"HTTP/1.1 400 ") and "not valid HTTP" in str(told(got)), got
+    if b" / " not in nonsense:
+        assert told(got)["error"]["type"] == "BadRequestError"
+
+
+def test_it_is_told_so_in_the_dialect_of_the_path(port: int) -> None:
+    got = rest(opened(port, b"POST /v1/messages?beta=true HTTP/1.1\r\nno colon\r\n\r\n"))
+    assert told(got) == {"type": "error", "error": {"type": "invalid_request_error", "message": "this is not valid HTTP/1.1"}}
+
+
+def test_nonsense_behind_a_request_is_not_written_into_its_answer(port: int) -> None:
+    client = opened(port, b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\na")
+    assert client.recv(65536).endswith(b"begun")
+    client.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+    assert b"HTTP/1.1" not in rest(client)
+
+
+@pytest.mark.parametrize("word", [b"h2c", b"h2c, foo", b"TLS/1.0"])
+def test_an_offer_of_http_2_costs_nobody_its_body(port: int, word: bytes) -> None:
+    """Java's HttpClient and `curl --http2` make one with their first request; whoever does not take it up answers in HTTP/1.1."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABkAAQ\r\n\r\n" % word
+    client = opened(port, HEAD + offer + b"word")
+    assert client.recv(65536).endswith(b"\r\n\r\nword")
+    client.sendall(HEAD + b"\r\n")
+    time.sleep(0.05)  # a body apart from its head
+    client.sendall(b"more")
+    assert client.recv(65536).endswith(b"more"), "the connection is kept"
 
 
 def test_whole_requests_are_left_alone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rayneuron.api import errors, routes
+from rayneuron.errors import TIMED_OUT
 from rayneuron.serve.ending import Ending
 from rayneuron.serve.profile import profile_env
 
@@ -70,6 +72,65 @@ async def test_an_answer_that_never_began_is_an_error_body() -> None:
 )
 async def test_everything_else_passes_as_it_is(messages: tuple[dict[str, Any], ...]) -> None:
     assert await through(*messages) == [*messages]
+
+
+def said(status: int, data: bytes, *headers: tuple[bytes, bytes], kind: bytes = b"text/plain; charset=utf-8") -> tuple[dict[str, Any], ...]:
+    """As ray.serve._private.http_util.convert_object_to_asgi_messages has it, behind Serve's own middleware."""
+    start = {"type": "http.response.start", "status": status, "headers": [[b"content-type", kind], *headers]}
+    return start, {"type": "http.response.body", "body": data}
+
+
+@pytest.mark.parametrize("status", [404, 408, 429, 500, 503])
+async def test_what_serve_says_itself_is_an_error_body_in_the_dialect_of_the_route(status: int) -> None:
+    say = "Request 7 timed out after Nones."
+    words = said(status, say.encode(), (b"retry-after", b"3"), (b"X-Request-ID", b"7"))
+    for path, theirs in (("/v1/completions", status), ("/v1/messages", {503: 529}.get(status, status)), ("/generate_stream", None)):
+        start, only = await through(*words, path=path)
+        expected = routes.shaped(errors.error_reply(status, TIMED_OUT if status == 408 else say), path)
+        assert (start["status"], json.loads(only["body"])) == expected[:2] and theirs in (None, start["status"])
+        headers = {name.lower(): value for name, value in start["headers"]}
+        assert headers[b"content-type"] == b"application/json" and headers[b"content-length"] == str(len(only["body"])).encode()
+        assert headers[b"x-request-id"] == b"7" and headers[b"retry-after"] == b"3"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        said(404, b"no", (b"content-length", b"2")),  # Starlette's, of another application
+        (said(503, b"")[0], body(b"so "), body(b"it goes", more=False)),
+        said(200, b"ok"),
+        said(403, b"<p>no</p>", kind=b"text/html"),
+    ],
+)
+async def test_what_other_applications_say_passes_as_it_is(messages: tuple[dict[str, Any], ...]) -> None:
+    assert await through(*messages) == [*messages]
+
+
+async def test_a_proxy_that_fails_says_so_in_json(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/begun":
+            await send(JSON)
+        raise ValueError("secret")
+
+    out: list[Any] = []
+
+    async def send(message: Any) -> None:
+        out.append(message)
+
+    head = {"type": "http", "method": "POST", "headers": ()}
+    await Ending(app)({**head, "path": "/v1/messages"}, None, send)  # type: ignore[arg-type]
+    assert out[0]["status"] == 500 and json.loads(out[1]["body"])["error"]["type"] == "api_error"
+    assert b"secret" not in out[1]["body"] and "secret" in caplog.text
+    with pytest.raises(ValueError, match="secret"):
+        await Ending(app)({**head, "path": "/begun"}, None, send)  # type: ignore[arg-type]
+
+
+async def test_headers_are_what_serve_can_read() -> None:
+    """It decodes some of them as UTF-8, and fails where they are not."""
+    seen: list[Any] = []
+    given = [(b"x-session-id", b"\xff"), (b"x-request-timeout-seconds", b"\xe9"), (b"authorization", "Bearer ä".encode()), (b"a", b"b")]
+    await through(JSON, body(b"{}", more=False), headers=given, seen=seen)
+    assert seen == [(b"x-session-id", "ÿ".encode()), (b"x-request-timeout-seconds", "é".encode()), *given[2:]]
 
 
 async def test_websockets_are_left_alone() -> None:
