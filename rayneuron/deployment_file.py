@@ -39,8 +39,10 @@ class DeploymentFile:
     gateways: Mapping[str, gateway_config.GatewayConfig] = field(default_factory=dict)
 
     def located(self, name: str, error: RayNeuronError) -> RayNeuronError:
-        """What is wrong with an application, said with its name and the line of the key that it is about."""
-        index = next(i for i, entry in enumerate(self.content["applications"]) if _name(entry) == name)
+        """What is wrong with an application, said with its name and the line of the key that it is about; or with a model of a host."""
+        index = next((i for i, entry in enumerate(self.content["applications"]) if _name(entry) == name), None)
+        if index is None:
+            return type(error)(f"{self.path}: {name}, a model of the host: {error.message}", param=error.param)
         param = tuple(error.param.split(".")) if error.param else ()
         where = _place(self.path, self.lines, self.assigned, ("applications", index, "args", *param), error.message)
         said = " ".join(error.message.split())

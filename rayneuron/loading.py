@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from rayneuron import hashing, kept_profile, settings
 from rayneuron.config import Deployment
-from rayneuron.errors import CheckpointError
 from rayneuron.placement.layout import rank_threads
 from rayneuron.types import Profile
 
@@ -55,18 +54,17 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     """Find or fetch the model (`progress`: megabytes) and hold the deployment against it. Raises ConfigError, CheckpointError, NotReady."""
     from rayneuron import devices, models, preflight, sources
     from rayneuron.group.opening import Runnable
-    from rayneuron.models import lora, presharded, words
+    from rayneuron.models import presharded, words
     from rayneuron.models.config_json import read_config
     from rayneuron.sources import drafts
 
     devices.check(config.device)
-    found = sources.resolve(config.model.source, progress, allow_pickle=config.model.allow_pickle)
+    with sources.named(sources.PATH):
+        found = sources.resolve(config.model.source, progress, allow_pickle=config.model.allow_pickle)
     path = found.path
     raw = read_config(path)
     fitted = preflight.fit(config, raw, path)
-    for name, folder in config.lora.modules.items() if config.lora is not None else ():
-        with _named(name):
-            lora.read_config(Path(folder))  # before a weight is read
+    preflight.check_adapters(config)
     preflight.check_defaults(config, fitted, path)
     dtype = words.compute(config.dtype, raw)
     if presharded.is_presharded(path):
@@ -141,6 +139,7 @@ def open_engine(
 
 def _adapters(config: Deployment, runner: Runner | Group) -> Adapters | None:
     """The ledger of adapters, with those of the file on the host. Raises CheckpointError naming a wrong one."""
+    from rayneuron import preflight, sources
     from rayneuron.engine.adapters import Adapters
 
     shelf = runner.shelf
@@ -148,19 +147,10 @@ def _adapters(config: Deployment, runner: Runner | Group) -> Adapters | None:
         return None
     made = Adapters(config.lora.max_loras, config.lora.most, shelf.drop)
     for name, path in config.lora.modules.items():
-        with _named(name):
+        with sources.named(f"{preflight.ADAPTERS}.{name}"):
             made.name(name, shelf.read(path))
         log.info("adapter %s: %s", name, path)
     return made
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """What is wrong with an adapter of the file, with where it is written."""
-    try:
-        yield
-    except CheckpointError as wrong:
-        raise CheckpointError(f"lora.lora_modules.{name}: {wrong.message}", param=f"lora.lora_modules.{name}") from None
 
 
 def _chosen(model: Runnable, fitted: Fitted, graphs: int) -> dict[str, Any]:
@@ -186,7 +176,8 @@ def open_text(config: Deployment) -> tuple[Text, Path]:
     """The words of a model, and its directory, without its weights. Raises ConfigError, CheckpointError."""
     from rayneuron import sources
 
-    path = sources.resolve(config.model.source, weights=False).path
+    with sources.named(sources.PATH):
+        path = sources.resolve(config.model.source, weights=False).path
     return _text(config, path, {}), path
 
 
@@ -204,7 +195,8 @@ def _text(config: Deployment, path: Path, seconds: dict[str, float]) -> Text:
         if config.model.skip_tokenizer_init:
             return Wordless(path)
         elsewhere = config.model.tokenizer
-        folder = sources.resolve(elsewhere, weights=False).path if elsewhere is not None else path
+        with sources.named(sources.TOKENIZER):
+            folder = sources.resolve(elsewhere, weights=False).path if elsewhere is not None else path
         return Text(folder, chat_template=config.model.chat_template)
 
 

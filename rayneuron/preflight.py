@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +18,22 @@ from rayneuron.devices.neuron.releases import parse_visible
 from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.group_config import prefill_of
-from rayneuron.models import safe_header
+from rayneuron.models import adapter_config, safe_header
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
 from rayneuron.placement import cores, hosting
-from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, graphs_of, stage_memory
+from rayneuron.placement.fitting import Wanted, capacity_of, check_memory, check_together, graphs_of, own_length, stage_memory
 from rayneuron.placement.layout import Layout, counted, group_layout, partition
 from rayneuron.placement.memory import Memory
 from rayneuron.sources.drafts import DraftModel, draft_model
 from rayneuron.text import text
 
+log = logging.getLogger(__name__)
+
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 CUT = "rayneuron_shards.json"  # written by `rayneuron shard`
+ADAPTERS = "lora.lora_modules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +56,11 @@ class _NoWords:
 def inspect_file(file: DeploymentFile) -> list[str]:
     """`inspect` for every application of a file; what is wrong is said with its line. Returns what this machine cannot judge."""
     notes = []
-    for name, deployment in file.deployments.items():
+    for name, deployment in (*file.deployments.items(), *file.hosted.items()):
         try:
             notes += [f"{name}: {note}" for note in inspect(deployment)]
         except RayNeuronError as wrong:
             raise file.located(name, wrong) from None
-    for name, deployment in file.hosted.items():
-        try:
-            notes += [f"{name}: {note}" for note in inspect(deployment)]
-        except RayNeuronError as wrong:
-            raise type(wrong)(f"{file.path}: {name}, a model of the host: {wrong.message}", param=wrong.param) from None
     able = any(devices.installed(one.device) for one in (*file.deployments.values(), *file.hosted.values()))
     for name, gateway in file.gateways.items():
         try:
@@ -73,6 +72,17 @@ def inspect_file(file: DeploymentFile) -> list[str]:
             raise file.located(name, wrong) from None
     check_runtime_env(file)
     return notes
+
+
+def ask_hubs(file: DeploymentFile) -> None:
+    """Raise what fetching would of every model that a hub has to give, as far as it can say, with its line."""
+    for name, deployment in (*file.deployments.items(), *file.hosted.items()):
+        for key, source in sources.all_of(deployment).items() if devices.installed(deployment.device) else ():
+            try:  # else its nodes fetch it, and may reach what this machine does not
+                with sources.named(key):
+                    sources.ask(source, deployment.model.allow_pickle)
+            except RayNeuronError as wrong:
+                raise file.located(name, wrong) from None
 
 
 def check_runtime_env(file: DeploymentFile) -> None:
@@ -104,10 +114,11 @@ def inspect(config: Deployment, able: bool | None = None) -> list[str]:
         raise CheckpointError(wrong.message, param=wrong.param or "model.path") from None
     if config.pools is not None:
         _check_prefill(config, path)
-    absent = [f"{config.model.path} is not here yet, so it was not looked at"] if path is None else []
+    absent = _absent(config, able)
     if able:
         keys.read(config.serving.api_keys or ())
-        return [] if config.model.path.startswith("demo:") else absent
+        check_adapters(config)
+        return absent
     return [f"no replica can run on this machine, which has nothing for device {config.device}", *absent]
 
 
@@ -140,6 +151,8 @@ def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) ->
     """Hold a deployment against a config.json. Raises ConfigError or CheckpointError with what to write instead."""
     layout = group_layout(config, devices.ranks_per_process(config.device))
     capacity = capacity_of(config, raw)
+    if config.max_model_len is None and (own := own_length(raw)) > capacity.length:
+        log.info("max_model_len defaults to %d; the model can do %d: set max_model_len to use more", capacity.length, own)
     graphs_of(config, capacity)
     arch = models.check(dict(raw), tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
@@ -163,6 +176,32 @@ def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None)
         raise ConfigError(f"{file}: {wrong.message}; write another value under sampling_defaults", param="model.path") from None
 
 
+def check_adapters(config: Deployment) -> None:
+    """Refuse adapters of the file that could not be read, by their keys. Raises CheckpointError."""
+    for name, folder in config.lora.modules.items() if config.lora is not None else ():
+        with sources.named(f"{ADAPTERS}.{name}"):
+            adapter_config.read_config(Path(folder))
+
+
+def _absent(config: Deployment, able: bool) -> list[str]:
+    """What is not on this machine yet, and need not be. Raises ConfigError for what could be nowhere, where this one is `able`."""
+    notes = []
+    for key, source in sources.all_of(config).items():
+        try:
+            with sources.named(key):
+                here = sources.located(source) is not None
+        except ConfigError:
+            if able:
+                raise
+            here = False
+        if not here and not (able and source.startswith("demo:")):
+            said = source if key == sources.PATH else f"{key} {source}"
+            notes.append(f"{said} is not here yet, so it was not looked at")
+    folders = {"serving.weights_directory": config.serving.weights_directory, "lora.directory": config.lora and config.lora.directory}
+    notes += [f"{key} {folder} is not here yet" for key, folder in folders.items() if able and folder and not Path(folder).is_dir()]
+    return notes
+
+
 def _check_device_keys(config: Deployment) -> None:
     for key in devices.unheard(config.device):
         if getattr(config.compile, key) != type(config.compile).model_fields[key].default:
@@ -174,10 +213,11 @@ def _check_device_keys(config: Deployment) -> None:
 def _directory(config: Deployment, able: bool) -> Path | None:
     """The model directory, None where it is not there yet and need not be."""
     try:
-        return sources.located(config.model.source)
-    except ConfigError as absent:
+        with sources.named(sources.PATH):
+            return sources.located(config.model.source)
+    except ConfigError:
         if able:
-            raise ConfigError(f"model.path: {absent.message}", param="model.path") from None
+            raise
         return None
 
 
@@ -185,10 +225,8 @@ def _check_words(config: Deployment, path: Path) -> None:
     said = config.model
     if said.skip_tokenizer_init:
         return
-    try:
+    with sources.named(sources.TOKENIZER):
         words = sources.located(said.tokenizer) if said.tokenizer is not None else path
-    except ConfigError as absent:
-        raise ConfigError(f"model.tokenizer: {absent.message}", param="model.tokenizer") from None
     if words is None:
         return
     try:
@@ -196,7 +234,8 @@ def _check_words(config: Deployment, path: Path) -> None:
     except (CheckpointError, OSError) as wrong:
         raise CheckpointError(str(wrong), param="model.tokenizer" if said.tokenizer else "model.path") from None
     except ConfigError as wrong:
-        raise ConfigError(wrong.message, param=f"model.{wrong.param}" if wrong.param == "chat_template" else wrong.param) from None
+        within = "model." if wrong.param == "chat_template" else ""
+        raise ConfigError(f"{within}{wrong.message}", param=f"{within}{wrong.param}" if wrong.param else None) from None
 
 
 def _check_memory(config: Deployment, raw: Mapping[str, Any], layout: Layout, capacity: Capacity, draft: DraftModel | None) -> None:

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run it."""
     gc.set_threshold(100_000)  # what is imported from here on stays, and is not looked through for garbage again and again
-    from rayneuron import devices, settings, sources
+    from rayneuron import preflight, settings
     from rayneuron.errors import ConfigError
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment
@@ -38,9 +38,7 @@ def run(args: argparse.Namespace) -> None:
     here = settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here
     if here and args.profile == "fast":
         environment = port.haproxy_of_our_own(Path(f"/tmp/rn-{os.getuid()}-{http.get('port', 8000)}")) | environment
-    for config in file.deployments.values():
-        if devices.installed(config.device):  # else its nodes fetch it, and may reach what this machine does not
-            sources.ask(config.model.source, config.model.allow_pickle)
+    preflight.ask_hubs(file)
     settings.export(environment)  # before Ray is imported, which reads them once
     from rayneuron.serve import fork_server, fresh
 

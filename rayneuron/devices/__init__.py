@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NAMES = ("cpu", "neuron")
 # Keys of a deployment's `compile` that mean nothing to a device. The CPU compiles no graphs, and keeps its kernels in a place of its own.
-UNHEARD = {"cpu": ("cache", "required", "optimization", "tiling", "mixed_accumulation", "flags", "workers", "reduce_dtype")}
+UNHEARD = {"cpu": ("cache", "artifact", "required", "optimization", "tiling", "mixed_accumulation", "flags", "workers", "reduce_dtype")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,8 +19,6 @@ from rayneuron.models.memory import kv_shape
 from rayneuron.placement.instances import INSTANCES, MACHINE, Instance
 from rayneuron.placement.layout import Layout, partition
 from rayneuron.placement.memory import Memory, memory, passes
-
-log = logging.getLogger(__name__)
 
 # Of a host: Python, torch and the SDK a worker; the system and Ray a node. Inferred, not measured.
 WORKER_BYTES, NODE_BYTES = 2**30, 2**30
@@ -54,13 +51,14 @@ class Held(Protocol):
 
 
 def model_length(config: Deployment, raw: Mapping[str, Any]) -> int:
-    """max_model_len, or the model's own up to DEFAULT_MODEL_LEN (logged, since a longer one costs memory and start-up time)."""
-    if config.max_model_len is not None:
-        return config.max_model_len
-    own = next((raw[k] for k in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length") if raw.get(k)), DEFAULT_MODEL_LEN)
-    if own > DEFAULT_MODEL_LEN:
-        log.info("max_model_len defaults to %d; the model can do %d: set max_model_len to use more", DEFAULT_MODEL_LEN, own)
-    return min(int(own), DEFAULT_MODEL_LEN)
+    """max_model_len, or the model's own up to DEFAULT_MODEL_LEN, since a longer one costs memory and start-up time."""
+    return config.max_model_len or min(own_length(raw), DEFAULT_MODEL_LEN)
+
+
+def own_length(raw: Mapping[str, Any]) -> int:
+    """The positions that a config.json gives a model."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    return int(next((raw[name] for name in names if raw.get(name)), DEFAULT_MODEL_LEN))
 
 
 def capacity_of(config: Deployment, raw: Mapping[str, Any]) -> Capacity:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rayneuron import demo
-from rayneuron.config import HUB_ID
-from rayneuron.errors import ConfigError
+from rayneuron.config import HUB_ID, Deployment
+from rayneuron.errors import CheckpointError, ConfigError, NotReady
 from rayneuron.models import Progress
 from rayneuron.sources import hub, s3
 from rayneuron.sources.fetching import logged
 
 S3 = "s3://"
+PATH, TOKENIZER, DRAFTS = "model.path", "model.tokenizer", "speculative_config.model"  # keys that name one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,22 @@ def located(source: str) -> Path | None:
     if os.path.isdir(folder):
         return folder
     return hub.located(source) if _fetcher(source) is hub.fetch else None
+
+
+def all_of(config: Deployment) -> dict[str, str]:
+    """Whatever a deployment has fetched, by the key that names it."""
+    drafts = config.speculative_config
+    said = {PATH: config.model.source, TOKENIZER: config.model.tokenizer, DRAFTS: None if drafts is None else drafts.model}
+    return {key: source for key, source in said.items() if source is not None}
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Raise what is wrong with a source, or could not be fetched, with the key that names it."""
+    try:
+        yield
+    except (ConfigError, CheckpointError, NotReady) as wrong:
+        raise type(wrong)(f"{key}: {wrong.message}", param=key, retry_after_s=wrong.retry_after_s) from None
 
 
 def ask(source: str, allow_pickle: bool = False) -> None:

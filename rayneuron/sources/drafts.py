@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayneuron import models
+from rayneuron import models, sources
 from rayneuron.config import Deployment
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import heads, words
@@ -16,7 +16,7 @@ from rayneuron.models.config_json import read_config, read_json
 from rayneuron.models.heads import Heads
 from rayneuron.models.memory import share
 
-KEY, METHOD = "speculative_config.model", "speculative_config.method"
+KEY, METHOD = sources.DRAFTS, "speculative_config.method"
 Find = Callable[[str], Path | None]
 
 
@@ -52,10 +52,8 @@ def draft_model(config: Deployment, path: Path, arch: Arch, length: int, find: F
     said = config.speculative_config
     if said is None or not said.within:
         return None
-    try:
+    with sources.named(KEY):
         there = path if said.model is None else find(said.model)
-    except (ConfigError, CheckpointError) as absent:
-        raise ConfigError(f"{KEY}: {absent.message}", param=KEY) from None
     if there is None:
         return None
     if said.by_heads:

@@ -365,7 +365,8 @@ def test_a_model_by_name_is_fetched_by_its_replica(tiny: Path, tmp_path: Path, m
         with serving(tiny, "--model-path", "org/none") as running:
             assert running.process.wait(200) == 2
             said = running.said("err")
-            assert said.splitlines()[-1].startswith("rayneuron serve: org/none is neither a directory here nor a model of http://")
+            why = "application model: model.path: org/none is neither a directory here nor a model of http://"
+            assert said.splitlines()[-1].startswith(f"rayneuron serve: --model-path: {why}")
             assert "starting Ray" not in said
 
 

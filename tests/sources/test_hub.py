@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from rayneuron import LLM, cli, settings, sources
+from rayneuron import LLM, cli, deployment_file, loading, preflight, settings, sources
 from rayneuron.errors import CheckpointError, ConfigError, NotReady, RayNeuronError
 from tests.sources import hub_server
 
@@ -176,6 +178,34 @@ def test_offline_means_what_is_here(hub: hub_server.Hub, monkeypatch: pytest.Mon
     assert sources.resolve(NAME) == sources.resolve(found.source) == found
     monkeypatch.setenv("RAYNEURON_CACHE", str(tmp_path / "fresh"))  # fetched by somebody else's huggingface_hub
     assert sources.resolve(found.source) == found and len(hub.asked) == asked
+
+
+KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "model.path": lambda named: {"model": {"path": named}},
+    "model.tokenizer": lambda named: {"model": {"tokenizer": named}},
+    "speculative_config.model": lambda named: {"speculative_config": {"model": named, "num_speculative_tokens": 2}},
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_a_hub_does_not_give_is_said_by_the_key_that_names_it(
+    hub: hub_server.Hub, key: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before Ray is started, and by a start itself; whether it is not there, not for us, or does not answer."""
+    said = KEYS[key]("org/none@v1")
+    args = {**said, "model": {"path": str(tiny), **said.get("model", {})}}
+    entry = {"name": "one", "route_prefix": "/", "import_path": "rayneuron.serve.app:build", "args": args}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump({"applications": [entry]}, sort_keys=False))
+    file = deployment_file.read(tmp_path / "file.yaml")
+    notes = preflight.inspect_file(file)
+    assert notes == [f"one: {'' if key == 'model.path' else key + ' '}org/none@v1 is not here yet, so it was not looked at"]
+    absent, silent = (False, ConfigError, "neither a directory here nor a model"), (True, NotReady, "could not be fetched from http")
+    for hub.ill, kind, why in (absent, silent):
+        with pytest.raises(kind, match=rf"file.yaml:\d+: application one: {key}: .*{why}"):
+            preflight.ask_hubs(file)
+        with pytest.raises(kind, match=f"^{key}: .*{why}") as caught:
+            loading.open_engine(file.deployments["one"])
+        assert caught.value.param == key
 
 
 def test_a_hub_that_is_down_leaves_what_is_here(hub: hub_server.Hub, caplog: pytest.LogCaptureFixture) -> None:

@@ -112,10 +112,11 @@ def opened(path: Path, key: Key) -> Path:
     try:
         said = json.loads((path / CONFIG).read_text())
     except (OSError, ValueError):
-        raise ConfigError(f"{path} holds no {CONFIG}; write the folder with `rayneuron compile DEPLOYMENT.yaml --out {path}`") from None
+        said = f"compile.artifact: {path} holds no {CONFIG}; write the folder with `rayneuron compile DEPLOYMENT.yaml --out {path}`"
+        raise ConfigError(said, param="compile.artifact") from None
     problem = folder.damage(path)
     if problem is not None:
-        raise ConfigError(f"{path} is damaged: {problem}; compile it again")
+        raise ConfigError(f"compile.artifact: {path} is damaged: {problem}; compile it again", param="compile.artifact")
     differing = caching.difference(dict(key.fields), said["key"])
     if differing:
         raise ConfigError(
