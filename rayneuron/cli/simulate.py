@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rayneuron.cli import deployment, times
+from rayneuron.cli import deployment, times, traffic
 
 _LOAD = "rayneuron.serve.scaler:TokenLoad"
+FLAP_S = 10.0  # an engine that flaps is away for half of it, and there for half of it
 
 
 def add(commands: Any) -> None:
@@ -18,49 +19,53 @@ def add(commands: Any) -> None:
     command = commands.add_parser("simulate", help="run a fleet of such engines on a virtual clock", conflict_handler="resolve")
     deployment.add(command)
     command.add_argument("--profile", metavar="FILE", help="what its steps take: profile.json of a compile cache, or guess (measured here)")
-    times.add(command)
+    traffic.add(command)
+    command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
     command.add_argument("--requests", type=int, metavar="N", help="only the first N (all of a trace, 1000 made up)")
-    command.add_argument("--rate", type=float, default=1.0, help="requests a second and engine, where they have no times (1)")
-    command.add_argument("--nodes", type=int, default=1, help="engines (1)")
+    command.add_argument("--rate", type=float, help="requests a second and engine, where they have no times (1)")
+    command.add_argument("--nodes", type=int, help="engines (as the file says, or 1)")
     command.add_argument("--prefill-nodes", type=int, metavar="N", help="of the prefill pool, at first, if there is one (as it says)")
-    command.add_argument("--start-s", type=float, metavar="S", help="what an engine takes to start, where they are scaled (guessed)")
-    command.add_argument("--gateways", type=int, default=1, help="before them (1)")
+    command.add_argument("--start-s", type=float, metavar="S", help="what an engine takes to start, scaled (guessed) or killed (10)")
+    command.add_argument("--gateways", type=int, help="before them (as the file says, or 1)")
+    command.add_argument("--hop-ms", type=float, default=0.5, metavar="MS", help="from a gateway to an engine, or back (0.5)")
     command.add_argument("--late-ms", type=float, default=0.0, metavar="MS", help="how late they hear how busy an engine is (0)")
+    command.add_argument("--loss", type=float, default=0.0, metavar="X", help="share of the news of prefixes that get lost (0)")
     command.add_argument("--route", choices=("kv", "least", "turns"), default="kv", help="by cost and prefixes, by cost, or in turn (kv)")
-    command.add_argument("--fault", action="append", default=[], metavar="kill:N@S", help="N engines die after S seconds; may be repeated")
+    fault = "N engines die after S seconds and are back at E (--start-s later); flap: over and over; may be repeated"
+    command.add_argument("--fault", action="append", default=[], metavar="kill:N@S[-E]", help=fault)
     command.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="a first token should take no longer (any)")
     command.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="those after it, on average of an answer (any)")
     command.add_argument("--exact", action="store_true", help="every step by itself, not leaping over those that are alike")
     command.add_argument("--json", metavar="FILE", help="write all figures there")
+    command.add_argument("--records", metavar="FILE.csv", help="write there what each request was like and took")
     command.add_argument("--plot", metavar="FILE.png", help="draw them (rayneuron[plots])")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
-    from rayneuron.sim import plots, room
+    from rayneuron.sim import plots, records, room
     from rayneuron.sim.fleet import Simulation
-    from rayneuron.sim.setup import Setup
 
     times.check(args)
+    traffic.check(args)
     if args.plot is not None:
         plots.check()
-    config = times.only(deployment.read(args).deployments)
-    capacity, profile = _times(args, config)
-    setup = Setup(
-        capacity, profile, args.nodes, args.gateways, args.route, config.caches_prefixes(capacity.length),
-        load_late_s=args.late_ms / 1e3, kills=tuple(_kill(fault) for fault in args.fault), exact=args.exact,
-        slo_ttft_s=times.seconds("--slo-ttft-ms", args.slo_ttft_ms), slo_tpot_s=times.seconds("--slo-tpot-ms", args.slo_tpot_ms),
-        pool=_pool(args, config), elastic=_elastic(args, config, _LOAD, ("target_ms",))[0],
-    )  # fmt: skip
+    file = deployment.read(args)
+    config = times.only(file, args.application)
+    setup = _setup(args, file, config)
     room.check(setup)
     most = args.requests or (1000 if args.trace is None else None)
-    arrivals = times.arrivals(args, args.rate * args.nodes, most, capacity.block, capacity.length)
-    report = Simulation(setup, arrivals, args.seed).run()
+    c = setup.capacity
+    arrivals = traffic.arrivals(args, (args.rate or 1.0) * setup.nodes, most, c.block, c.length)
+    simulation = Simulation(setup, arrivals, args.seed)
+    with records.kept(simulation.report, args.records):
+        report = simulation.run()
     if not report.arrived:
-        raise times.nothing_fits(capacity.length)
-    engines = args.nodes if setup.elastic is None else report.engines
-    report.usd_per_hour = _usd(args, config, engines + report.prefill_engines)
+        raise traffic.nothing(arrivals)
+    engines, whole = (setup.nodes, True) if setup.elastic is None else (report.engines, False)
+    report.usd_per_hour = _usd(args, config, engines, report.prefill_engines, whole and (setup.pool is None or setup.pool.elastic is None))
+    report.shares_lost = arrivals.shared and not setup.caching
     print(report.text())
     if args.json is not None:
         Path(args.json).write_text(json.dumps(report.json(), indent=1))
@@ -68,18 +73,39 @@ def run(args: argparse.Namespace) -> None:
         plots.draw(report, Path(args.plot))
 
 
+def _setup(args: argparse.Namespace, file: Any, config: Any) -> Any:
+    from rayneuron.sim.setup import Setup
+
+    capacity, profile = _times(args, config)
+    elastic = _elastic(args, config, _LOAD, ("target_ms",))[0]
+    nodes = args.nodes or (elastic.least if elastic is not None else config.serving.num_replicas or 1)
+    limits, shares, gateways = times.desk(file, args.gateways)
+    return Setup(
+        capacity, profile, nodes, gateways, args.route, config.caches_prefixes(capacity.length), limits, shares, args.hop_ms / 1e3,
+        load_late_s=args.late_ms / 1e3, event_loss=args.loss, kills=_kills(args, nodes, elastic), exact=args.exact,
+        slo_ttft_s=times.seconds("--slo-ttft-ms", args.slo_ttft_ms), slo_tpot_s=times.seconds("--slo-tpot-ms", args.slo_tpot_ms),
+        pool=_pool(args, config), elastic=elastic,
+    )  # fmt: skip
+
+
 def _times(args: argparse.Namespace, config: Any) -> Any:
-    from rayneuron.errors import ConfigError
+    from rayneuron.errors import ConfigError, DeviceError
     from rayneuron.placement import instances
 
     if args.profile is None:
-        return times.measured(config)
+        try:
+            return times.measured(config)
+        except (ConfigError, DeviceError) as wrong:
+            if not config.few_graphs:
+                raise
+            raise ConfigError(f"{wrong}\n{times.HOW}") from wrong
     if args.profile != times.GUESS:
         return times.said(config, Path(args.profile))
     if config.instance is None:
         raise ConfigError("--profile guess: say of which instance type with --instance inf2.48xlarge")
+    found = times.guessed(config, instances.instance(config.instance))
     times.warn(config.instance)
-    return times.guessed(config, instances.instance(config.instance))
+    return found
 
 
 def _pool(args: argparse.Namespace, config: Any) -> Any:
@@ -121,22 +147,42 @@ def _elastic(args: argparse.Namespace, config: Any, function: str, names: tuple[
     return Elastic(max(1, how.min_replicas), how.max_replicas, target_ms, how.upscale_delay_s, how.downscale_delay_s, parts), said
 
 
-def _usd(args: argparse.Namespace, config: Any, engines: float) -> float | None:
-    """An hour of the nodes that have so many engines; None where nobody has said of what type they are."""
+def _usd(args: argparse.Namespace, config: Any, engines: float, prefill: float, whole: bool) -> float | None:
+    """An hour of the nodes that have so many engines, and those of the prefill pool; None where nobody has said of what type they are.
+    `whole`: they are there all the time, so that a node that is not full costs as much."""
     from math import ceil
 
+    from rayneuron.group_config import prefill_of
     from rayneuron.placement import instances, prices
 
-    price = prices.priced(args.price).get(config.instance or "")
-    if price is None:
-        return None
-    cores = engines * config.tensor_parallel * config.pipeline_parallel
-    return float(price.usd * ceil(cores / instances.instance(config.instance).cores))
+    known, usd = prices.priced(args.price), 0.0
+    for some, one in ((engines, config), *([(prefill, prefill_of(config))] if config.pools is not None else [])):
+        price = known.get(one.instance or "")
+        if price is None:
+            return None
+        each, cores = one.tensor_parallel * one.pipeline_parallel, instances.instance(one.instance).cores
+        nodes = some / (cores // each) if each <= cores else some * each / cores
+        usd += price.usd * (ceil(nodes) if whole else nodes)
+    return usd
 
 
-def _kill(said: str) -> tuple[float, int, float]:
+def _kills(args: argparse.Namespace, nodes: int, elastic: Any) -> tuple[tuple[float, int, float], ...]:
+    """When how many engines die, and after how many seconds each is back."""
     from rayneuron.errors import ConfigError
 
-    if (found := re.fullmatch(r"kill:([1-9][0-9]*)@([0-9]+(?:\.[0-9]+)?)", said)) is None:
-        raise ConfigError(f"--fault {said}: write kill:N@S, so many engines after so many seconds: kill:3@60")
-    return float(found[2]), int(found[1]), 10.0
+    back_s, found = 10.0 if args.start_s is None else args.start_s, list[tuple[float, int, float]]()
+    for said in args.fault:
+        parts = re.fullmatch(r"(kill|flap):([1-9][0-9]*)@([0-9]+(?:\.[0-9]+)?)(?:-([0-9]+(?:\.[0-9]+)?))?", said, re.ASCII)
+        if parts is None or (parts[1] == "flap" and parts[4] is None):
+            raise ConfigError(f"--fault {said}: write kill:N@S or kill:N@S-E, so many engines from so many seconds on; or flap:N@S-E")
+        some, from_s = int(parts[2]), float(parts[3])
+        to_s = from_s + back_s if parts[4] is None else float(parts[4])
+        if to_s <= from_s:
+            raise ConfigError(f"--fault {said}: it ends before it begins; write {parts[1]}:{some}@{from_s:g}-{from_s + 10:g}")
+        if some > nodes and elastic is None:
+            raise ConfigError(f"--fault {said}: there are {nodes} engines; write fewer, or more --nodes")
+        if parts[1] == "kill":
+            found.append((from_s, some, to_s - from_s))
+        else:
+            found += [(from_s + at * FLAP_S, some, FLAP_S / 2) for at in range(max(1, round((to_s - from_s) / FLAP_S)))]
+    return tuple(found)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rayneuron.cli import deployment, times
+from rayneuron.cli import deployment, times, traffic
 
 
 def add(commands: Any) -> None:
@@ -15,9 +15,10 @@ def add(commands: Any) -> None:
     command = commands.add_parser("size", help="the cheapest instances that serve such requests fast enough", conflict_handler="resolve")
     deployment.add(command)
     command.add_argument("--profile", metavar="FILE", help="measured on the file's own instance with its tensor_parallel (all guessed)")
-    times.add(command)
+    traffic.add(command)
+    command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
     command.add_argument("--requests", type=int, default=2000, metavar="N", help="only the first N (2000)")
-    command.add_argument("--rate", type=float, default=1.0, help="requests a second, where they have no times (1)")
+    command.add_argument("--rate", type=float, help="requests a second, where they have no times (1)")
     command.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="a first token takes no longer")
     command.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="those after it, on average of an answer")
     command.add_argument("--slo-share", type=float, default=0.95, metavar="X", help="for such a share of all requests (0.95)")
@@ -36,10 +37,14 @@ def run(args: argparse.Namespace) -> None:
     from rayneuron.sim.setup import Setup
 
     times.check(args)
+    traffic.check(args)
     if args.plot is not None:
         plots.check()
     goal = _goal(args)
-    config = times.only(deployment.read(args).deployments)
+    file = deployment.read(args)
+    config = times.only(file, args.application)
+    if config.pools is not None:
+        raise ConfigError("pools: sizes are of engines that do all; leave pools out here, and try numbers of both with rayneuron simulate")
     known = prices.priced(args.price)
     candidates, refused = _candidates(args, config, known)
     if not candidates:
@@ -50,15 +55,20 @@ def run(args: argparse.Namespace) -> None:
 
     def requests(candidate: Any) -> Any:
         c = candidate.capacity
-        return times.arrivals(args, args.rate, args.requests, c.block, c.length)
+        return traffic.arrivals(args, args.rate or 1.0, args.requests, c.block, c.length)
 
-    if next(iter(requests(candidates[0])), None) is None:
-        raise times.nothing_fits(candidates[0].capacity.length)
-    sized = sizing.size(candidates, requests, goal, args.most, args.seed)
+    some = requests(candidates[0])
+    if next(iter(some), None) is None:
+        raise traffic.nothing(some)
+    search = sizing.Sizing(requests, goal, args.most, args.seed, times.desk(file, 1)[0])
+    sized = search.of(candidates)
     best = sized[0]
     if best.report is None:
-        raise ConfigError(_best_reachable(candidates, sized, requests, goal))
+        raise ConfigError(_best_reachable(candidates, sized, search, goal))
     print(f"{best.nodes} x {best.candidate.name}: US$ {best.usd:.2f} an hour")
+    kind, degree = best.candidate.name.split(" tensor_parallel ")
+    engines = best.nodes * best.candidate.engines
+    print(f"Keys of the deployment: instance: {kind}, tensor_parallel: {degree}, serving.num_replicas: {engines}")
     print(best.report.text())
     print("\n" + "\n".join(_line(one) for one in sized) + "".join(f"\n{name}: {why}" for name, why in refused.items()))
     print(f"\nPrices: {', '.join(sorted({known[c.name.split()[0]].note for c in candidates}))}; say others with --price TYPE=USD.")
@@ -128,10 +138,8 @@ def _measured_on(args: argparse.Namespace, config: Any) -> str | None:
     return own
 
 
-def _best_reachable(candidates: list[Any], sized: list[Any], requests: Any, goal: Any) -> str:
-    from rayneuron.sim.sizing import alone
-
-    reach = [(alone(candidate, requests(candidate), goal.share), candidate) for candidate in candidates]
+def _best_reachable(candidates: list[Any], sized: list[Any], search: Any, goal: Any) -> str:
+    reach = [(search.alone(candidate), candidate) for candidate in candidates]
     ttft, tpot = min(reach, key=lambda r: r[0].ttft_s), min(reach, key=lambda r: r[0].tpot_s)
     told = "\n".join(f"  {one.candidate.name}: {one.why}" for one in sized)
     return (

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 GUESS = "guess"
-
-
-def add(command: argparse.ArgumentParser) -> None:
-    """The arguments that say what requests come."""
-    command.add_argument("--trace", metavar="FILE", help="requests: a .csv as Azure's or Vidur's, or a .jsonl as Mooncake's (made up)")
-    command.add_argument("--scale", type=float, default=1.0, help="how many times as fast they come (1)")
-    command.add_argument("--repeat", type=int, default=1, help="how many times over, one after another (1)")
-    command.add_argument("--prompt-tokens", type=int, default=512, help="of made-up requests, on average (512)")
-    command.add_argument("--output-tokens", type=int, default=128, help="of made-up requests, on average (128)")
-    command.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
-    command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
+HOW = (
+    "Its steps can be measured only where it runs. Without such a machine: --profile guess --instance inf2.48xlarge; "
+    "else --profile FILE, the profile.json that `rayneuron compile` or the first start leaves beside the compile cache there"
+)
 
 
 _ONE = ("nodes", "gateways", "requests", "repeat", "prompt_tokens", "output_tokens", "most", "prefill_nodes")
-_LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0}
+_LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0, "hop_ms": 0, "loss": 0}
 _MOST = {"requests": 1_000_000_000, "repeat": 1_000_000}  # days of simulation; what has no room is said by `sim.room`
 
 
@@ -36,41 +29,36 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {value:g}: write {_LEAST[name]} or more")
         if name in _MOST and value is not None and value > _MOST[name]:
             raise ConfigError(f"{flag} {value}: write {_MOST[name]} or less, which already takes days")
-        if name in ("json", "plot") and value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
+        if name == "loss" and value >= 1:
+            raise ConfigError(f"{flag} {value:g}: write a share below 1")
+        if name in ("json", "plot", "records") and value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
             raise ConfigError(f"{flag} {value}: no file can be written there")  # said before hours of simulation, not behind them
-        if name in ("rate", "scale") and not 0 < value < float("inf"):
+        if name in ("rate", "scale", "burstiness") and value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: write a number above 0")
 
 
-def arrivals(args: argparse.Namespace, rate: float, most: int | None, block: int, length: int) -> Any:
-    """Those requests that fit a context of `length` (`workload.Fitting`); made up, or of a trace without times: `rate` a second."""
-    from random import Random
-
-    from rayneuron.sim import workload
-
-    if args.trace is not None:
-        found = workload.read(Path(args.trace), args.scale, args.repeat, rate * args.scale, args.seed)
-    else:
-        stream = workload.Traffic(rate * args.scale, args.prompt_tokens, args.output_tokens)
-        found = workload.made_up([stream], float("inf"), Random(args.seed), block, length)
-    return workload.Fitting(found, length, most)
-
-
-def nothing_fits(length: int) -> Exception:
-    """What is raised where `arrivals` has none."""
+def only(file: Any, application: str | None) -> Any:
+    """The one model of a deployment file that is simulated; those of a gateway's host are among them."""
     from rayneuron.errors import ConfigError
 
-    return ConfigError(f"no request of the trace fits max_model_len {length}; write a larger one")
+    found = {**file.deployments, **file.hosted}
+    if application in found:
+        return found[application]
+    if len(found) != 1 or application is not None:
+        raise ConfigError(f"one model is simulated at a time; name it with --application: {', '.join(found)}")
+    return next(iter(found.values()))
 
 
-def only(deployments: Any) -> Any:
-    """The one model that is simulated."""
-    from rayneuron.errors import ConfigError
+def desk(file: Any, gateways: int | None) -> tuple[Any, Any, int]:
+    """What the gateway of a deployment file lets its desks do, what accounts are due in each, and how many gateways there are; of a file
+    without one, as a gateway has it of which nothing is said."""
+    from rayneuron import gateway_config
+    from rayneuron.gateway import asking
 
-    found = list(deployments.values()) if isinstance(deployments, dict) else list(deployments)
-    if len(found) != 1:
-        raise ConfigError(f"one model is simulated at a time, and the file has {len(found)}: name one with --application")
-    return found[0]
+    said = next(iter(file.gateways.values()), None) or gateway_config.parse({"models": [{"application": "any"}]})
+    many = gateways or said.serving.replicas
+    said = said.model_copy(update={"serving": said.serving.model_copy(update={"replicas": many})})
+    return asking.desk_limits(said), asking.shares_of(said), many
 
 
 def measured(config: Any) -> Any:
@@ -93,6 +81,8 @@ def said(config: Any, path: Path) -> Any:
     from rayneuron.placement.fitting import capacity_of
     from rayneuron.types import Profile
 
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file. {HOW}")
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except msgspec.MsgspecError as wrong:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,9 @@ class FleetReport:
     busy: float = 0.0  # share of the time that engines had a step under way
     busiest: float = 0.0  # of the one that was busy longest, by the mean of all that lived to the end
     usd_per_hour: float | None = None  # of all nodes
+    ended_s: float = 0.0  # when the last answer was whole
+    shares_lost: bool = False  # prompts begin alike, and no engine keeps prefixes
+    each: Callable[[Arrival, int, float, float, float], None] | None = None  # is told of every answer: tokens, ttft, tpot and whole, s
 
     def account(self, name: str) -> AccountReport:
         """One account's part."""
@@ -139,6 +143,9 @@ class FleetReport:
         tpot_s = (now_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
         if tokens > 1:
             self.tpot.add(tpot_s)
+        self.ended_s = now_s
+        if self.each is not None:
+            self.each(arrival, tokens, first_s - arrival.at_s, tpot_s, now_s - arrival.at_s)
         if first_s - arrival.at_s <= (self.slo_ttft_s or math.inf) and tpot_s <= (self.slo_tpot_s or math.inf):
             self.good += 1
             self.good_tokens += tokens
@@ -149,27 +156,32 @@ class FleetReport:
     @property
     def goodput(self) -> float:
         """Output tokens a second of answers that met the goals."""
-        return self.good_tokens / self.seconds if self.seconds else 0.0
+        return self.good_tokens / self.ended_s if self.ended_s else 0.0
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """From the beginning to the end of the last answer."""
+        return self.output_tokens / self.ended_s if self.ended_s else 0.0
 
     @property
     def usd_per_million(self) -> float | None:
         """US dollars for a million output tokens, at the speed of this run."""
         if self.usd_per_hour is None or not self.output_tokens:
             return None
-        return self.usd_per_hour * self.seconds / 3600 / self.output_tokens * 1e6
+        return self.usd_per_hour * self.ended_s / 3600 / self.output_tokens * 1e6
 
     def json(self) -> dict[str, Any]:
         """All of it."""
         out = self.left_out
         spread = ("ttft", "tpot", "whole", "waited", "pause", "off", "crowd")
         plain = ("arrived", "finished", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "replays", "wrong", "seconds")
-        fleet = ("pooled", "engines", "prefill_engines", "busy", "busiest", "usd_per_hour", "usd_per_million")
+        fleet = ("ended_s", "pooled", "engines", "prefill_engines", "busy", "busiest", "usd_per_hour", "usd_per_million")
         return {
             **{name: getattr(self, name) for name in (*plain, *fleet)},
             "refused": dict(self.refused),
-            "left_out": {"requests": out.requests, "longest": out.longest, "max_model_len": out.most},
+            "left_out": {"requests": out.requests, "longest": out.longest, "max_model_len": out.most, "cut": out.cut},
             "slo": {"ttft_s": self.slo_ttft_s, "tpot_s": self.slo_tpot_s, "met": self.good / max(1, self.arrived), "goodput": self.goodput},
-            "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else 0.0,
+            "output_tokens_per_s": self.output_tokens_per_s,
             **{name: getattr(self, name).summary() for name in spread},
             "accounts": {
                 name: {"finished": a.finished, "work_ms": a.work_ms, "ttft": a.ttft.summary()} for name, a in sorted(self.accounts.items())
@@ -178,9 +190,9 @@ class FleetReport:
 
     def text(self) -> str:
         """For people."""
-        cached, speed = self.cached_tokens / max(1, self.prompt_tokens), self.output_tokens / max(self.seconds, 1e-9)
+        cached, speed = self.cached_tokens / max(1, self.prompt_tokens), self.output_tokens_per_s
         lines = [
-            f"{self.arrived} requests in {self.seconds:.0f} s: {self.finished} answered, {sum(self.refused.values())} refused, "
+            f"{self.arrived} requests in {self.ended_s:.1f} s: {self.finished} answered, {sum(self.refused.values())} refused, "
             f"{self.failed} failed, {self.replays} replayed",
             f"{self.prompt_tokens} prompt tokens ({cached:.1%} cached), {self.output_tokens} output tokens, {speed:.0f} a second; "
             f"{self.engines:.1f} engines, busy {self.busy:.1%}, the busiest {self.busiest:.2f} times as long as their mean",
@@ -189,6 +201,10 @@ class FleetReport:
             lines.append(
                 f"{out.requests} more were left out: prompt and answer have more tokens than max_model_len {out.most}, up to {out.longest}"
             )
+        if out.cut:
+            lines.append(f"{out.cut} of them were made up longer, and cut to max_model_len {out.most}")
+        if self.shares_lost:
+            lines.append("prompts begin alike, and no engine keeps prefixes: see --enable-prefix-caching true")
         if self.pooled:
             lines.append(f"{self.pooled} prompts were computed by the prefill pool, which had {self.prefill_engines:.1f} engines")
         shown = (("first token", self.ttft), ("each after it", self.tpot), ("answer", self.whole), ("at the gateway", self.waited))

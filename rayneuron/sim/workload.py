@@ -1,25 +1,16 @@
-"""Requests and when they come: public traces, or made up of Poisson arrivals, shared prefixes, sessions and accounts."""
+"""Requests and when they come, made up: Poisson or Gamma arrivals, shared prefixes, sessions, accounts. `traces` reads those of files."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import lru_cache
-from math import isfinite
-from operator import itemgetter
-from pathlib import Path
 from random import Random
 
 from msgspec import Struct
 
-from rayneuron.errors import ConfigError
-
-_MOONCAKE = 512  # tokens of a block of that trace
 _SPREAD = 0x9E3779B97F5  # odd: numbers in a row are far from each other
-_OWN = 1 << 40  # numbers of what a request shares with nobody begin here
+OWN = 1 << 40  # numbers of what a request shares with nobody begin here
 
 
 class Arrival(Struct, frozen=True):
@@ -50,19 +41,22 @@ class Arrival(Struct, frozen=True):
 
 
 class LeftOut(Struct):
-    """Requests that no engine of the fleet takes: prompt and answer together have more than `most` tokens, at most `longest`."""
+    """Requests that no engine of the fleet takes: prompt and answer have more than `most` tokens together, at most `longest`. `cut`: those
+    made up that were shortened to `most`."""
 
     requests: int = 0
     longest: int = 0
     most: int = 0
+    cut: int = 0
 
 
 class Fitting:
-    """Those of some requests that fit `length` tokens, the first `most` of them (None: all); `left_out`: those that did not, so far."""
+    """Those of some requests that fit `length` tokens, the first `most` of them (None: all); `left_out`: those that did not, so far;
+    `shared`: whether one so far may have had a beginning that others have too. `cut`: longer ones were shortened to just that."""
 
-    def __init__(self, found: Iterator[Arrival], length: int, most: int | None = None) -> None:
-        self._found, self._most = found, most
-        self.left_out = LeftOut(most=length)
+    def __init__(self, found: Iterator[Arrival], length: int, most: int | None = None, cut: bool = False) -> None:
+        self._found, self._most, self._cut = found, most, cut
+        self.left_out, self.shared = LeftOut(most=length), False
 
     def __iter__(self) -> Iterator[Arrival]:
         left, out = self._most, self.left_out
@@ -71,6 +65,8 @@ class Fitting:
             if tokens > out.most:
                 out.requests, out.longest = out.requests + 1, max(out.longest, tokens)
                 continue
+            self.shared = self.shared or arrival.own < tokens
+            out.cut += self._cut and tokens == out.most
             yield arrival
             if left is not None and not (left := left - 1):
                 return
@@ -78,7 +74,7 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Made-up requests of one account: `rate` a second, of about so many tokens (exponential, at least 1).
+    """Made-up requests of one account: `rate` a second, of about so many tokens (exponential, at least 1); `burstiness` as `gap_s` has it.
 
     `prefixes`: of how many prompts each begins with one, the first ones the likeliest (Zipf), of `shared` tokens. `turns`: of a session,
     each behind all before it, `think_s` after its answer might have come.
@@ -93,6 +89,7 @@ class Traffic:
     turns: int = 1
     think_s: float = 5.0
     most: int | None = None
+    burstiness: float = 1.0
     weights: list[float] = field(init=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +99,7 @@ class Traffic:
 def made_up(streams: list[Traffic], seconds: float, random: Random, block: int = 64, longest: int = 1 << 30) -> Iterator[Arrival]:
     """The requests of all streams, in order of time."""
     number = 0
-    due: list[tuple[float, int]] = [(random.expovariate(s.rate), i) for i, s in enumerate(streams) if s.rate > 0]
+    due: list[tuple[float, int]] = [(gap_s(s.rate, s.burstiness, random), i) for i, s in enumerate(streams) if s.rate > 0]
     later: list[tuple[float, int, int, int, int]] = []  # of sessions: when, stream, number of the session, turn, tokens so far
     while due or later:
         if later and (not due or min(later)[0] <= min(due)[0]):
@@ -112,8 +109,8 @@ def made_up(streams: list[Traffic], seconds: float, random: Random, block: int =
         else:
             at_s, which = first = min(due)
             due.remove(first)
-            due.append((at_s + random.expovariate(streams[which].rate), which))
-            own, done, so_far = _OWN + number, 0, 0
+            due.append((at_s + gap_s(streams[which].rate, streams[which].burstiness, random), which))
+            own, done, so_far = OWN + number, 0, 0
             if at_s >= seconds:
                 due.remove(due[-1])
                 continue
@@ -124,6 +121,7 @@ def made_up(streams: list[Traffic], seconds: float, random: Random, block: int =
             chosen = Random(own).choices(range(stream.prefixes), stream.weights)[0]
             parts.append(((which + 1) * 100_000 + chosen, stream.shared // block * block))
         head = sum(tokens for _, tokens in parts)
+        fresh += stream.shared - head if stream.prefixes and not done else 0  # no whole block, and so nobody else's
         prompt = min(head + so_far + fresh, longest - 1)
         output = min(output, longest - prompt)
         parts.append((own, prompt + output - head))
@@ -135,6 +133,11 @@ def made_up(streams: list[Traffic], seconds: float, random: Random, block: int =
             later.append((at_s + random.expovariate(1 / stream.think_s), which, own, done + 1, prompt + output - head))
 
 
+def gap_s(rate: float, burstiness: float, random: Random) -> float:
+    """Seconds between two of `rate` a second: Gamma of shape `burstiness`, so that 1 is Poisson, less comes in bursts, more evenly."""
+    return random.expovariate(rate) if burstiness == 1 else random.gammavariate(burstiness, 1 / (burstiness * rate))
+
+
 @lru_cache(maxsize=4096)
 def _places(count: int) -> list[bytes]:
     return [at.to_bytes(2, "little") for at in range(count)]
@@ -142,86 +145,3 @@ def _places(count: int) -> list[bytes]:
 
 def _about(mean: int, random: Random) -> int:
     return max(1, round(random.expovariate(1 / mean)))
-
-
-def read(path: Path, scale: float = 1.0, repeat: int = 1, rate: float = 1.0, seed: int = 0) -> Iterator[Arrival]:
-    """A trace file: Azure's (.csv: TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's (.jsonl) or Vidur's (.csv: num_prefill_tokens,
-    num_decode_tokens), which has no times: they come at random, `rate` a second. `scale`: so many times as fast as the trace has it;
-    `repeat`: so many times over, one after another."""
-    number, behind_s, random, kept = 0, 0.0, Random(seed), list[_Row]()
-    for again in range(repeat):
-        last_s = 0.0
-        for row in kept if again else _lines(path):
-            at_s, prompt, output, parts = row
-            if not again and repeat > 1:
-                kept.append(row)
-            last_s = last_s + random.expovariate(rate) if at_s is None else at_s / scale
-            own = prompt + output - sum([tokens for _, tokens in parts])
-            yield Arrival(number, behind_s + last_s, prompt, output, parts=(*parts, (_OWN + number, own)), own=own)
-            number += 1
-        behind_s += last_s
-
-
-_Row = tuple[float | None, int, int, tuple[tuple[int, int], ...]]  # seconds, prompt, output, parts
-
-
-def _lines(path: Path) -> Iterator[_Row]:
-    kind = {".csv": _table, ".jsonl": _mooncake}.get(path.suffix)
-    if kind is None:
-        raise ConfigError(f"{path}: a trace is a .csv as Azure's or Vidur's, or a .jsonl as Mooncake's")
-    with path.open() as file:
-        line, before_s = 1, 0.0
-        try:
-            requests = kind(file)
-            line += path.suffix == ".csv"
-            for found in requests:
-                if found[1] < 1 or found[2] < 1:
-                    raise ValueError("a request has a token at least, each way")
-                if found[0] is not None and not isfinite(found[0]):
-                    raise ValueError("its time is no number of seconds")
-                if found[0] is not None and found[0] < before_s:
-                    raise ValueError("it came before the one on the line above; sort the lines by time")
-                before_s = found[0] or before_s
-                yield found
-                line += 1
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as wrong:
-            raise ConfigError(f"{path}, line {line}: {_said(wrong)}") from wrong
-
-
-def _said(wrong: Exception) -> str:
-    if isinstance(wrong, IndexError):
-        return "it has fewer columns than the first line"
-    if isinstance(wrong, TypeError):
-        return f"it is not as such a trace has its lines ({wrong})"
-    return f"there is no {wrong.args[0]}" if isinstance(wrong, KeyError) else str(wrong)
-
-
-def _table(file: Iterator[str]) -> Iterator[_Row]:
-    rows = csv.reader(file)
-    names = next(rows, [])
-    timed = "num_prefill_tokens" not in names
-    wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens") if timed else ("num_prefill_tokens", "num_decode_tokens")
-    if missing := [name for name in wanted if name not in names]:
-        raise ValueError(f"there is no column {missing[0]}")
-    return _requests(rows, itemgetter(*map(names.index, wanted)), timed)
-
-
-def _requests(rows: Iterator[list[str]], pick: Callable[[list[str]], tuple[str, ...]], timed: bool) -> Iterator[_Row]:
-    first = None
-    for row in rows:
-        if not timed:
-            prompt, output = pick(row)
-            yield None, int(float(prompt)), int(float(output)), ()
-            continue
-        said, prompt, output = pick(row)
-        when = datetime.fromisoformat(said[:26])
-        first = first or when
-        yield (when - first).total_seconds(), int(prompt), int(output), ()
-
-
-def _mooncake(file: Iterator[str]) -> Iterator[_Row]:
-    for line in file:
-        row = json.loads(line)
-        prompt = int(row["input_length"])
-        whole = [int(number) for number in row["hash_ids"][: prompt // _MOONCAKE]]
-        yield row["timestamp"] / 1e3, prompt, int(row["output_length"]), tuple((number, _MOONCAKE) for number in whole)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rayneuron.sim.clock import Clock
-from rayneuron.sim.workload import Arrival, read
+from rayneuron.sim.traces import read
+from rayneuron.sim.workload import Arrival
 from tests.sim.mixed import MixedCall, MixedEngine
 
 TRACE = Path(os.environ.get("RAYNEURON_TRACES", ""), "mooncake_conversation_trace.jsonl")
