@@ -126,6 +126,16 @@ class House:
         """The replicas of the first model."""
         return next(iter(self.wired.values())).members
 
+    def hold(self) -> None:
+        """No replica of the first model takes a step."""
+        for member in self.members:
+            member.engine.runner.hold()
+
+    def free(self) -> None:
+        """They do again."""
+        for member in self.members:
+            member.engine.runner.free()
+
     async def until(self, true: Callable[[], object]) -> None:
         """Wait for a condition; the clock only bounds it."""
         async with asyncio.timeout(PATIENCE_S):

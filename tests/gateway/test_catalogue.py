@@ -232,8 +232,7 @@ async def test_a_gateway_whose_copy_of_the_args_differs_says_so(tiny: Path) -> N
 
 async def test_it_leaves_before_its_replicas(tiny: Path) -> None:
     async with house({"scripted": scripted(tiny)}) as made, client(application(made.catalogue)) as http:
-        for member in made.members:
-            member.engine.runner.hold()
+        made.hold()
         call = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": "say:last words", "max_tokens": 40}))
         await made.until(lambda: any(member.orders for member in made.members))
         draining = asyncio.ensure_future(made.catalogue.drain(60.0))
@@ -241,8 +240,7 @@ async def test_it_leaves_before_its_replicas(tiny: Path) -> None:
         refused = await http.post("/v1/completions", json=GO)
         assert refused.status_code == 503 and "shutting down" in refused.text and "retry-after" in refused.headers
         assert (await http.get("/health")).status_code == 503
-        for member in made.members:
-            member.engine.runner.free()
+        made.free()
         assert (await call).json()["choices"][0]["text"] == "last words"
         await draining
 

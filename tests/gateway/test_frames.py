@@ -126,16 +126,14 @@ async def test_a_stranger_is_refused_and_counted(tiny: Path, wrong: str) -> None
 
 async def test_a_gap_in_the_frames_ends_the_link_and_the_stream_goes_on(tiny: Path) -> None:
     async with house({"scripted": scripted(tiny)}) as made:
-        for member in made.members:
-            member.engine.runner.hold()
+        made.hold()
         call = asyncio.ensure_future(made.catalogue.completions({"prompt": "go on", "max_tokens": 40, "ignore_eos": True}))
         await made.until(lambda: any(member.orders for member in made.members))
         victim = next(member for member in made.members if member.orders)
         victim.engine.runner.allow(5)
         await made.until(lambda: victim.engine.runner._permits == 0)
         next(iter(victim.hub.callers.values()))._number += 1
-        for member in made.members:
-            member.engine.runner.free()
+        made.free()
         assert (await call)["usage"]["completion_tokens"] == 40
         assert made.engine.repair.counts["silence", "again"] == 1, "nobody is blamed for it"
         await made.settle()

@@ -46,8 +46,7 @@ async def test_orders_that_were_on_their_way_to_one_that_leaves_are_sent_elsewhe
 
 async def test_one_that_leaves_ends_what_it_has_and_takes_no_more(tiny: Path) -> None:
     async with house({"scripted": scripted(tiny)}) as two:
-        for member in two.members:
-            member.engine.runner.hold()
+        two.hold()
         call = asyncio.ensure_future(two.catalogue.completions(GO))
         await two.until(lambda: at(two))
         (leaving,) = at(two)
@@ -55,8 +54,7 @@ async def test_one_that_leaves_ends_what_it_has_and_takes_no_more(tiny: Path) ->
         await two.until(lambda: [linked.accepting for linked in two.engine.fleet.able].count(True) == 1)
         before = len(leaving.orders)
         more = [asyncio.ensure_future(two.catalogue.completions(GO)) for _ in range(6)]
-        for member in two.members:
-            member.engine.runner.free()
+        two.free()
         assert len({reply["choices"][0]["text"] for reply in await asyncio.gather(call, *more)}) == 1
         assert len(leaving.orders) == before and not two.engine.repair.counts
         await asyncio.wait_for(leaving.hub.ended(60.0), 60)
@@ -103,8 +101,7 @@ async def test_calls_wait_for_the_replica_that_comes_and_no_longer_than_they_may
         await one.until(lambda: not engine.expecting)
         with pytest.raises(NotReady, match="no replica"):
             await one.catalogue.completions(GO)
-        for member in one.members:
-            member.engine.runner.free()
+        one.free()
 
 
 async def test_what_an_older_deployment_began_ends_at_the_newer_one_of_the_same_model(tiny: Path) -> None:
@@ -175,8 +172,7 @@ async def test_streams_outlive_whatever_leaves(tiny: Path, seed: int) -> None:
             more = {i: asyncio.ensure_future(made.catalogue.completions({**GO, "prompt": f"go {i}"})) for i in wanted}
             if not any(not member.hub.left and not member.dead and member is not victim for member in made.members):
                 await another(made, tiny)
-            for member in made.members:
-                member.engine.runner.free()
+            made.free()
             for asked in (calls, more):
                 for i, call in asked.items():
                     assert (await call)["choices"][0]["text"] == wanted[i]

@@ -105,13 +105,11 @@ async def test_it_refuses_what_a_replica_alone_refuses(two: House, single: Repli
 
 
 async def test_calls_spread_over_the_replicas(two: House) -> None:
-    for member in two.members:
-        member.engine.runner.hold()
+    two.hold()
     calls = [asyncio.ensure_future(two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})) for i in range(8)]
     await two.until(lambda: sum(len(member.orders) for member in two.members) == 8)
     assert [len(member.orders) for member in two.members] == [4, 4]
-    for member in two.members:
-        member.engine.runner.free()
+    two.free()
     assert {len(reply["choices"]) for reply in await asyncio.gather(*calls)} == {1}
     await two.settle()
 
@@ -120,8 +118,7 @@ async def test_replicas_know_of_the_work_that_waits_before_them(two: House) -> N
     """What the desk holds back is told to them in equal parts, and so to who decides how many there are; and that it is over, too."""
     member = two.members[0]
     counted = Answering(member.replica.config.model_dump(exclude_unset=True), opener_of(member.replica.served.opened.path))
-    for each in two.members:
-        each.engine.runner.hold()
+    two.hold()
     calls = [asyncio.ensure_future(two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})) for i in range(40)]
     desk = two.engine.desk
     await two.until(lambda: desk.open["calls"] == 40 and all(each.hub.waiting_ms for each in two.members))
@@ -131,8 +128,7 @@ async def test_replicas_know_of_the_work_that_waits_before_them(two: House) -> N
     alone_ms = counted.record_autoscaling_stats()["backlog_ms"]
     counted._hub = member.hub
     assert counted.record_autoscaling_stats()["backlog_ms"] == pytest.approx(alone_ms + member.hub.waiting_ms)
-    for each in two.members:
-        each.engine.runner.free()
+    two.free()
     await asyncio.gather(*calls)
     await two.until(lambda: not any(each.hub.waiting_ms for each in two.members))
     await two.settle()
@@ -160,12 +156,10 @@ async def test_a_stop_string_ends_the_work(two: House) -> None:
 
 async def test_serve_counts_as_many_calls_as_a_replica_has_orders(two: House) -> None:
     """Those that follow each other use the same, and a moment after the last none is left: a replica that is to end waits no longer."""
-    for member in two.members:
-        member.engine.runner.hold()
+    two.hold()
     calls = [asyncio.ensure_future(two.catalogue.completions({"prompt": f"go {i}", "max_tokens": 5})) for i in range(8)]
     await two.until(lambda: [member.attending for member in two.members] == [len(member.orders) for member in two.members] == [4, 4])
-    for member in two.members:
-        member.engine.runner.free()
+    two.free()
     await asyncio.gather(*calls)
     (first, *_) = sorted(two.members, key=lambda member: -member.attending)
     made = count_calls(two)
@@ -191,8 +185,7 @@ def count_calls(made: House) -> list[str]:
 async def test_a_call_that_came_to_somebody_else_or_failed_is_made_again(two: House) -> None:
     """Its order waits for nothing; where Serve had that replica before, the gateway looks who is there at once."""
     two.wired["scripted"].misdirect = 1
-    for member in two.members:
-        member.engine.runner.hold()
+    two.hold()
     call = asyncio.ensure_future(two.catalogue.completions({"prompt": "say:here", "max_tokens": 20}))
     await two.until(lambda: any(member.orders for member in two.members))
     await two.until(lambda: any(member.attending for member in two.members))
@@ -204,8 +197,7 @@ async def test_a_call_that_came_to_somebody_else_or_failed_is_made_again(two: Ho
         over.dismiss(0)
     await two.until(lambda: two.catalogue.entries[0]._looks > looks and len(two.engine.fleet.able) == 2)
     await two.until(lambda: [linked.accepting for linked in two.engine.fleet.able].count(True) == 1)
-    for member in two.members:
-        member.engine.runner.free()
+    two.free()
     assert (await call)["choices"][0]["text"] == "here"
 
 
@@ -224,8 +216,7 @@ async def test_what_a_dead_replica_left_goes_on_elsewhere(two: House, single: Re
     """After so many tokens of each of two prompts; every token once."""
     body = {"prompt": ["go", "on", "and"], "max_tokens": 40, "ignore_eos": True}
     wanted = await single.completions(body)
-    for member in two.members:
-        member.engine.runner.hold()
+    two.hold()
     call = asyncio.ensure_future(two.catalogue.completions(body))
     await two.until(lambda: sum(len(member.orders) for member in two.members) == 3)
     victim = two.members[0]
@@ -235,8 +226,7 @@ async def test_what_a_dead_replica_left_goes_on_elsewhere(two: House, single: Re
     if after:
         await two.until(lambda: any(len(r.ids) >= after for way in engine.books.ways.values() for r in way.replays.values()))
     victim.die()
-    for member in two.members:
-        member.engine.runner.free()
+    two.free()
     reply = await call
     assert [c["text"] for c in reply["choices"]] == [c["text"] for c in wanted["choices"]]
     assert reply["usage"] == wanted["usage"]
@@ -260,8 +250,7 @@ async def test_a_failed_step_is_a_pause_for_the_others_and_an_end_for_the_one_th
 async def test_what_kills_two_replicas_in_its_first_step_is_not_sent_to_a_third(tiny: Path, heard: str) -> None:
     """Nothing was heard of it at either; whether they say that they have failed, or nothing more at all."""
     async with house({"scripted": scripted(tiny, replicas=3)}) as three:
-        for member in three.members:
-            member.engine.runner.hold()
+        three.hold()
         call = asyncio.ensure_future(three.catalogue.completions({"prompt": "go", "max_tokens": 9}))
         for dead in (1, 2):
             await three.until(lambda dead=dead: sum(bool(member.orders) for member in three.members) == dead)
@@ -274,8 +263,7 @@ async def test_what_kills_two_replicas_in_its_first_step_is_not_sent_to_a_third(
         with pytest.raises(RayNeuronError, match="2 replicas failed while they computed"):
             await call
         assert sum(bool(member.orders) for member in three.members) == 2
-        for member in three.members:
-            member.engine.runner.free()
+        three.free()
         await three.settle()
 
 
@@ -283,8 +271,7 @@ async def test_what_kills_two_replicas_in_its_first_step_is_not_sent_to_a_third(
 async def test_what_is_nobody_s_doing_is_no_strike(tiny: Path, way: str) -> None:
     """A request that every replica but the last is taken from: by leaving, or since what they say makes no sense."""
     async with house({"scripted": scripted(tiny, replicas=4)}) as four:
-        for member in four.members:
-            member.engine.runner.hold()
+        four.hold()
         call = asyncio.ensure_future(four.catalogue.completions({"prompt": "say:done", "max_tokens": 9}))
         for lost in (1, 2, 3):
             await four.until(lambda lost=lost: sum(bool(member.orders) for member in four.members) == lost)
@@ -296,16 +283,14 @@ async def test_what_is_nobody_s_doing_is_no_strike(tiny: Path, way: str) -> None
                 at.hub.leave(0.0)
             else:
                 linked.link.end("it makes no sense")
-        for member in four.members:
-            member.engine.runner.free()
+        four.free()
         assert (await call)["choices"][0]["text"] == "done"
 
 
 async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, single: Replica) -> None:
     body = {"prompt": "go on", "max_tokens": 60, "ignore_eos": True}
     wanted = await single.completions(body)
-    for member in two.members:
-        member.engine.runner.hold()
+    two.hold()
     call = asyncio.ensure_future(two.catalogue.completions(body))
     await two.until(lambda: sum(len(member.orders) for member in two.members) == 1)
     leaving = next(member for member in two.members if member.orders)
@@ -316,8 +301,7 @@ async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, s
     other = next(member for member in two.members if not member.orders)
     await two.until(lambda: other.orders)
     assert other.orders[0].request.output_ids, "it goes on where it was"
-    for member in two.members:
-        member.engine.runner.free()
+    two.free()
     reply = await call
     assert reply["choices"][0]["text"] == wanted["choices"][0]["text"]
     assert two.engine.repair.counts["leave", "again"] == 1
@@ -325,8 +309,7 @@ async def test_a_replica_that_leaves_hands_over_what_it_cannot_end(two: House, s
 
 
 async def test_nobody_there_is_a_503_and_a_late_replica_ends_the_wait(two: House) -> None:
-    for member in two.members:
-        member.engine.runner.hold()
+    two.hold()
     call = asyncio.ensure_future(two.catalogue.completions({"prompt": "say:late", "max_tokens": 20}))
     await two.until(lambda: any(member.orders for member in two.members))
     for left, member in ((1, next(m for m in two.members if not m.orders)), (0, next(m for m in two.members if m.orders))):
@@ -337,8 +320,7 @@ async def test_nobody_there_is_a_503_and_a_late_replica_ends_the_wait(two: House
         await two.catalogue.completions({"prompt": "x"})
     assert not call.done()
     two.members[1].dead = False
-    for member in two.members:
-        member.engine.runner.free()
+    two.free()
     assert (await call)["choices"][0]["text"] == "late"
 
 

@@ -122,8 +122,7 @@ async def test_who_takes_a_gateway_s_name_ends_its_connection_and_no_answer(tiny
         member.engine.runner.allow(4)
         await two.until(lambda: member.engine.runner._permits == 0)
         _, writer = await raw(member, two.engine.gateway)
-        for each in two.members:
-            each.engine.runner.free()
+        two.free()
         assert (await call)["choices"] == wanted["choices"]
         writer.close()
         await two.settle()
