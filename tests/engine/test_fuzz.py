@@ -76,6 +76,26 @@ def drain(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], tupl
     return {k: finished(v) for k, v in out.items()}
 
 
+def drive(engine: Engine, requests: list[Request], rng: random.Random, aborts: float, before=lambda: None, after=lambda: None):
+    """The deltas of every choice, and the requests that were aborted, all of them or their first choice: one in a share `aborts` of steps.
+    Requests come a few at a time, the last first; `before` and `after` are called around every step."""
+    waiting, out, aborted = list(requests), {}, set()
+    while waiting or engine.has_work:
+        for _ in range(rng.choice([0, 0, 1, 1, 3])):
+            if waiting:
+                engine.add(waiting.pop())
+        if rng.random() < aborts and engine._requests:
+            victim = rng.choice(list(engine._requests))
+            engine.abort(victim, rng.choice([None, 0]))
+            aborted.add(victim)
+        before()
+        collect(out, engine.step())
+        engine.check_ledger()
+        after()
+    assert set(out) == {(r.id, i) for r in requests for i in range(r.params.n)}, "every choice ended"
+    return out, aborted
+
+
 def collect(out: dict, deltas) -> None:
     for d in deltas:
         out.setdefault((d.request_id, d.index), []).append(d)
@@ -128,25 +148,9 @@ def test_every_finished_request_equals_its_solo_run(tiny, solo, seed, ahead, pre
     families = [[rng.randrange(12, 512) for _ in range(64)] for _ in range(3)] if cached else None
     requests = [draw(rng, i, families) for i in range(40)]
     guard = Guard(engine) if cached else None
+    around = {} if guard is None else {"before": guard.spoil, "after": guard.look}
     by_id = {r.id: r for r in requests}
-    waiting, out, aborted = list(requests), {}, set()
-    while waiting or engine.has_work:
-        for _ in range(rng.choice([0, 0, 1, 1, 3])):
-            if waiting:
-                engine.add(waiting.pop())
-        if rng.random() < 0.04 and engine.has_work:
-            victim = rng.choice(list(engine._requests) or [None])
-            if victim is not None:
-                index = rng.choice([None, 0])
-                engine.abort(victim, index)
-                aborted.add(victim)
-        if guard is not None:
-            guard.spoil()
-        collect(out, engine.step())
-        engine.check_ledger()
-        if guard is not None:
-            guard.look()
-    assert set(out) == {(r.id, i) for r in requests for i in range(r.params.n)}, "every choice ended"
+    out, aborted = drive(engine, requests, rng, 0.04, **around)
     checked = 0
     for (rid, index), deltas in out.items():
         tokens, reason = finished(deltas)

@@ -9,7 +9,7 @@ import pytest
 from rayneuron.engine.remote import Lent, Loan
 from rayneuron.types import Request, SamplingParams
 from tests.engine.beside import Beside
-from tests.engine.test_fuzz import LENGTH, Guard, build, collect, drain, draw, finished
+from tests.engine.test_fuzz import LENGTH, Guard, build, collect, drain, draw, drive, finished
 from tests.engine.test_fuzz import solo as solo
 
 
@@ -32,21 +32,13 @@ def test_every_request_equals_its_solo_run(tiny, solo, seed, ahead, cached, faul
     requests = [draw(rng, i, families) for i in range(40)]
     guard = Guard(engine) if cached else None
     by_id = {r.id: r for r in requests}
-    waiting, out, aborted = list(requests), {}, set()
-    while waiting or engine.has_work:
-        for _ in range(rng.choice([0, 0, 1, 1, 3])):
-            if waiting:
-                engine.add(waiting.pop())
-        if rng.random() < 0.06 and engine._requests:
-            victim = rng.choice(list(engine._requests))
-            engine.abort(victim, rng.choice([None, 0]))
-            aborted.add(victim)
-        collect(out, engine.step())
-        engine.check_ledger()
+
+    def look() -> None:
         counts(engine)
         if guard is not None:
             guard.look()
-    assert set(out) == {(r.id, i) for r in requests for i in range(r.params.n)}, "every choice ended"
+
+    out, aborted = drive(engine, requests, rng, 0.06, after=look)
     for (rid, index), deltas in out.items():
         tokens, reason = finished(deltas)
         wanted, wanted_reason = solo(by_id[rid], index)
@@ -63,6 +55,16 @@ def test_every_request_equals_its_solo_run(tiny, solo, seed, ahead, cached, faul
         snapshot = one.snapshot()
         assert (snapshot.running, snapshot.waiting, snapshot.remote, snapshot.kv_tokens_used, snapshot.blocks_pinned) == (0, 0, 0, 0, 0)
         assert snapshot.slots_free == one.capacity.rows
+
+
+def stepped(engine) -> tuple[int, dict]:
+    """How many tokens an engine computes until it has no work, and the deltas."""
+    computed, out = 0, {}
+    while engine.has_work:
+        before = engine.steps
+        collect(out, engine.step())
+        computed += engine.info.tokens if engine.steps > before else 0
+    return computed, out
 
 
 def counts(engine) -> None:
@@ -86,11 +88,7 @@ def test_no_token_of_the_prompt_is_computed_twice(tiny, length, hit):
         drain(engine, [greedy("before", prompt[:hit] + [20], 1)])
     beside = Beside(engine, other, rng)
     engine.add(greedy("r", prompt, 5))
-    computed, out = 0, {}
-    while engine.has_work:
-        before = engine.steps
-        collect(out, engine.step())
-        computed += engine.info.tokens if engine.steps > before else 0
+    computed, out = stepped(engine)
     whole = bool(hit) and length == hit + 1  # all but the last position is known, which is computed for its logits: nobody is asked
     assert (beside.adopted, computed) == ((0, 5) if whole else (1, 4)), "tokens 1 to 4, each by the KV of the one before"
     alone = build(tiny, 1, chunk=LENGTH)
@@ -115,11 +113,7 @@ def test_choices_share_what_has_arrived(tiny):
     step = other.step
     other.step = lambda: (before := other.steps, step(), there.append(other.info.tokens if other.steps > before else 0))[1]
     engine.add(Request(id="n", prompt_ids=prompt, params=params))
-    computed, out = 0, {}
-    while engine.has_work:
-        before = engine.steps
-        collect(out, engine.step())
-        computed += engine.info.tokens if engine.steps > before else 0
+    computed, out = stepped(engine)
     assert beside.adopted == 1 and computed == 5 * 3 and sum(there) == 40 + 4
     alone = drain(build(tiny, 5, None, 16), [Request(id="n", prompt_ids=prompt, params=params)])
     assert {key: finished(deltas) for key, deltas in out.items()} == alone

@@ -19,7 +19,7 @@ from rayneuron.engine.speculation.drafting import Speculation, look_up
 from rayneuron.errors import RequestError
 from rayneuron.models import hub, weights
 from rayneuron.types import Request, SamplingParams
-from tests.engine.test_fuzz import EDGES, LENGTH, collect
+from tests.engine.test_fuzz import EDGES, LENGTH, collect, drive
 
 VOCAB, TRIES = 512, 4
 ROOMS = [{"block": block, "kv_tokens": tokens} for block, tokens in ((16, 96), (16, 144), (16, None), (32, 96), (32, None))]
@@ -140,19 +140,8 @@ def test_every_choice_is_told_what_it_is_told_alone(tiny, solo, name, seed):
 def fuzz(engine: Engine, rng: random.Random, solo, families) -> list[tuple[int, int]]:
     """Thirty requests of all kinds, some aborted; every choice is told what it is told alone. What was tried, and came true, by row."""
     requests = [draw(rng, i, solo, families) for i in range(30)]
-    waiting, out, aborted, drafts, by_id = list(requests), {}, set(), [], {r.id: r for r in requests}
-    while waiting or engine.has_work:
-        for _ in range(rng.choice([0, 0, 1, 1, 3])):
-            if waiting:
-                engine.add(waiting.pop())
-        if rng.random() < 0.04 and engine._requests:
-            victim = rng.choice(list(engine._requests))
-            engine.abort(victim, rng.choice([None, 0]))
-            aborted.add(victim)
-        collect(out, engine.step())
-        engine.check_ledger()
-        drafts += engine.info.drafts
-    assert set(out) == {(r.id, i) for r in requests for i in range(r.params.n)}, "every choice ended"
+    drafts, by_id = [], {r.id: r for r in requests}
+    out, aborted = drive(engine, requests, rng, 0.04, after=lambda: drafts.extend(engine.info.drafts))
     for (rid, index), deltas in out.items():
         ids, scored, end = told(deltas)
         wanted, wanted_scored, wanted_end = solo(by_id[rid], index)
