@@ -15,7 +15,6 @@ import runpy
 import secrets
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +25,13 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from rayneuron import devices, settings
+from rayneuron.serve.fork_client import PEER
 
 FIRST = 2  # Serve's controller and its proxy
 SERVES = ("ray.serve._private.controller", "ray.serve._private.proxy", "ray.serve._private.replica", "uvicorn", "rayneuron.serve.app")
 ENGINES = ("rayneuron.engine.engine", "rayneuron.structured", "rayneuron.group.opening", "rayneuron.text.tokenizer", "tokenizers")
 JOB = "01000000"  # of the first driver of a Ray
 BACKLOG = 1024
-PEER = struct.Struct("=3i")  # of a socket: process, user, group
 PR_SET_PDEATHSIG = 1
 OBJECTS = (700, 10, 10)  # Python's own: new ones before garbage is looked for
 
