@@ -20,6 +20,7 @@ from rayneuron.devices.cpu import draws, library
 from rayneuron.engine.logits import describe
 from rayneuron.engine.sampling import left, sample, uniforms
 from rayneuron.models.choice import likeliest
+from tests.devices.cpu.built import here
 
 VOCAB = 50
 LOGITS = torch.from_numpy(np.random.default_rng(3).normal(0, 2, VOCAB).astype(np.float32))
@@ -64,9 +65,7 @@ def draw(rows: int, uniform: np.ndarray, candidates=256, temperature=1.0, top_k=
 
 def native(logits: torch.Tensor, *how: torch.Tensor, march: str = "native") -> torch.Tensor:
     """The kernels' draw."""
-    found = library.library(march)
-    if found is None:
-        pytest.skip("no compiler, or a processor without AVX2")
+    found = here(library.library(march))
     return draws.draw(found, None, logits, *how)
 
 
@@ -242,9 +241,7 @@ def test_typical_ids_are_transformers(seed, mass, others):
 @pytest.mark.parametrize("march", ["native", "x86-64-v3"])
 @pytest.mark.parametrize(("vocab", "count"), [(1, 1), (50, 5), (50, 50), (5000, 0), (5000, 7), (5000, 400)])
 def test_the_kernels_describe_what_torch_describes(march, vocab, count):
-    found = library.library(march)
-    if found is None:
-        pytest.skip("no compiler, or a processor without AVX2")
+    found = here(library.library(march))
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 3, (9, vocab)).astype(np.float32))
     logits[:, -3:] = logits[:, :1]  # equals
     tokens = torch.arange(9) * 5 % vocab

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rayneuron.devices.cpu import adapters as device
-from rayneuron.devices.cpu.ops import Kernels, kernels
-from rayneuron.models import ops as plain
+from rayneuron.devices.cpu.ops import Kernels
 from rayneuron.models import quantize
 from rayneuron.models.collectives import Solo
+from tests.devices.cpu.built import team
 from tests.models import adapters, cases
 from tests.models.cases import Runner, Saved
 
@@ -35,13 +35,6 @@ def folders(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     names = adapters.products(saved.path)
     kinds = enumerate(((names, 4), (names, 7), (names[::2], 1)))
     return [adapters.write(root / str(i), saved.path, chosen, r=r, seed=i) for i, (chosen, r) in kinds]
-
-
-def open_team(dtype: torch.dtype) -> Kernels:
-    made = kernels(2, dtype, plain.PLAIN)
-    if made is None:
-        pytest.skip("no compiler, or a processor without AVX2")
-    return made
 
 
 def on_kernels(
@@ -65,7 +58,7 @@ def test_equals_merged_weights(saved: Saved, folders: list[Path], ranks: int) ->
     want = torch.stack([adapters.merged(saved.path, folders[slot], saved.ids)[row] for row, slot in enumerate((1, 2))])
 
     def work(comm: Any) -> torch.Tensor:
-        made = open_team(torch.float32)
+        made = team(torch.float32)
         got = cases.run(on_kernels(saved, comm, made, [1, 2, -1], folders), saved.ids, 16)
         made.close()
         return got
@@ -82,7 +75,7 @@ def test_bits_do_not_depend_on_company(saved: Saved, folders: list[Path], how: s
     options = {"quantization": quantize.parse("int8")} if how == "int8" else {}
 
     def logits(own: list[int], rows: slice, chunk: int, some: list[Path] = folders) -> torch.Tensor:
-        made = open_team(dtype)
+        made = team(dtype)
         runner = on_kernels(saved, Solo(), made, own, some, dtype, **options)
         ids = saved.ids[rows]
         with torch.no_grad():
@@ -108,7 +101,7 @@ def test_it_is_near_to_merged_weights_in_smaller_numbers(saved: Saved, tmp_path:
     want = adapters.merged(saved.path, folders[0], saved.ids)
     assert (want - saved.logits).abs().max() > 0.05
     for options, bound in (({}, 0.05), ({"quantization": quantize.parse("int8")}, 0.12)):
-        made = open_team(torch.bfloat16)
+        made = team(torch.bfloat16)
         runner = on_kernels(saved, Solo(), made, [0, 0, -1], folders, torch.bfloat16, **options)
         with torch.no_grad():
             got = cases.run(runner, saved.ids, 16)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rayneuron import models
-from rayneuron.devices.cpu.ops import Kernels, kernels
+from rayneuron.devices.cpu.ops import Kernels
 from rayneuron.models import hub, quantize
-from rayneuron.models import ops as plain
 from rayneuron.models.collectives import Solo
+from tests.devices.cpu.built import team
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
@@ -21,13 +21,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture(scope="module", params=cases.PARAMS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return cases.save(cases.CONFIGS[request.param](), tmp_path_factory.mktemp(request.param))
-
-
-def team(dtype: torch.dtype) -> Kernels:
-    found = kernels(2, dtype, plain.PLAIN)
-    if found is None:
-        pytest.skip("no compiler, or a processor without AVX2")
-    return found
 
 
 def on_kernels(saved: Saved, comm, dtype: torch.dtype, made: Kernels, **options) -> Runner:

@@ -10,6 +10,7 @@ import torch
 
 from rayneuron.devices.cpu import library, ops, packing, panels
 from rayneuron.models import ops as plain
+from tests.devices.cpu.built import check_rows, opened
 
 MARCHES = ("native", "x86-64-v3")  # what this machine has, and AVX2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -18,12 +19,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 @pytest.fixture(scope="module", params=MARCHES)
 def kernels(request):
-    found = library.library(request.param)
-    if found is None:
-        pytest.skip("no compiler, or a processor without AVX2")
-    made = ops.Kernels(found, 2, plain.PLAIN)
-    yield made
-    made.close()
+    yield from opened(request.param)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,11 +52,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels, dtype, n, k):
         w["a.scale"] = draw(n, 1, seed=3).abs()
     compute = torch.bfloat16 if dtype == torch.int8 else dtype
     made, x = packed(kernels, w, compute), draw(300, k, seed=2, dtype=compute)
-    alone = torch.cat([kernels.linear(made, "a", x[i : i + 1]) for i in range(300)])
-    for rows in (*range(2, 18), 31, 40, 97, 300):  # so many are cut into parts
-        for start in {0, 1, 300 - rows}:
-            part = slice(start, min(start + rows, 300))
-            assert torch.equal(kernels.linear(made, "a", x[part]), alone[part]), (rows, start)
+    check_rows(kernels, made, x, (*range(2, 18), 31, 40, 97, 300))  # so many are cut into parts
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13])

@@ -9,10 +9,11 @@ import torch
 import transformers as tf
 
 from rayneuron import devices
-from rayneuron.devices.cpu import device, isa, library, ops, panels
+from rayneuron.devices.cpu import device, isa, panels
 from rayneuron.models import ops as plain
 from rayneuron.models.collectives import Solo
 from rayneuron.models.kv import Kv, KvShape, KvSpace
+from tests.devices.cpu.built import opened
 from tests.models import cases
 from tests.models.cases import Runner, Saved
 
@@ -22,12 +23,7 @@ LENGTH = 150
 
 @pytest.fixture(scope="module", params=["best", "x86-64-v3", isa.EMULATED])
 def kernels(request: pytest.FixtureRequest):
-    found = library.library(None if request.param == "best" else request.param)
-    if found is None:
-        pytest.skip("no compiler, or a processor without AVX2")
-    made = ops.Kernels(found, 2, plain.PLAIN)
-    yield made
-    made.close()
+    yield from opened(None if request.param == "best" else request.param)
 
 
 @pytest.fixture(scope="module")

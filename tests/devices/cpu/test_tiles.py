@@ -17,6 +17,7 @@ from rayneuron.devices.cpu import isa, library, ops, packing
 from rayneuron.models import ops as plain
 from rayneuron.models import quantize
 from rayneuron.models.collectives import Solo
+from tests.devices.cpu.built import check_rows, here, opened
 from tests.devices.cpu.test_families import on_kernels
 from tests.devices.cpu.test_kernels import SEGMENT, attend, attend_exactly, close, draw, summed_alike
 from tests.models import cases
@@ -29,13 +30,8 @@ SMALLEST = Fraction(1, 2**126)  # normal number of float32
 def kernels(request):
     if request.param == isa.AMX and library.best() != isa.AMX:
         pytest.skip("no tiles here")
-    found = library.library(request.param)
-    if found is None:
-        pytest.skip("no compiler, or a processor without AVX2")
-    assert found.rn_features() & library.TILES, "the tiles gave wrong products"
-    made = ops.Kernels(found, 2, plain.PLAIN)
-    yield made
-    made.close()
+    assert here(library.library(request.param)).rn_features() & library.TILES, "the tiles gave wrong products"
+    yield from opened(request.param)
 
 
 def packed(w, dtype=BF16):
@@ -108,11 +104,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels, dtype, n, k):
         w["a.scale"] = draw(n, 1, seed=3).abs()
     compute = BF16 if dtype == torch.int8 else dtype
     made, x = packed(w, compute), draw(40, k, seed=2, dtype=compute)
-    alone = torch.cat([kernels.linear(made, "a", x[i : i + 1]) for i in range(40)])
-    for rows in (*range(2, 18), 31, 40):
-        for start in {0, 1, 40 - rows}:
-            part = slice(start, min(start + rows, 40))
-            assert torch.equal(kernels.linear(made, "a", x[part]), alone[part]), (rows, start)
+    check_rows(kernels, made, x, (*range(2, 18), 31, 40))
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.int8], ids=str)

@@ -13,7 +13,7 @@ import torch
 from rayneuron import models
 from rayneuron.models import decoder, hub, quantize
 from rayneuron.models.collectives import Solo
-from tests.devices.cpu import test_adapters, test_families
+from tests.devices.cpu import built, test_adapters, test_families
 from tests.models import adapters, cases
 from tests.models.cases import Runner, Saved
 
@@ -78,6 +78,6 @@ def test_of_rows_with_adapters(name: str, how: str, tmp_path: Path) -> None:
     one, (dtype, options) = cases.save(cases.CONFIGS[name](), tmp_path / "model"), HOW[how]
     folders = [adapters.write(tmp_path / str(i), one.path, r=r, seed=i) for i, r in enumerate((4, 7))]
     for own in ([1, 0, -1], [-1, 1, -1], [1, -1, -1]):
-        made = test_adapters.open_team(dtype)
+        made = built.team(dtype)
         check(lambda own=own, made=made: test_adapters.on_kernels(one, Solo(), made, own, folders, dtype, **options), one.ids, True)  # type: ignore[misc]
         made.close()
