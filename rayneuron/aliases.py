@@ -23,6 +23,7 @@ RENAMED = {
     "override_generation_config": "sampling_defaults", "async_scheduling": "compile.async_mode",
     "enable_log_requests": "serving.log_prompts", "allowed_origins": "serving.allowed_origins",
     "trust_request_chat_template": "serving.trust_request_chat_template", "stream_interval": "serving.stream_interval",
+    "default_chat_template_kwargs": "serving.default_chat_template_kwargs",
     "tool_call_parser": "serving.tool_call_parser", "reasoning_parser": "serving.reasoning_parser",
     "enable_lora": "lora.enabled", "lora_modules": "lora.lora_modules", "max_loras": "lora.max_loras",
     "max_lora_rank": "lora.max_lora_rank", "max_cpu_loras": "lora.max_cpu_loras",
@@ -44,7 +45,9 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "swap_space": (0,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",), "config_format": ("auto", "hf"),
     "model_impl": ("auto", "vllm"), "load_format": ("auto", "safetensors"), "runner": ("auto", "generate", "pooling"),
     "task": ("auto", "generate", "embed"),
-    "generation_config": ("auto",), "lora_dtype": ("auto",),
+    "generation_config": ("auto",), "lora_dtype": ("auto",), "performance_mode": ("balanced",), "enable_log_deltas": (True,),
+    "skip_mm_profiling": (True, False), "use_tqdm_on_load": (True, False), "scheduler_reserve_full_isl": (True, False),
+    "disable_hybrid_kv_cache_manager": (True, False), "safetensors_load_strategy": ("lazy",), "renderer_num_workers": (1,),
     "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
     "chat_template_content_format": ("auto",), "trust_remote_code": (), "api_key": (),
 }  # fmt: skip
@@ -59,14 +62,15 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "KV and weights stay in the device's memory, a preempted sequence is computed again; leave it out, or write kv_cache_tokens": (
         "swap_space", "cpu_offload_gb", "offload_backend", "kv_offloading_size", "kv_offloading_backend", "preemption_mode",
+        "cpu_offload_params", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params",
     ),
     "a prefill is always cut into chunks; write prefill_chunk_tokens for their size": (
         "enable_chunked_prefill", "max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold",
-        "num_scheduler_steps", "scheduler_delay_factor",
+        "num_scheduler_steps", "scheduler_delay_factor", "scheduler_reserve_full_isl", "scheduler_cls",
     ),
     "prefixes are known by their blake2b; leave it out": ("prefix_caching_hash_algo",),
     "adapters are computed in the model's dtype, and cut over ranks as the weights they are added to; leave it out": (
-        "lora_dtype", "fully_sharded_loras",
+        "lora_dtype", "fully_sharded_loras", "lora_target_modules", "specialize_active_lora",
     ),
     "write speculative_config: {method: ngram, num_speculative_tokens: 8}": (
         "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",
@@ -81,12 +85,31 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "only text goes in and out; leave it out": (
         "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb", "disable_mm_preprocessor_cache", "allowed_local_media_path",
-        "media_io_kwargs", "language_model_only", "mm_encoder_tp_mode", "enable_mm_embeds", "interleave_mm_strings",
+        "media_io_kwargs", "language_model_only", "mm_encoder_tp_mode", "enable_mm_embeds", "interleave_mm_strings", "enable_prompt_embeds",
+        "allowed_media_domains", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_encoder_only", "mm_encoder_attn_backend",
+        "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin",
+        "io_processor_plugin", "skip_mm_profiling", "video_pruning_rate", "mm_tensor_ipc", "default_mm_loras",
+        "enable_tower_connector_lora", "disable_chunked_mm_input", "enable_mm_processor_stats", "ec_transfer_config", "ec_manager_config",
     ),
     "models here generate text, and vectors of it; leave it out": ("runner", "task", "convert", "pooler_config", "override_pooler_config"),
     "a model directory is read as config.json, safetensors and tokenizer.json; convert it to that": (
-        "load_format", "config_format", "tokenizer_mode", "model_impl", "model_loader_extra_config", "ignore_patterns",
+        "load_format", "config_format", "tokenizer_mode", "model_impl", "model_loader_extra_config", "ignore_patterns", "model_weights",
+        "safetensors_load_strategy", "pt_load_map_location", "use_tqdm_on_load",
     ),
+    "config.json says how a checkpoint is quantised; leave it out, or write quantization: int8 to have it done here": (
+        "quantization_config", "allow_deprecated_quantization",
+    ),
+    "KV of every layer is of kv_dtype, and is the layer's own; leave it out": (
+        "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "disable_hybrid_kv_cache_manager",
+    ),
+    "models with a state instead of KV are not served; leave it out": (
+        "mamba_config", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_block_size", "mamba_cache_mode", "mamba_backend",
+        "enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds", "gdn_prefill_backend",
+    ),
+    "a body says how long to think, thinking_token_budget; leave it out, and write serving.reasoning_parser": ("reasoning_config",),
+    "write serving.weights_directory, and send POST /admin/weights": ("weight_transfer_config",),
+    "write model.skip_tokenizer_init: true": ("tokens_only",),
+    "name the file in its place: rayneuron serve FILE.yaml": ("config",),
     "write model.config, the whole config.json inline, or change that file": (
         "hf_overrides", "hf_config_path", "rope_scaling", "rope_theta", "disable_sliding_window",
     ),
@@ -98,17 +121,28 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "Ray places the processes; write nodes, tensor_parallel, pipeline_parallel and serving.num_replicas": (
         "distributed_executor_backend", "worker_cls", "worker_extension_cls", "master_addr", "master_port", "node_rank", "headless",
         "data_parallel_backend", "data_parallel_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
-        "data_parallel_start_rank", "max_parallel_loading_workers", "api_server_count", "ray_workers_use_nsight",
+        "data_parallel_start_rank", "max_parallel_loading_workers", "api_server_count", "ray_workers_use_nsight", "data_parallel_hybrid_lb",
+        "data_parallel_external_lb", "data_parallel_multi_port_external_lb", "data_parallel_supervisor_port",
+        "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s", "dp_supervisor_probe_failure_threshold", "renderer_num_workers",
     ),
+    "write group.load_s and group.step_s, for which the processes of a model wait": (
+        "distributed_timeout_seconds", "cpu_distributed_timeout_seconds",
+    ),
+    "cores are taken from the ledger of the node; leave it out": ("device_ids", "numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
     "experts are cut over the ranks of tensor_parallel; leave it out": (
-        "enable_expert_parallel", "enable_eplb", "eplb_config", "all2all_backend", "moe_backend",
+        "enable_expert_parallel", "enable_eplb", "eplb_config", "all2all_backend", "moe_backend", "enable_ep_weight_filter",
+        "enable_elastic_ep", "expert_placement_strategy", "enable_return_routed_experts",
     ),
     "a context is not cut over ranks; write shard_over_sequence for ranks that share KV heads": (
-        "decode_context_parallel_size", "prefill_context_parallel_size",
+        "decode_context_parallel_size", "prefill_context_parallel_size", "dcp_comm_backend", "dcp_q_replicate",
+        "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size",
     ),
     "it belongs to CUDA; leave it out": (
         "disable_custom_all_reduce", "attention_backend", "attention_config", "kernel_config", "enable_dbo", "calculate_kv_scales",
-        "disable_cascade_attn", "enable_flashinfer_autotune", "override_attention_dtype", "enable_sleep_mode",
+        "disable_cascade_attn", "enable_flashinfer_autotune", "override_attention_dtype", "enable_sleep_mode", "ir_op_priority",
+        "linear_backend", "ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "disable_nccl_for_dp_synchronization",
+        "enable_bf16x3_router_gemm", "enable_layerwise_nvtx_tracing", "cudagraph_metrics", "performance_mode", "profiler_config",
+        "fail_on_environ_validation", "enable_flash_late_interaction",
     ),
     "pools of one file hand KV over; write pools: {prefill: {...}}": ("kv_transfer_config",),
     "gateways hear of what is kept by themselves; write kv_events: false where they should not": ("kv_events_config",),
@@ -121,6 +155,10 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "enable_log_outputs", "disable_fastapi_docs", "enable_request_id_headers", "enable_tokenizer_info_endpoint",
         "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_force_include_usage", "disable_frontend_multiprocessing",
         "response_role", "chat_template_content_format", "return_tokens_as_token_ids", "max_logprobs", "logprobs_mode",
+        "enable_per_request_metrics", "enable_log_deltas", "log_error_stack", "fingerprint_mode", "fingerprint_value", "ssl_ciphers",
+        "disable_access_log_for_endpoints", "h11_max_incomplete_event_size", "h11_max_header_count", "enable_offline_docs", "grpc",
+        "cohere_is_reasoning_model", "cohere_format", "aggregate_engine_logging", "show_hidden_metrics_for_version", "kv_cache_metrics",
+        "kv_cache_metrics_sample", "enable_mfu_metrics", "enable_logging_iteration_details",
     ),
     "write --grace": ("shutdown_timeout",),
 }  # fmt: skip
@@ -132,8 +170,9 @@ _DRAFTS: dict[str, tuple[str, ...]] = {
     "write model: org/name@revision": ("revision", "code_revision"),
     "nothing is drafted beyond the positions that config.json gives a draft model; leave it out": ("max_model_len",),
     "as many are tried in a step as pay by measured times; leave it out, and write num_speculative_tokens for the most": (
-        "num_speculative_tokens_per_batch_size", "disable_by_batch_size", "enable_adaptive_verification",
+        "enable_adaptive_verification",
     ),
+    "write num_speculative_tokens_per_batch_size: [[9, 256, 0]] for none where more than 8 sequences run": ("disable_by_batch_size",),
     "a draft is accepted if it is the token that comes without drafts, and changes none; leave it out": (
         "rejection_sample_method", "acceptance_method", "draft_sample_method", "posterior_threshold", "posterior_alpha",
         "synthetic_acceptance_rates", "synthetic_acceptance_length", "disable_logprobs",
@@ -196,6 +235,8 @@ def meaning(name: str, value: Any) -> dict[str, Any]:
     if name in TRANSLATED:
         key, values = TRANSLATED[name]
         return {key: values.get(value, value) if isinstance(value, str) else value}
+    if value is None:  # as vLLM prints what was not said
+        return {}
     if any(value == given and isinstance(value, bool) == isinstance(given, bool) for given in GIVEN.get(name, (False,))):
         return {}
     raise ConfigError(f"{name} {REFUSED[name]}", param=name)

@@ -46,6 +46,9 @@ class SpeculativeConfig(Section):
     quantization: Literal["int8"] | None = Field(None, description="Of draft_model: int8 weights; it then computes in bf16.")
     draft_tensor_parallel_size: int | None = Field(None, ge=1, description="The model's own degree, by which its draft model is cut too.")
     num_speculative_tokens: int = Field(default=8, ge=1, le=64, description="The most tokens tried for a sequence in one step.")
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = Field(
+        default=None, description="Another most, 0 too, for steps of so many sequences: [[first, last, most], ...]; vLLM's schedule."
+    )
     prompt_lookup_min: int = Field(default=2, ge=1, le=64, description="Tokens that must have occurred before.")
     prompt_lookup_max: int = Field(default=4, ge=1, le=64, description="A longer match is not looked for.")
     enabled: bool = Field(default=True, description="false: off.")
@@ -80,6 +83,17 @@ class SpeculativeConfig(Section):
             said["prompt_lookup_min"] = min(most, cls.model_fields["prompt_lookup_min"].default)
         return said
 
+    @field_validator("num_speculative_tokens_per_batch_size")
+    @classmethod
+    def _schedule(cls, value: list[list[int]] | None) -> list[list[int]] | None:
+        before = 0
+        for entry in value or ():
+            if len(entry) != 3 or not before < entry[0] <= entry[1] or not 0 <= entry[2] <= 64:
+                said = "write [first, last, most] for each range of sequences, the smaller ranges first and none twice, most from 0 to 64"
+                raise ValueError(f"{said}, got {entry}")
+            before = entry[1]
+        return value
+
     @model_validator(mode="after")
     def _ordered(self) -> SpeculativeConfig:
         if self.method == "ngram" and (self.model or self.quantization):
@@ -88,9 +102,17 @@ class SpeculativeConfig(Section):
             raise ValueError(f"method {self.method} needs model: a directory with such heads, and no quantization: they stay as they are")
         if self.by_model and not (self.model or self.quantization):
             raise ValueError("a copy of the model saves nothing; write quantization: int8, or model: a smaller one")
+        if (most := max((n for *_, n in self.schedule), default=0)) > self.num_speculative_tokens:
+            said = f"num_speculative_tokens_per_batch_size tries {most}, more than num_speculative_tokens {self.num_speculative_tokens}"
+            raise ValueError(f"{said}; write {most} there, or less here")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} is above prompt_lookup_max {self.prompt_lookup_max}")
         return self
+
+    @property
+    def schedule(self) -> tuple[tuple[int, int, int], ...]:
+        """(first, last, most drafts a row) for steps of so many rows."""
+        return tuple((first, last, most) for first, last, most in self.num_speculative_tokens_per_batch_size or ())
 
     @property
     def by_model(self) -> bool:

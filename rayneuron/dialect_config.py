@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,9 @@ class Replies(Section):
     )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"] | None = Field(
         None, description="How the model writes calls of tools. Default: as its chat template shows; auto: that, or no start."
+    )
+    default_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Words for the chat template where a body's chat_template_kwargs do not say them."
     )
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None, description="How it writes reasoning; deepseek_r1 begins inside it. Default: it is content."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron import devices, keys, models, settings, sources
-from rayneuron.api import body
+from rayneuron.api import body, openai
 from rayneuron.api.call import Context
 from rayneuron.config import Deployment
 from rayneuron.deployment_file import DeploymentFile
@@ -162,7 +162,10 @@ def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) ->
 
 
 def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None) -> None:
-    """Refuse sampling defaults with which no request could be answered. Raises ConfigError."""
+    """Refuse defaults with which no request could be answered. Raises ConfigError."""
+    if (name := openai.reserved(config.serving.default_chat_template_kwargs)) is not None:
+        key = f"serving.default_chat_template_kwargs.{name}"
+        raise ConfigError(f"{key} is not for the template; leave it out", param=key)
     said = config.sampling_defaults
     try:
         defaults = body.sampling_defaults(fitted.generation, said)

@@ -29,6 +29,7 @@ VALUES: tuple[Any, ...] = (
 )
 KEYS = [key for key in keys(Deployment) if key != "model.config" and not key.startswith("serving.seat.")]  # whose keys go together
 MOST_LETTERS = 1200
+SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
 def nested(dotted: str, value: object) -> dict[str, Any]:
@@ -296,6 +297,11 @@ def test_the_words_for_dtypes_are_those_of_the_models() -> None:
         ({"speculative_config": {"method": "ngram", "model": "/m"}}, "are of a draft model; write method: draft_model"),
         ({"speculative_config": {"model": "/m", "draft_tensor_parallel_size": 2}}, "draft_tensor_parallel_size 2 beside tensor_parallel 1"),
         ({"speculative_config": {"model": "/m"}, "tensor_parallel": 2, "shard_over_sequence": True}, "goes without shard_over_sequence"),
+        ({"speculative_config": {SCHEDULE: [[1, 4, 9]]}}, "tries 9, more than num_speculative_tokens 8; write 9"),
+        ({"speculative_config": {SCHEDULE: [[4, 1, 2]]}}, "write [first, last, most] for each range"),
+        ({"speculative_config": {SCHEDULE: [[1, 4, 2], [4, 8, 1]]}}, "none twice, most from 0 to 64, got [4, 8, 1]"),
+        ({"speculative_config": {SCHEDULE: [[1, 4]]}}, "write [first, last, most]"),
+        ({"speculative_config": {"disable_by_batch_size": 8}}, "write num_speculative_tokens_per_batch_size: [[9, 256, 0]]"),
         ({"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 4}}, "prompt_lookup_min 5 is above prompt_lookup_max 4"),
         ({"speculative_config": {}, "compile": {"async_mode": True}}, "goes without compile.async_mode"),
         ({"speculative_config": {}, "pipeline_parallel": 2}, "goes without pipeline_parallel"),

@@ -122,6 +122,7 @@ ODD = {
     "served_model_name": (["a", "b"], {"model.name": "a", "model.aliases": ["b"]}),
     "kv_cache_dtype": ("fp8_e5m2", {"kv_dtype": "f8e5m2"}),
     "scheduling_policy": ("priority", {"limits.client_priority": True}),
+    "default_chat_template_kwargs": ({"enable_thinking": False}, {"serving.default_chat_template_kwargs": {"enable_thinking": False}}),
     "enable_lora": (True, {"lora.enabled": True}),
     "revision": ("v1", {"model.revision": "v1"}),
 }

@@ -75,6 +75,9 @@ WRONG: dict[str, tuple[Callable[[Path], None], dict[str, Any], str, str]] = {
     "type of a default": (nothing, {"sampling_defaults": {"max_tokens": "x"}}, "sampling_defaults", "max_tokens"),
     "outside the vocabulary": (nothing, {"sampling_defaults": {"stop_token_ids": [999999]}}, "out of the vocabulary", "stop_token_ids"),
     "min_tokens beyond the length": (nothing, {"sampling_defaults": {"min_tokens": 10**6}}, "min_tokens", "min_tokens"),
+    "a word that is no template's": (
+        nothing, {"serving": {"default_chat_template_kwargs": {"tools": []}}}, "default_chat_template_kwargs.tools is not for", "tools",
+    ),
     "too long": (nothing, {"max_model_len": 10**6}, "beyond the model's", "max_model_len"),
     "too many ranks": (nothing, {"tensor_parallel": 64}, "attention heads", "tensor_parallel"),
     "too many stages": (nothing, {"pipeline_parallel": 64}, "leaves a stage without any", "pipeline_parallel"),

@@ -72,7 +72,7 @@ class Context:
     `max_model_len` counts prompt and output tokens together. `defaults`: sampling defaults as `body.sampling_defaults` returns them.
     `trust_chat_template` False refuses templates sent by clients: a template is a program, and a hostile one can hold the event loop.
     `client_priority`: whether a body may set `priority`. `adapters`: what there are at this moment, content by name.
-    `stream_interval`: that of a body without.
+    `stream_interval`: that of a body without. `template_kwargs`: words for the chat template where a body does not say them.
     """
 
     models: tuple[str, ...]
@@ -85,6 +85,7 @@ class Context:
     any_name: bool = False
     client_priority: bool = False
     stream_interval: int = 1
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     lmi: LmiOptions = LmiOptions()
     scan: Scan = Scan()
     pooling: Pooling = Pooling()

@@ -114,6 +114,7 @@ def hot(
         any_name=config.model.any_name,
         client_priority=merged.client_priority,
         stream_interval=config.serving.stream_interval,
+        template_kwargs=config.serving.default_chat_template_kwargs,
         adapters=lambda: opened.engine.adapters.names,
         pooling=Pooling(*pooling(opened.path)),
         lmi=api.LmiOptions(config.lmi.output_formatter, config.lmi.tgi_compat),

@@ -357,6 +357,9 @@ def test_chat_reaches_the_template(byte_level: Text) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
     assert rendered(messages=[{"role": "user", "content": parts}]) == "(user:one\ntwo)"
     assert rendered(chat_template_kwargs={"mood": "!"}, reasoning_effort="low", documents=[{"a": "b"}]) == "(user:hello)!low[{'a': 'b'}]"
+    for asked, mood in ({}, "?"), ({"chat_template_kwargs": {"mood": "!"}}, "!"):  # where the deployment says one, and a body another
+        call = parse("chat", {"chat_template": template} | asked, byte_level, template_kwargs={"mood": "?"})
+        assert byte_level.decode(call.requests[0].prompt_ids, False) == f"(user:hello){mood}"
     tools = "{{ tools[0]['function']['name'] }}{{ messages[0]['content'] }}"
     assert rendered(chat_template=tools, tools=[FUNCTION], tool_choice="none") == "fhello"
     called = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}]

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayneuron.config_features import SpeculativeConfig
 from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.buckets import capacity
 from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.costs import VERIFY_MS
-from rayneuron.engine.speculation.drafting import NONE, Speculation
+from rayneuron.engine.speculation.drafting import NONE, Speculation, speculation
 from rayneuron.engine.speculation.lookup import CANDIDATES, LONGEST, Echo, Prediction
 from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, PROBE, SURE, TRIALS, Candidate, Pace, Record
 from rayneuron.models.kv import KvSpace
@@ -21,9 +23,13 @@ MEASURED = ((1, 6.3), (8, 8.3), (16, 11.2), (36, 20.0), (144, 80.0))  # ms by to
 DECODE = ((1, 128, 6.3), (4, 128, 7.1), (16, 128, 11.2), (1, 4096, 12.0), (4, 4096, 20.0), (16, 4096, 60.0))
 
 
-def pace(tokens=MEASURED, most: int = 144) -> Pace:
+def measured(tokens=MEASURED) -> Profile:
     sizes = {"batch": (1, 4, 16), "lengths": (128, 4096), "context": (32,), "prefix": (), "chunk": 32}
-    return Pace(Profile(**sizes, decode=DECODE, prefill=(), tokens=tokens), most)
+    return Profile(**sizes, decode=DECODE, prefill=(), tokens=tokens)
+
+
+def pace(tokens=MEASURED, most: int = 144) -> Pace:
+    return Pace(measured(tokens), most)
 
 
 def warm(one: Pace, *counts: int) -> Pace:
@@ -300,6 +306,25 @@ def test_rows_are_looked_at_together():
     assert one.begins(16, 100)
     assert one.choose([Candidate(Record(4, 0.95), 8), *rows(15, 0.95, drafts=0)], 100) == [0] * 16
     assert min(one.choose(rows(16, 0.95), 100)) >= 1
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_another_most_for_steps_of_so_many_rows(adaptive):
+    """vLLM's num_speculative_tokens_per_batch_size: what it does not name has num_speculative_tokens."""
+    said = {"num_speculative_tokens": 6, "num_speculative_tokens_per_batch_size": [[2, 3, 2], [4, 16, 0]], "adaptive": adaptive}
+    made = speculation(SpeculativeConfig(**said), measured(), capacity(rows=16, length=64, chunk=16, smallest=16))
+    params, blocks = SamplingParams(max_tokens=64, temperature=0), Blocks(KvSpace(64, 64, 16, 64))
+    tried = {}
+    for count in (1, 2, 3, 4, 16, 5):
+        asked = [Request(id=str(i), prompt_ids=[1, 2, 3] * 8, params=params) for i in range(count)]
+        rows = [Sequence(each, 0, [*each.prompt_ids], seed=0, max_tokens=64, order=i, prompt_len=24) for i, each in enumerate(asked)]
+        works = [Work(row, len(row.ids) - 1, 1, True, 0) for row in rows]
+        for _ in range(8):
+            made.took(Plan("decode", works), 1.0)
+        plan = made.draft(Plan("decode", works), blocks)
+        tried[count] = max(work.wanted for work in plan.works)
+    most = {1: 6, 2: 2, 3: 2, 4: 0, 16: 0, 5: 0}
+    assert all(tried[n] <= most[n] for n in most) and tried[1] > 0 and (adaptive or tried == most), tried
 
 
 def test_who_comes_later_is_looked_at_with_the_others():

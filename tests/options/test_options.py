@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayneuron import cli
-from rayneuron.config import Deployment
+from rayneuron import aliases, cli
+from rayneuron.config import Deployment, SpeculativeConfig
 from rayneuron.errors import ConfigError
 from rayneuron.options import lmi, nxdi, properties, ray_llm, tnx, translation
 from rayneuron.options.words import Translation, tell
@@ -34,11 +34,19 @@ def names() -> list[tuple[str, str]]:
 
 def test_the_list_is_long() -> None:
     assert len(names()) == len(set(names())) and {system: sum(s == system for s, _ in names()) for system, _ in names()} == {
-        "lmi": 82, "tnx": 15, "nxdi": 67,
+        "lmi": 82, "tnx": 15, "nxdi": 67, "vllm": 263, "drafts": 33,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("system", "name"), names())
+@pytest.mark.parametrize(("system", "name"), [named for named in names() if named[0] not in TABLES])
+def test_every_name_of_vllm_is_ours_or_means_something_or_is_refused_with_what_to_write(system: str, name: str) -> None:
+    ours, refused = (SpeculativeConfig, aliases.DRAFTS) if system == "drafts" else (Deployment, aliases.REFUSED)
+    assert name in ours.model_fields or name in refused or (system == "vllm" and aliases.means(name) is not None)
+    if name in refused:
+        assert any(part in refused[name] for part in ("leave it out", "write ", "name ", "set ", "convert ")), refused[name]
+
+
+@pytest.mark.parametrize(("system", "name"), [named for named in names() if named[0] in TABLES])
 def test_every_name_of_the_documents_is_applied_noted_or_refused(system: str, name: str) -> None:
     word = TABLES[system][name]
     assert word.kind in ("applied", "noted", "refused")

@@ -6,6 +6,7 @@ from rayneuron.api.body import check_defaults, sampling_defaults
 from rayneuron.api.call import Dialect
 from rayneuron.api.fields import clean_id, decode
 from rayneuron.api.openai.chat import parse as parse_chat
+from rayneuron.api.openai.chat import reserved
 from rayneuron.api.openai.completions import parse as parse_completions
 from rayneuron.api.openai.embeddings import parse_embeddings, parse_pooling, parse_rerank, parse_score
 from rayneuron.api.openai.tokens import detokenize, find_model, model_card, models_list, tokenize, tokenizer_info, version
@@ -33,6 +34,7 @@ __all__ = [
     "parse_chat",
     "parse_completions",
     "prompts",
+    "reserved",
     "sampling_defaults",
     "tokenize",
     "tokenizer_info",

@@ -115,7 +115,7 @@ def render(
         add_special_tokens=fields.flag("add_special_tokens"),
         limit=context.max_model_len if keep is None else keep,
         side=None if keep is None else side,
-        variables=_variables(fields),
+        variables={**context.template_kwargs, **_variables(fields)},
     )
     if not ids:
         raise RequestError("the chat template made an empty prompt of these messages", param="messages")
@@ -149,13 +149,17 @@ def _constraint(
     return StructuredOutputs(**limit, begins=() if scan.inside else began, field="thinking_token_budget") if budget >= 0 else None
 
 
+def reserved(kwargs: Mapping[str, Any]) -> str | None:
+    """A word that is not for the template to be told, if there is one."""
+    return next((name for name in (*OWN_FIELDS, *RENDERING) if name in kwargs), None)
+
+
 def _variables(fields: Fields) -> dict[str, Any]:
     """Words for the template itself."""
     options: dict[str, Any] = dict(fields.table("chat_template_kwargs", {}))
-    for name in (*OWN_FIELDS, *RENDERING):
-        if name in options:
-            said = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
-            raise RequestError(f"chat_template_kwargs.{name} is not for the template; {said}", param=f"chat_template_kwargs.{name}")
+    if (name := reserved(options)) is not None:
+        said = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
+        raise RequestError(f"chat_template_kwargs.{name} is not for the template; {said}", param=f"chat_template_kwargs.{name}")
     effort = fields.string("reasoning_effort")
     if effort is not None:
         options.setdefault("reasoning_effort", effort)

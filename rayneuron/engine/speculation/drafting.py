@@ -53,10 +53,14 @@ class Chain:
 
 class Speculation:
     """Up to `tokens` drafts a row from `propose`, and where it has none from a draft model, if there is one; `pace` says how many pay,
-    None: all there are."""
+    None: all there are. `schedule`: (first, last, most) for steps of so many rows, where that is not `tokens`."""
 
-    def __init__(self, tokens: int, propose: Propose, pace: Pace | None = None, chain: Chain | None = None) -> None:
+    def __init__(
+        self, tokens: int, propose: Propose, pace: Pace | None = None, chain: Chain | None = None,
+        schedule: tuple[tuple[int, int, int], ...] = (),
+    ) -> None:  # fmt: skip
         self.tokens = tokens
+        self._schedule = schedule
         self._propose = propose
         self._pace = pace
         self._chain = chain
@@ -65,6 +69,9 @@ class Speculation:
     def _proposed(self, works: list[Work]) -> tuple[list[tuple[int, ...]], str]:
         """Drafts for every row of a decode step, () for none, nothing where none are looked for; and why nobody has any, if so."""
         pace, chain, rows, length = self._pace, self._chain, len(works), 1 + max([work.start for work in works])
+        tokens = next((most for first, last, most in self._schedule if first <= rows <= last), self.tokens)
+        if not tokens:
+            return [], REST
         sure = chain is not None and chain.stops and all([work.sequence.needs == "likeliest" for work in works])
         if pace is not None and not pace.begins(rows, length):
             return [], REST
@@ -79,7 +86,7 @@ class Speculation:
             drafts: tuple[int, ...] = ()
             drafter: Drafter = sequence.drafter or Drafter()
             sequence.drafter = drafter
-            most = min(self.tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
+            most = min(tokens, sequence.max_tokens - sequence.generated - 1) if sequence.search is None else 0
             grammar: Grammar | None = sequence.grammar
             if grammar is not None and most > 0 and (drafts := grammar.forced(most)):  # what leaves no choice
                 drafter.record.kind = FORCED
@@ -167,10 +174,10 @@ def speculation(
     tokens, lengths = said.num_speculative_tokens, (said.prompt_lookup_min, said.prompt_lookup_max)
     pace = Pace(profile, capacity.rows * (1 + tokens), whole) if said.adaptive else None
     if limit is None:
-        return Speculation(tokens, partial(look_up, *lengths, pace=pace), pace)
+        return Speculation(tokens, partial(look_up, *lengths, pace=pace), pace, schedule=said.schedule)
     reading = None if said.by_heads else Readings(capacity, fit(profile))
     chain = Chain(reading, limit, most or MOST, stops=reading is not None and said.adaptive and not whole)
-    return Speculation(tokens, partial(predicted, *lengths), pace, chain)
+    return Speculation(tokens, partial(predicted, *lengths), pace, chain, said.schedule)
 
 
 def predicted(least: int, most: int, sequence: Sequence, count: int) -> tuple[tuple[int, ...], int]:
