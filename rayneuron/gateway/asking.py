@@ -50,6 +50,14 @@ def profile_of(card: Card) -> Profile:
     return card.profile or flat(card.rows, card.length)
 
 
+def equal(one: Card, other: Card) -> bool:
+    """Whether two replicas are the same on one node: what either measured more or less, the moment did."""
+    if one.profile is None or other.profile is None or one.chosen != other.chosen:
+        return False
+    shapes = [(p.batch, p.lengths, p.context, p.prefix, p.chunk, p.padded) for p in (one.profile, other.profile)]
+    return shapes[0] == shapes[1] and one.address.rpartition(":")[0] == other.address.rpartition(":")[0]
+
+
 def shares_of(gateway: GatewayConfig) -> dict[str, AccountShare]:
     """What each account is due in one of the gateways."""
 

@@ -14,19 +14,21 @@ from msgspec.structs import replace
 from rayneuron.frames import Card, OrderEnded, Tokens
 from rayneuron.gateway.link import Link
 from rayneuron.news import KvNews, Pressure
+from rayneuron.types import Profile
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class Linked:
-    """One replica. `named`: Serve has it; `left`: it has said itself that it takes no more orders."""
+    """One replica. `named`: Serve has it; `left`: it has said itself that it takes no more orders; `profile`: what choices go by."""
 
     number: int
     link: Link
     named: bool = True
     left: bool = False
     pressure: Pressure = field(default_factory=Pressure)
+    profile: Profile | None = None
 
     @property
     def accepting(self) -> bool:

@@ -12,7 +12,7 @@ from math import inf
 from rayneuron import metrics
 from rayneuron.errors import Busy, NotReady, RequestError, RequestTimeout, WorkerLost
 from rayneuron.frames import Card, Order, OrderEnded, Tokens
-from rayneuron.gateway.asking import ask_of, profile_of
+from rayneuron.gateway.asking import ask_of, equal, profile_of
 from rayneuron.gateway.attendance import Attendance, Attends
 from rayneuron.gateway.books import Books
 from rayneuron.gateway.fleet import Fleet, Linked
@@ -156,7 +156,11 @@ class RemoteEngine:
     def joined(self, linked: Linked) -> None:
         """A replica is connected."""
         card, pooled = linked.link.card, linked.link.card.args.get("pools") is not None
-        self.desk.join(linked.number, card.replica, profile_of(card), card.kv_tokens, linked.pressure, time.monotonic(), pooled)
+        known = (one.profile for one in self.fleet.workers.values() if one.profile is not None and equal(one.link.card, card))
+        linked.profile = next(known, profile_of(card))
+        self.desk.join(linked.number, card.replica, linked.profile, card.kv_tokens, linked.pressure, time.monotonic(), pooled)
+        if linked.profile is not card.profile:
+            self.timed(linked)  # predictions are made by its own
         self.repair.joined()
         self.welcome()
         self._pump()

@@ -29,6 +29,7 @@ class Member:
         self.orders: list[Order] = []
         self.attending = 0  # calls that Serve would count
         self.dead = False
+        self.measured: dict[str, Any] = {}  # of its card, in place of what it says
 
     async def open(self) -> None:
         await self.replica.open()
@@ -86,7 +87,7 @@ class Wired:
         for member in self.members:
             with contextlib.suppress(RayNeuronError):
                 if not member.dead:
-                    cards.append(msgspec.msgpack.decode(member.card(), type=Card))
+                    cards.append(msgspec.structs.replace(msgspec.msgpack.decode(member.card(), type=Card), **member.measured))
         return cards
 
     async def attend(self, replica: str, gateway: bytes) -> bool:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from rayneuron.gateway.asking import equal
 from rayneuron.gateway.routes import application
 from tests.gateway.fleet import House, house, scripted
 from tests.gateway.test_remote import client
+from tests.policies.profiles import engine, profile
 from tests.serve.scripted import opener_of
 
 GO = {"prompt": "say:hello", "max_tokens": 20}
@@ -219,6 +222,29 @@ async def test_an_application_deployed_anew_answers_and_calls_that_came_before_e
         old.engine.runner.free()
         assert (await call)["usage"]["completion_tokens"] == 30
         await old.close()
+
+
+async def test_equal_replicas_of_a_node_are_chosen_by_one_profile(tiny: Path) -> None:
+    """Two that start together measure beside each other, and one of them in a busier moment: what each says of its steps differs by the
+    moment alone. Predictions are made by each one's own."""
+    from tests.gateway.fleet import Member
+
+    slow, quick = profile(engine()), profile(engine(), speed=1.7)
+    wide = profile(engine(rows=16), speed=1.7)
+    said: list[dict[str, Any]] = [{"profile": slow}, {"profile": quick}, {"profile": quick, "chosen": {"cores": 9}}, {"profile": wide}]
+    async with house({"scripted": scripted(tiny, 1)}) as made:
+        for measured in said:
+            member = Member({"model": {"path": str(tiny), "name": "scripted"}}, opener_of(tiny), f"scripted#{len(made.members)}")
+            member.measured = measured
+            await member.open()
+            made.members.append(member)
+            await made.until(lambda: len(made.engine.fleet.able) == len(made.members))
+        known = list(made.engine.desk.chooser.workers.all.values())[1:]
+        assert [worker.costs.profile for worker in known] == [slow, slow, quick, wide]
+        assert known[1].now is not None and known[1].now.prefill_ms(known[1].costs, 256, 0, 0, 0) < known[0].costs.prefill(256, 0)[0]
+        card = made.engine.fleet.able[1].link.card
+        assert equal(card, replace(card, address=card.address.replace("127.0.0.1:", "127.0.0.1:1")))
+        assert not equal(card, replace(card, address="10.0.0.1:7000"))
 
 
 async def test_a_gateway_whose_copy_of_the_args_differs_says_so(tiny: Path) -> None:
