@@ -2,10 +2,12 @@
 """What the simulator says of a replica, or several behind a gateway, beside them: the same requests at the same times, from one profile.
 
 A server has requests over HTTP and says what its steps take: as refined by them, its host time included (what it tells a gateway, and
-/load). Then the simulator has the same requests, every step by itself, with that profile, and with the one that was measured when an engine
-was opened (what `rayneuron simulate` would use). What lies between a client and the engine takes half of a call that computes nothing, each
-way. Bars are on the refined one, as ratios within rounds; how far the other
-is off tells what the measuring at the start does not see. The engine has one thread, so that HTTP and this client do not take its core.
+/load). Then the simulator has the same requests, every step by itself, with that profile, and with the one that was measured when an
+engine was opened (what `rayneuron simulate` would use). What lies between a client and the engine is measured before each round, by short
+calls one by one: their first token, less what its prompt takes by the profile, half each way. Bars are on the refined one, as ratios
+within rounds; how far the other is off tells what the measuring at the start does not see. The engine has one thread, so that HTTP and
+this client do not take its core. Several replicas may still take each other's: how much longer a token of each takes while all have a
+stream is told beside the bars. The simulator knows nothing of that: its engines have their cores to themselves.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from rayneuron.types import Profile
 
 NAME = "bench"
+SHORT, NEW = 8, 24  # tokens of a short call, and of its answer
 TIMES = {"ttft": "first token, ms", "itl": "from token to token, ms", "whole": "whole answer, ms"}
 SAID = {**TIMES, **{f"{name}_mean": f"{said}, mean" for name, said in TIMES.items()}, "rate": "tokens/s"}
 
@@ -73,14 +76,20 @@ async def get(url: str, path: str) -> bytes:
     return said
 
 
-def round_trip(url: str, calls: int = 20) -> float:
-    """Seconds of a call that computes nothing."""
-    took = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        asyncio.run(get(url, "/v1/models"))
-        took.append(time.perf_counter() - began)
-    return statistics.median(took)
+def alone(url: str, texts: Sequence[str], together: int) -> tuple[float, float]:
+    """Of short calls one by one, seconds to the first token; and how many times as long a token takes where so many are under way at once.
+    Medians."""
+    from rayneuron.sim.workload import Arrival
+
+    def ask(some: Sequence[str]) -> list[Reply]:
+        replies = asyncio.run(run_server(url, [Arrival(i, 0.0, SHORT, NEW) for i in range(len(some))], some))
+        assert not any(reply.error for reply in replies), replies
+        return replies
+
+    one = [ask([text])[0] for text in texts]
+    several = [reply for i in range(0, len(texts), together) for reply in ask(texts[i : i + together])]
+    beside = statistics.median([r.tpot_s for r in several]) / statistics.median([r.tpot_s for r in one])
+    return statistics.median([r.ttft_s for r in one]), beside
 
 
 def actual(replies: Sequence[Reply]) -> dict[str, float]:
@@ -111,11 +120,14 @@ def simulated(
     capacity: Capacity, profile: Profile, caching: bool, hop_s: float, requests: Sequence[Arrival], replicas: int = 1
 ) -> dict[str, float]:
     """The same of a simulated replica, or of several behind a gateway, `hop_s` away."""
+    from rayneuron import gateway_config
+    from rayneuron.gateway import asking
     from rayneuron.sim.fleet import Simulation
     from rayneuron.sim.setup import Route, Setup
 
     route: Route = "kv" if replicas > 1 else "turns"
-    setup = Setup(capacity, profile, replicas, route=route, caching=caching, hop_s=hop_s, exact=True)
+    limits = asking.desk_limits(gateway_config.parse({"models": [{"application": NAME}]}))
+    setup = Setup(capacity, profile, replicas, route=route, caching=caching, limits=limits, hop_s=hop_s, exact=True)
     run = Simulation(setup, requests).run()
     assert run.finished == len(requests) and not run.wrong
     found = {"ttft": run.ttft, "itl": run.pause, "whole": run.whole}
@@ -135,21 +147,24 @@ def show(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
 
 def one_round(
     number: int, engine: Engine, server: Server, replicas: int, words: Words, requests: Sequence[Arrival]
-) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """What the server and the simulator make of the same requests; the errors of those that failed."""
+) -> tuple[dict[str, dict[str, float]], list[str], float]:
+    """What the server and the simulator make of the same requests; the errors of those that failed; how much longer a token takes while all
+    replicas have one."""
     from msgspec import convert
 
+    from rayneuron.policies.cost import Costs
     from rayneuron.types import Profile
 
     assert engine.timing is not None
     texts = [words.prompt(one.prompt, f"{number}-{one.number}")[0] for one in requests]
-    hop_s = round_trip(server.url) / 2
+    first_s, beside = alone(server.url, [words.prompt(SHORT, f"{number}-alone-{i}")[0] for i in range(12)], replicas)
     replies = asyncio.run(run_server(server.url, requests, texts))
     refined = convert(json.loads(asyncio.run(get(server.url, f"/m/{NAME}/load" if replicas > 1 else "/load")))["profile"], Profile)
     found, wrong = {"server": actual(replies)}, [reply.error for reply in replies if reply.error]
+    hop_s = max(0.0, first_s - Costs(refined).prefill(SHORT, 0)[0] / 1e3) / 2
     for name, profile in (("simulated", refined), ("opened", engine.timing.fixed)):
         found[name] = simulated(engine.capacity, profile, engine.scheduler.caching, hop_s, requests, replicas)
-    return found, wrong
+    return found, wrong, beside
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -177,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(sources.resolve(args.model).path)
     said: dict[str, Any] = {"model": {"path": str(path), "name": NAME}, "max_num_seqs": 16, "max_model_len": 1024, "dtype": args.dtype}
     said |= {"threads": args.threads, "speculative_config": False}
-    engine, words, rounds = loading.open_engine(parse(said)).engine, Words(Text(path)), []
+    engine, words, rounds, together = loading.open_engine(parse(said)).engine, Words(Text(path)), [], []
     several = {"serving": {"num_replicas": args.replicas, "num_cpus": 0.5}}
     starts = launch.rayneuron(said, urgent=args.urgent) if args.replicas == 1 else launch.gateway(said | several, urgent=args.urgent)
     with closing(engine), closing(starts) as server:
@@ -187,13 +202,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         count, watch = max(4, int(rate * args.seconds)), machine.Watch([])
         for number in range(args.rounds + 1):
             some = arrivals(engine.capacity, rate, count if number else 4, args.prompt, args.new, number)
-            found, wrong = one_round(number, engine, server, args.replicas, words, some)
+            found, wrong, beside = one_round(number, engine, server, args.replicas, words, some)
             if wrong:
                 print(f"{len(wrong)} requests failed: {wrong[0]}", file=sys.stderr)
                 return 1
             rounds.append(found)
+            together.append(beside)
+    rounds, together = rounds[1:], together[1:]  # the first one warms both
     about = f"{args.model}, {count} requests a round, {rate:.2f} a second, {args.rounds} rounds"
-    report.tell("simulated", watch.facts(), about, show(rounds[1:]), {"rounds": rounds[1:]}, args.json)  # the first one warms both
+    if args.replicas > 1:
+        about += f"; while all replicas have a stream, a token of each takes {statistics.median(together):.2f} times as long as alone"
+    report.tell("simulated", watch.facts(), about, show(rounds), {"rounds": rounds, "together": together}, args.json)
     return 0
 
 

@@ -178,15 +178,27 @@ async def test_requests_are_sent_at_their_times() -> None:
     assert not any(reply.error for reply in replies)
 
 
-async def test_a_call_that_computes_nothing_is_timed() -> None:
+async def test_short_calls_tell_the_way_and_what_one_takes_from_another() -> None:
+    """The first token of each comes late; tokens do where another stream is there."""
+    open_ = 0
+
     async def late(method: str, path: str, sent: bytes, writer: asyncio.StreamWriter) -> bool:
-        assert (method, path) == ("GET", "/v1/models")
-        await asyncio.sleep(0.02)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        nonlocal open_
+        assert (method, path) == ("POST", "/v1/completions")
+        open_ += 1
+        await asyncio.sleep(0.05)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for piece in STREAM:
+            writer.write(chunk(piece))
+            await writer.drain()
+            await asyncio.sleep(0.03 * open_)
+        writer.write(b"0\r\n\r\n")
+        open_ -= 1
         return False
 
     async with Fake(late) as fake:
-        assert 0.02 <= await asyncio.to_thread(simulated.round_trip, fake.url, 3) < 5.0
+        first_s, beside = await asyncio.to_thread(simulated.alone, fake.url, ["a", "b", "c", "d"], 2)
+    assert 0.05 <= first_s < 0.5 and 1.5 < beside < 2.5
 
 
 def test_what_is_off_is_said_of_medians_and_means() -> None:
