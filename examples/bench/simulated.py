@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rayneuron.types import Profile
 
 NAME = "bench"
-SHORT, NEW = 8, 24  # tokens of a short call, and of its answer
+SHORT, NEW = 8, 8  # tokens of a short call, and of its answer
 TIMES = {"ttft": "first token, ms", "itl": "from token to token, ms", "whole": "whole answer, ms"}
 SAID = {**TIMES, **{f"{name}_mean": f"{said}, mean" for name, said in TIMES.items()}, "rate": "tokens/s"}
 
@@ -157,7 +157,7 @@ def one_round(
 
     assert engine.timing is not None
     texts = [words.prompt(one.prompt, f"{number}-{one.number}")[0] for one in requests]
-    first_s, beside = alone(server.url, [words.prompt(SHORT, f"{number}-alone-{i}")[0] for i in range(12)], replicas)
+    first_s, beside = alone(server.url, [words.prompt(SHORT, f"{number}-alone-{i}")[0] for i in range(10)], replicas)
     replies = asyncio.run(run_server(server.url, requests, texts))
     refined = convert(json.loads(asyncio.run(get(server.url, f"/m/{NAME}/load" if replicas > 1 else "/load")))["profile"], Profile)
     found, wrong = {"server": actual(replies)}, [reply.error for reply in replies if reply.error]
