@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> None:
         report = simulation.run()
     if not report.arrived:
         raise traffic.nothing(arrivals)
-    engines, whole = (setup.nodes, True) if setup.elastic is None else (report.engines, False)
-    report.usd_per_hour = _usd(args, config, engines, report.prefill_engines, whole and (setup.pool is None or setup.pool.elastic is None))
+    report.usd_per_hour = _usd(args, config, setup, report)
     report.shares_lost = arrivals.shared and not setup.caching
     print(report.text())
     if args.json is not None:
@@ -147,22 +146,24 @@ def _elastic(args: argparse.Namespace, config: Any, function: str, names: tuple[
     return Elastic(max(1, how.min_replicas), how.max_replicas, target_ms, how.upscale_delay_s, how.downscale_delay_s, parts), said
 
 
-def _usd(args: argparse.Namespace, config: Any, engines: float, prefill: float, whole: bool) -> float | None:
-    """An hour of the nodes that have so many engines, and those of the prefill pool; None where nobody has said of what type they are.
-    `whole`: they are there all the time, so that a node that is not full costs as much."""
+def _usd(args: argparse.Namespace, config: Any, setup: Any, report: Any) -> float | None:
+    """An hour of the nodes that engines and those of the prefill pool are on; None where nobody has said of what type they are. Where their
+    number does not change a node that is not full costs as much; else it is as many as there were on average."""
     from math import ceil
 
     from rayneuron.group_config import prefill_of
     from rayneuron.placement import instances, prices
 
-    known, usd = prices.priced(args.price), 0.0
-    for some, one in ((engines, config), *([(prefill, prefill_of(config))] if config.pools is not None else [])):
+    known, usd, kinds = prices.priced(args.price), 0.0, [(setup, report.engines, config)]
+    if setup.pool is not None:
+        kinds.append((setup.pool, report.prefill_engines, prefill_of(config)))
+    for fleet, mean, one in kinds:
         price = known.get(one.instance or "")
         if price is None:
             return None
         each, cores = one.tensor_parallel * one.pipeline_parallel, instances.instance(one.instance).cores
-        nodes = some / (cores // each) if each <= cores else some * each / cores
-        usd += price.usd * (ceil(nodes) if whole else nodes)
+        a_node = cores // each if each <= cores else cores / each
+        usd += price.usd * (mean / a_node if fleet.elastic is not None else ceil(fleet.nodes / a_node))
     return usd
 
 
