@@ -21,6 +21,7 @@ def draw(report: FleetReport, path: Path) -> None:
     """Which share of the requests took how long, and the goals, as PNG."""
     check()
     from matplotlib.figure import Figure  # not pyplot: that looks for a screen
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(f"{report.arrived} requests, {report.finished} answered, engines busy {report.busy:.0%}")
@@ -31,5 +32,8 @@ def draw(report: FleetReport, path: Path) -> None:
             axes.axvline(1e3 * goal_s, linestyle="--", color="gray", label="goal")
             axes.legend()
         axes.set(xlabel=f"{name}, ms", ylabel="share of requests", xscale="log", ylim=(0, 1))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=120)
