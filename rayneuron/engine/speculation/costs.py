@@ -45,9 +45,9 @@ class DraftCosts:
         if not drafts:
             return 0.0
         (low, _), (high, share) = _shares(drafts)
-        factor = self._near(rows.bit_length(), low)
+        factor = self._near(rows, low)
         if share:
-            factor += share * (self._near(rows.bit_length(), high) - factor)
+            factor += share * (self._near(rows, high) - factor)
         return (self._said(rows, drafts) + more_ms) * factor
 
     def least(self, rows: int) -> float:
@@ -70,7 +70,7 @@ class DraftCosts:
         self._drafted.learn((ms - plain_ms) / said, weight, tried)
         for size, share in _shares(drafts):
             if share:
-                known = self._dear.setdefault((rows.bit_length(), size), _Factor(self._near(rows.bit_length(), size)))
+                known = self._dear.setdefault((rows.bit_length(), size), _Factor(self._near(rows, size)))
                 known.learn((ms - plain_ms) / said, weight * share, tried)
         self._least.clear()
 
@@ -86,12 +86,18 @@ class DraftCosts:
         return self._slow[min(self._slow, key=lambda seen: abs(seen - rows))] if self._slow else _Factor()
 
     def _near(self, rows: int, size: int) -> float:
-        """What is known of steps with as many rows and most nearly as many drafts; of all, where nothing is."""
-        known = self._dear.get((rows, size))
-        if known is None:
-            alike = [(abs(drafts - size), drafts) for many, drafts in self._dear if many == rows]
-            known = self._dear[rows, min(alike)[1]] if alike else self._drafted
-        return known.value
+        """What is known of steps with as many rows and most nearly as many drafts, more than ever were tried adding what the profile says;
+        of all, where nothing is."""
+        about = rows.bit_length()
+        known = self._dear.get((about, size))
+        if known is not None:
+            return known.value
+        alike = [(abs(drafts - size), drafts) for many, drafts in self._dear if many == about]
+        if not alike:
+            return self._drafted.value
+        near = min(alike)[1]
+        value = self._dear[about, near].value
+        return value if near > size else 1 + (value - 1) * self._said(rows, 1 << near) / self._said(rows, 1 << size)
 
 
 def _shares(drafts: int) -> tuple[tuple[int, float], tuple[int, float]]:

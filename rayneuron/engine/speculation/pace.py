@@ -18,10 +18,11 @@ FORCED, CHAINED, SURE = -1, -2, -3
 GUESSED = {CHAINED: 0.8, SURE: 0.8, FORCED: 0.95, 0: 0.7, 1: 0.1, 2: 0.2, 3: 0.4, 4: 0.6, 5: 0.7}
 LIKELY = 0.8
 CLASS_RATE, OWN_RATE = 0.05, 0.2  # of the moving averages of a kind, and of a sequence
-UNSEEN = 0.3  # of what a text would tell of itself, before it has
+UNSEEN = 0.5  # of what a text would tell of itself, before it has; counts as one id
+MOST_OWN = 0.92  # the most that counts of what a text tells of itself: quotes end at some time, of which its last ids say nothing
 LOOK_MS, LOOK_SHARE = 0.01, 0.003  # of the host, to look for drafts of a row; and the most of all time, where none are found that pay
 PATIENCE = 8  # steps, the most after which rows that have none that pay are looked at again
-MARGIN = 0.05  # a step with drafts has to promise so much more
+MARGIN = 0.03  # a step with drafts has to promise so much more
 READ_MS = 0.15  # of the host, for a token it samples or describes itself
 PROBE = 32  # steps without any draft, after which some are tried to see what becomes of them; twice as many after each time
 LATEST = 256  # the most of those
@@ -33,10 +34,12 @@ TRIALS, HOPED = 32, 0.7
 
 @dataclass(slots=True)
 class Record:
-    """How the drafts of one sequence have fared. `kind`: of those under way; of a match its length, which grows with each that comes."""
+    """How the drafts of one sequence have fared. `kind`: of those under way; of a match its length, which grows with each that comes.
+    `heard`: ids that matches told of."""
 
     kind: int = 0
     own: float | None = None
+    heard: int = 0
 
 
 @dataclass(slots=True)
@@ -89,8 +92,9 @@ class Pace:
         self._passed_ms: list[float] = []  # that so many passes of the step chosen last should take
         self._trials = 0 if whole else TRIALS
         self.bar = 0.0  # what a row's first draft has to be worth in this step
-        self.patience = 1  # steps after which rows that have none that pay are looked at again
+        self.patience = 1  # steps, the most after which rows that have none that pay are looked at again
         self.looks, self._rests = True, 0  # whether they are in this step; steps in which they are not
+        self._vain = 0  # steps in which they were and nobody had any that pay, since somebody had
 
     def begins(self, rows: int, length: int) -> bool:
         """A step is planned: whether drafts are thought of at all, which they are not before it is known what one takes without."""
@@ -107,10 +111,11 @@ class Pace:
         return True
 
     def rest(self) -> None:
-        """Nobody has drafts that pay in this step: for some steps nobody is looked at. All rows are in the same ones, since the first draft
-        of a step costs most, and what one row has may pay only beside what the others have."""
+        """Nobody has drafts that pay in this step: for some steps nobody is looked at, the more the longer that lasts. All rows are in the
+        same ones, since the first draft of a step costs most, and what one row has may pay only beside what the others have."""
         if self.looks:
-            self._rests = self.patience - 1
+            self._vain += 1
+            self._rests = min(self._vain, self.patience) - 1
 
     def hope(self, record: Record) -> float:
         """What the first draft of a row is worth."""
@@ -125,7 +130,7 @@ class Pace:
         if chained:
             made = self._chained(candidates, chained, made, chosen)
         if made.size > rows:
-            self._without, self._patience = 0, PROBE
+            self._without, self._patience, self._vain = 0, PROBE, 0
             return chosen
         return chosen if self._cheaper == 1 else self._tried(candidates, plain_ms, set(chained))
 
@@ -221,7 +226,8 @@ class Pace:
         rates = self._kind(kind)
         rates.first += CLASS_RATE * (came - rates.first)
         own = UNSEEN if record.own is None else record.own
-        record.own = own + OWN_RATE * (came - own)
+        record.heard += 1
+        record.own = own + max(OWN_RATE, 1 / (1 + record.heard)) * (came - own)
 
     def took(self, rows: int, length: int, drafts: int, ms: float, passes: int = 0) -> None:
         """The step chosen last has taken so long, the host's part with it. `passes`: of a draft model, maybe fewer than chosen."""
@@ -235,6 +241,6 @@ class Pace:
         if record.kind > 0:
             rate = self._kind(min(record.kind + place, LONGEST)).first
             own = 1 - (1 - (UNSEEN if record.own is None else record.own)) * (1 - OWN_RATE) ** place  # as it will be if those before come
-            return before * (rate + own) / 2
+            return before * (rate + min(own, MOST_OWN)) / 2
         rate = self._kind(record.kind).later if place else self._kind(record.kind).first
         return before * (rate if record.own is None else (rate + record.own) / 2)
