@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -23,17 +23,26 @@ FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_
 NO_DEFAULT = ("logprobs", "logprob_token_ids", "prompt_logprobs", "bad_words_ids", "structured_outputs", "beams")
 MAX_STOPS = 4  # OpenAI's limit of stop strings
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
+# Of a body's head, what hardly any has.
+SELDOM = (
+    "cache_salt", "session_id", "kv_transfer_params", "logits_processors", "priority", "stream_interval", "return_token_ids",
+    "return_tokens_as_token_ids", "request_id",
+)  # fmt: skip
 MOST_NAME = 256  # letters of a model's name that every chunk of a reply repeats
 
 
 def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[Head, dict[str, Any]]:
     """The reply's side of a body, and words of SamplingParams; lengths and logprobs are the endpoint's own. `unserved`: what it refuses."""
     head = read_head(fields, context)
-    constraint = read_structured(fields) if any(name in fields for name in CONSTRAINTS) else None
-    beams = read_beams(fields, head.stream) if any(name in fields for name in SEARCH) else None
+    constraint = read_structured(fields) if fields.holds(CONSTRAINTS) else None
+    beams = read_beams(fields, head.stream) if fields.holds(SEARCH) else None
     _refuse_unserved(fields, unserved)
     fields.string("user")
-    words = read_sampling(fields, context) | _optional(structured_outputs=constraint, beams=beams)
+    words = read_sampling(fields, context)
+    if constraint is not None:
+        words["structured_outputs"] = constraint
+    if beams is not None:
+        words["beams"] = beams
     if head.stream and "prompt_logprobs" in words:
         raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     return head, words
@@ -42,7 +51,7 @@ def read_common(fields: Fields, context: Context, unserved: Unserved) -> tuple[H
 def read_head(fields: Fields, context: Context) -> Head:
     """The reply's side of a body. UnknownModel (404) for a model that is not served here."""
     model = fields.string("model", context.models[0])
-    named = model not in context.models or any(name in fields for name in FIELDS)
+    named = model not in context.models or fields.holds(FIELDS)
     adapter = read_adapter(fields, context, model) if named else None
     if adapter is None and model not in context.models and not (context.any_name and len(model) <= MOST_NAME):
         raise UnknownModel.named(model, context.models)
@@ -51,6 +60,9 @@ def read_head(fields: Fields, context: Context) -> Head:
         raise RequestError("stream_options is only allowed together with stream: true", param="stream_options")
     read = Fields(options or {}, "stream_options.")
     include = read.flag("include_usage")
+    if not fields.holds(SELDOM):
+        continuous, ids = read.flag("continuous_usage_stats") and include, context.text.wordless
+        return Head(model, stream, include, continuous, context.stream_interval, ids, adapter=adapter)
     salt = fields.string("cache_salt", "")
     if len(salt) > MOST_NAME:  # it is hashed on the engine's thread
         raise RequestError(f"cache_salt may hold at most {MOST_NAME} characters, got {len(salt)}; send a hash of it", param="cache_salt")
@@ -83,10 +95,10 @@ def reply_id(prefix: str, head: Head, client_id: str | None, request_id: str) ->
 
 def _refuse_unserved(fields: Fields, unserved: Unserved) -> None:
     """400 by name for a field known somewhere that would change the answer; values that change nothing are taken off."""
-    table = {**unserved, "best_of": ("send n", (1, fields.peek("n")))}
     for name in fields.unknown:
-        if name in table and not _among(fields.take(name), table[name][1]):
-            raise RequestError(f"{name} is not supported by this server: {table[name][0]}", param=name)
+        instead, harmless = ("send n", (1, fields.peek("n"))) if name == "best_of" else unserved.get(name, ("", None))
+        if harmless is not None and not _among(fields.take(name), harmless):
+            raise RequestError(f"{name} is not supported by this server: {instead}", param=name)
 
 
 def _among(value: object, harmless: tuple[Any, ...]) -> bool:
@@ -125,28 +137,16 @@ def check_defaults(context: Context) -> None:
 
 def read_sampling(fields: Fields, context: Context) -> dict[str, Any]:
     """Words of SamplingParams from the fields both endpoints share; lengths and logprobs are the endpoint's own."""
-    fields.fill({name: value for name, value in context.defaults.items() if name != "max_tokens"})
-    words = _optional(**{name: fields.number(name) for name in NUMBERS})
-    bad_words = fields.strings("bad_words", most=MAX_BAD_WORDS, longest=LONGEST_BAD_WORD)
-    return words | _optional(
-        n=fields.integer("n", 1, low=1, high=128),
-        top_k=fields.integer("top_k", low=-1),
-        no_repeat_ngram_size=fields.integer("no_repeat_ngram_size", low=0),
-        seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
-        min_tokens=fields.integer("min_tokens", 0, low=0),
-        stop=fields.strings("stop", most=MAX_STOPS),
-        stop_token_ids=fields.ids("stop_token_ids", context.vocab_size),
-        allowed_token_ids=_allowed(fields, context.vocab_size),
-        banned_token_ids=fields.ids("banned_token_ids", context.vocab_size),
-        logit_bias=_bias(fields.table("logit_bias"), context.vocab_size),
-        bad_words=bad_words,
-        bad_words_ids=context.text.bad_words_ids(bad_words),
-        ignore_eos=fields.flag("ignore_eos"),
-        include_stop_str_in_output=fields.flag("include_stop_str_in_output"),
-        skip_special_tokens=fields.flag("skip_special_tokens", True),
-        spaces_between_special_tokens=fields.flag("spaces_between_special_tokens", True),
-        prompt_logprobs=read_logprobs(fields, "prompt_logprobs"),
-    )
+    if context.defaults:
+        fields.fill({name: value for name, value in context.defaults.items() if name != "max_tokens"})
+    words: dict[str, Any] = {"n": 1, "skip_special_tokens": True}  # what is asked for is a few of them
+    for name in fields.names(SAMPLING):
+        value = SAMPLING[name](fields, name, context)
+        if value is not None:
+            words[name] = value
+    if "bad_words" in words:
+        words["bad_words_ids"] = context.text.bad_words_ids(words["bad_words"])
+    return words
 
 
 def read_logprobs(fields: Fields, name: str) -> int | None:
@@ -195,14 +195,6 @@ def cut(ids: list[int], keep: int | None, side: str) -> list[int]:
     return ids[:keep] if side == "right" else ids[len(ids) - keep :]
 
 
-def _optional(**words: Any) -> dict[str, Any]:
-    return {name: value for name, value in words.items() if value is not None}
-
-
-def _allowed(fields: Fields, vocab_size: int) -> tuple[int, ...] | None:
-    return fields.ids("allowed_token_ids", vocab_size) if "allowed_token_ids" in fields else None
-
-
 def _bias(given: dict[str, Any] | None, vocab_size: int) -> dict[int, float] | None:
     if not given:
         return None
@@ -219,3 +211,36 @@ def _bias(given: dict[str, Any] | None, vocab_size: int) -> dict[int, float] | N
         token_ids("logit_bias", [token_id], vocab_size)
         bias[token_id] = max(-MAX_BIAS, min(MAX_BIAS, float(value) if abs(value) < 1e308 else MAX_BIAS * (1 if value > 0 else -1)))
     return bias
+
+
+def _number(fields: Fields, name: str, context: Context) -> Any:
+    return fields.number(name)
+
+
+def _flag(fields: Fields, name: str, context: Context) -> bool:
+    return fields.flag(name)
+
+
+def _ids(fields: Fields, name: str, context: Context) -> tuple[int, ...]:
+    return fields.ids(name, context.vocab_size)
+
+
+def _within(low: int, high: int | None = None) -> Callable[[Fields, str, Context], Any]:
+    return lambda fields, name, context: fields.integer(name, low=low, high=high)
+
+
+# How each field of SamplingParams is read where a body has it; the rest are the endpoint's own.
+SAMPLING: Final[dict[str, Callable[[Fields, str, Context], Any]]] = {
+    **dict.fromkeys(NUMBERS, _number),
+    "bad_words": lambda fields, name, context: fields.strings(name, most=MAX_BAD_WORDS, longest=LONGEST_BAD_WORD),
+    "n": _within(1, 128),
+    "top_k": _within(-1),
+    "no_repeat_ngram_size": _within(0),
+    "seed": _within(-(2**63), 2**63 - 1),
+    "min_tokens": _within(0),
+    "stop": lambda fields, name, context: fields.strings(name, most=MAX_STOPS),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "banned_token_ids"), _ids),
+    "logit_bias": lambda fields, name, context: _bias(fields.table(name), context.vocab_size),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"), _flag),
+    "prompt_logprobs": lambda fields, name, context: read_logprobs(fields, name),
+}

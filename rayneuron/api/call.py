@@ -136,8 +136,7 @@ class Dialect(NamedTuple):
     head: Callable[[Mapping[str, str], Callable[[str], str | None]], Json] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """What a body says about the reply rather than about the text."""
 
     model: str
@@ -153,8 +152,7 @@ class Head:
     client_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One parsed call. `requests[p]` is prompt p; choice c of prompt p has index `p * n + c` in the reply, which has `choices` in all.
     `best`: choices tried of each prompt, where the reply has the `n` best of them, the best first; 0: it has them as they are.
 

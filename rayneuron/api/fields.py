@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -63,6 +63,15 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return name in self._body
+
+    def names(self, among: Iterable[str]) -> list[str]:
+        """Which of these the body has, in their order."""
+        body = self._body
+        return [name for name in among if name in body]
+
+    def holds(self, any_of: Iterable[str]) -> bool:
+        """Whether the body has one of these."""
+        return not self._body.keys().isdisjoint(any_of)
 
     def peek(self, name: str) -> Any:
         """The value, left where it is."""

@@ -19,7 +19,8 @@ from rayneuron.gateway import hosts_page
 from rayneuron.gateway.catalogue import Catalogue
 from rayneuron.gateway.entry import CatalogueEntry
 from rayneuron.policies.desk import REMEMBERED
-from rayneuron.serve.http import Endpoint, Exchange, RouteApp
+from rayneuron.serve.exchange import Exchange
+from rayneuron.serve.http import Endpoint, RouteApp
 from rayneuron.serve.ingress import METRICS_TYPE, ROUTES, assembled
 from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.served import LONG_BYTES

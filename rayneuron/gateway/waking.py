@@ -21,7 +21,7 @@ from rayneuron.frames import Asked, Card, Standing, Wanting
 from rayneuron.gateway.entry import CatalogueEntry, Replicas
 from rayneuron.gateway_config import GatewayConfig
 from rayneuron.loading import read_text
-from rayneuron.serve.http import Exchange
+from rayneuron.serve.exchange import Exchange
 from rayneuron.text.text import Text
 
 log = logging.getLogger(__name__)

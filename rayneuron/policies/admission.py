@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rayneuron.errors import Busy, RequestError
 from rayneuron.types import MAX_LOGPROBS, Request, SamplingParams
@@ -26,8 +25,7 @@ class Bounds(Protocol):
     def retry_after_s(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
+class Occupancy(NamedTuple):
     """What is in. `slots` run at once, each up to `length` tokens; `sequences` have not finished; `waiting_tokens` of prompts not begun."""
 
     slots: int
@@ -36,8 +34,7 @@ class Occupancy:
     waiting_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What a call brings: prompts, sequences (choices of all prompts), prompt tokens, probabilities. By default the least there is."""
 
     prompts: int = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterable
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -40,7 +41,7 @@ class Ending:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         answer = _Answer(send, scope)
-        scope["headers"] = [_fit(*header) for header in scope["headers"]]
+        scope["headers"] = [h if h[0] != b"x-request-id" and h[1].isascii() else _fit(*h) for h in scope["headers"]]
         try:
             await self._app(scope, receive, answer.send)
         except Exception as wrong:
@@ -57,17 +58,18 @@ class _Answer:
         self._send = send
         self._scope = scope
         self._begun = self._whole = False
-        self._kind = ""
+        self._headers: Iterable[tuple[bytes, bytes]] = ()
         self._own: Message | None = None  # the head of what Serve says itself, as long as it may be that
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._begun = True
-            headers = {name.lower(): value for name, value in message.get("headers", ())}
-            self._kind = headers.get(b"content-type", b"").decode("latin-1")
-            if message["status"] >= 400 and self._kind.startswith("text/plain") and b"content-length" not in headers:
-                self._own = message  # an application's own has a length, or comes in parts
-                return
+            self._headers = message.get("headers", ())
+            if message["status"] >= 400:
+                headers = {name.lower(): value for name, value in self._headers}
+                if headers.get(b"content-type", b"").startswith(b"text/plain") and b"content-length" not in headers:
+                    self._own = message  # an application's own has a length, or comes in parts
+                    return
         elif message["type"] == "http.response.body":
             self._whole = not message.get("more_body", False)
             if (head := self._own) is not None:
@@ -98,18 +100,21 @@ class _Answer:
 
     async def end(self) -> None:
         """Say what is still to be said; nothing where the answer is whole, or of a kind that knows no errors."""
+        if self._whole:
+            return
         gone, path = errors.error_reply(503, GONE, retry_after_s=RETRY_S), self._scope["path"]
+        kind = next((value.decode("latin-1") for name, value in self._headers if name.lower() == b"content-type"), "")
         if not self._begun:
             await reply(self._send, self._shaped(gone))
-        elif self._kind.startswith(STREAMS) and not self._whole:
-            await self._send({"type": "http.response.body", "body": routes.cut_off(gone, path, self._kind)})
+        elif kind.startswith(STREAMS):
+            await self._send({"type": "http.response.body", "body": routes.cut_off(gone, path, kind)})
 
 
 def _fit(name: bytes, value: bytes) -> tuple[bytes, bytes]:
     """Serve logs and echoes a request id as it comes, however long it is, and takes every value it reads for UTF-8."""
     if name == b"x-request-id":
         return name, (clean_id(value.decode("latin-1")) or "_").encode()
-    return name, value if value.isascii() else _utf8(value)
+    return name, _utf8(value)
 
 
 def _utf8(value: bytes) -> bytes:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
-from starlette.applications import Starlette
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,8 +25,9 @@ from rayneuron.api.routes import ADAPTERS, SPOKEN, shaped
 from rayneuron.config import Serving
 from rayneuron.errors import Conflict, NoRoom, NotReady, RayNeuronError, RequestError
 from rayneuron.serve.adapters import Adapting, confined
+from rayneuron.serve.exchange import Exchange
 from rayneuron.serve.handles import stats_of
-from rayneuron.serve.http import Endpoint, Exchange, RouteApp, generate
+from rayneuron.serve.http import Endpoint, RouteApp, RouteTable, generate
 from rayneuron.serve.page_files import page_routes
 from rayneuron.serve.verbs import Reweighed, Server
 
@@ -45,7 +45,7 @@ class Name(PathConvertor):
 register_url_convertor("name", Name())
 
 
-def application(server: Server, echo_request_id: bool = True) -> Starlette:
+def application(server: Server, echo_request_id: bool = True) -> RouteTable:
     """The ASGI application of one replica. `echo_request_id`: False behind Ray Serve, whose own middleware echoes X-Request-Id already."""
     routes: list[BaseRoute] = [
         Route(path, RouteApp(server, path, endpoint, echo_request_id), methods=list(methods)) for path, endpoint, methods in ROUTES
@@ -55,10 +55,10 @@ def application(server: Server, echo_request_id: bool = True) -> Starlette:
     return assembled(server, routes)
 
 
-def assembled(server: Server, routes: list[BaseRoute]) -> Starlette:
+def assembled(server: Server, routes: list[BaseRoute]) -> RouteTable:
     """The application of some routes: its errors, and who may ask from other pages."""
     origins = server.door.allowed_origins
-    app = Starlette(
+    app = RouteTable(
         routes=routes,
         exception_handlers={HTTPException: partial(no_route, server)},
         middleware=[Middleware(CORSMiddleware, allow_origins=origins, **CORS)] if origins else [],

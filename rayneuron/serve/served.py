@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 from rayneuron import metrics
 from rayneuron.api import call as api
@@ -80,7 +79,7 @@ class Served:
 
     async def parse(self, parse: Callable[..., api.Call], body: bytes | Json, client_id: str | None = None) -> api.Call:
         """As the verb."""
-        return await self.read(partial(parse, request_id=uuid4().hex, created=int(time.time()), client_id=client_id), body)
+        return await self.read(partial(parse, request_id=self.seeds.name(), created=int(time.time()), client_id=client_id), body)
 
     async def read(self, read: Read[Result], body: bytes | Json) -> Result:
         """As the verb."""

@@ -270,9 +270,8 @@ class RayExport:
         self._sent: dict[tuple[Metric, tuple[str, ...]], float] = {}
         self._counters = {m: ray_metrics.Counter(m.ray_name, m.help, _tag_keys(m)) for m in telemetry.series if m.kind == "counter"}
         self._gauges = {m: ray_metrics.Gauge(m.ray_name, m.help, _tag_keys(m)) for m in telemetry.series if m.kind == "gauge"}
-        self._histograms = {
-            m: ray_metrics.Histogram(m.ray_name, m.help, list(m.buckets), _tag_keys(m)) for m in telemetry.histograms if not m.per_token
-        }
+        told, made = [m for m in telemetry.histograms if not m.per_token], ray_metrics.Histogram
+        self._histograms = {m: made(m.ray_name, m.help, list(m.buckets), LABELS).set_default_tags(self._tags) for m in told}
 
     def push(self) -> None:
         """Hand Ray what has changed since the last push."""
@@ -289,7 +288,7 @@ class RayExport:
         for metric, histogram in self._histograms.items():
             recent = self._telemetry.histograms[metric].recent
             for value in recent:
-                histogram.observe(value, self._tags)
+                histogram.observe(value)
             recent.clear()
 
     def _labelled(self, metric: Metric, labels: tuple[str, ...]) -> dict[str, str]:

@@ -97,7 +97,7 @@ class Bytes:
         self._spell, self._plain = spell, plain
         self._skipped = skipped
         self._decoder = _utf8("replace")
-        self._lent = _unfinished([spell(token) for token in prompt[-CONTEXT:] if token not in skipped])
+        self._lent = _unfinished(spell, [token for token in prompt[-CONTEXT:] if token not in skipped])
         self._strip = strip if strip and all(token in skipped for token in prompt) else ""
         self._clear = not (self._lent or self._strip)  # nothing waits, and nothing is to be left out
 
@@ -127,13 +127,13 @@ class Bytes:
         return piece if _utf8("replace").decode(joined).startswith("\N{REPLACEMENT CHARACTER}") else joined
 
 
-def _unfinished(pieces: Sequence[bytes]) -> bytes:
+def _unfinished(spell: Callable[[int], bytes], tokens: Sequence[int]) -> bytes:
     """The last bytes that begin a character and do not finish it."""
-    if pieces and pieces[-1] and pieces[-1].isascii():  # nearly always
+    if tokens and (last := spell(tokens[-1])) and last.isascii():  # nearly always
         return b""
     decoder = _utf8("replace")
-    for piece in pieces:
-        decoder.decode(piece)
+    for token in tokens:
+        decoder.decode(spell(token))
     return decoder.getstate()[0]
 
 

@@ -147,7 +147,7 @@ class Text:
 
     def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()) -> Detokenizer:
         """A fresh detokenizer for what follows `prompt_ids`. `kept`: special tokens that are not skipped."""
-        skipped = self.special_ids - kept if skip_special_tokens else frozenset()
+        skipped = (self.special_ids - kept if kept else self.special_ids) if skip_special_tokens else frozenset()
         if self._spell is None:
             return Window(lambda ids: self.decode([i for i in ids if i not in skipped], False), prompt_ids)
         return Bytes(self.token_bytes, skipped, self._strip, prompt_ids, self._plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     told |= {name: fields.take(name) for name in fields.unknown}
     with said_as(NAMES):
         call = renamed(chat.parse(told, context, request_id=request_id, created=created), lambda name: NAMES.get(name, name))
-    return dataclasses.replace(call, id=f"msg_{client_id or request_id}", answer=ANSWER)
+    return call._replace(id=f"msg_{client_id or request_id}", answer=ANSWER)
 
 
 def _format(fields: Fields) -> Json | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +40,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
     call = renamed(call, lambda name: f"parameters.{name}")
     shape = answer(context.lmi, inputs, full, details)
-    return dataclasses.replace(call, n=call.best or 1, choices=call.best or 1, answer=shape, unknown=(*call.unknown, *fields.unknown))
+    return call._replace(n=call.best or 1, choices=call.best or 1, answer=shape, unknown=(*call.unknown, *fields.unknown))
 
 
 def _parameters(given: Fields) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     call = completions.parse(body, context, max_tokens=MAX_TOKENS, **words)
     if len(call.requests) > 1:
         raise RequestError("prompt must be one text here; use /v1/completions for several", param="prompt")
-    return dataclasses.replace(call, answer=ANSWER, head=dataclasses.replace(call.head, include_usage=True))
+    return call._replace(answer=ANSWER, head=call.head._replace(include_usage=True))
 
 
 def _reply(call: Call, deltas: Iterable[Delta]) -> Json:

@@ -28,7 +28,7 @@ def parse(
 ) -> Call:
     """A completion body as a call; RequestError names the wrong field. `max_tokens`: the endpoint's default where the model has none."""
     fields = Fields(body)
-    best = read_best_of(fields)
+    best = read_best_of(fields) if "best_of" in fields else 0
     head, words = read_common(fields, context, COMPLETIONS)
     n = words["n"]
     if best:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +44,7 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     call = renamed(call, lambda name: NAMES.get(name, name))
     shell = {"instructions": instructions, "metadata": metadata, "max_output_tokens": most}
     shell |= {"tools": given or [], "tool_choice": chosen or "auto", "parallel_tool_calls": call.scan.many}
-    return dataclasses.replace(call, id=f"resp_{client_id or request_id}", answer=answer(shell))
+    return call._replace(id=f"resp_{client_id or request_id}", answer=answer(shell))
 
 
 def unknown(name: str) -> NotFound:

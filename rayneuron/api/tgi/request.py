@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -52,7 +51,7 @@ def parse(
         call = completions.parse({**told, **rest}, context, request_id=request_id, created=created, client_id=client_id)
     call = renamed(call, lambda name: NAMES.get(name, f"parameters.{name}"))
     shape = answer(details, inputs if full else "", listed)
-    return dataclasses.replace(call, n=call.best or 1, choices=call.best or 1, answer=shape, unknown=(*call.unknown, *fields.unknown))
+    return call._replace(n=call.best or 1, choices=call.best or 1, answer=shape, unknown=(*call.unknown, *fields.unknown))
 
 
 parse_listed = partial(parse, listed=True)
