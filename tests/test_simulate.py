@@ -164,10 +164,12 @@ def test_faults_are_over_when_they_are_said_to_be(made: list[str], tmp_path: Pat
     command = [*made, "--nodes", "4", "--json", str(figures)]
     for more, away_s in (
         (["kill:2@20-35"], 30), (["flap:1@10-50"], 20), (["kill:1@10", "kill:1@30-40"], 20), (["kill:1@10", "--start-s", "3"], 3),
+        (["kill:3@900"], 0), (["slow:4x1@10-900"], 0),
     ):  # fmt: skip
         assert main([*command, *(word for one in more for word in (["--fault", one] if ":" in one else [one]))]) == 0
         found = json.loads(figures.read_text())
         assert found["finished"] == 60 and found["engines"] == pytest.approx(4 - away_s / found["seconds"], abs=0.01), more
+        assert found["seconds"] == found["ended_s"] < 60  # what comes after the last answer is no part of the run
 
 
 def test_equal_seeds_are_equal_bytes_in_any_process(made: list[str], tmp_path: Path) -> None:
@@ -244,6 +246,9 @@ def test_pools_and_autoscaling(made: list[str], tmp_path: Path, capsys: pytest.C
         (["--fault", "kill:0@3"], "--fault kill:0@3: write kill:N@S"),
         (["--fault", "flap:1@3"], "--fault flap:1@3: write kill:N@S"),
         (["--fault", "kill:1@9-3"], "--fault kill:1@9-3: it ends before it begins"),
+        (["--fault", "slow:1@3-4"], "--fault slow:1@3-4: write kill:N@S"),
+        (["--fault", "kill:1x2@3-4"], "--fault kill:1x2@3-4: write kill:N@S"),
+        (["--fault", "slow:1x0@3-4"], "--fault slow:1x0@3-4: write how many times as long"),
         (["--fault", "kill:2@3"], "--fault kill:2@3: there are 1 engines; write fewer"),
         (["--records", "/"], "--records /: no file can be written there"),
         (["--profile", "no.json"], "no.json is no file. Its steps can be measured only where it runs."),

@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
     command.add_argument("--late-ms", type=float, default=0.0, metavar="MS", help="how late they hear how busy an engine is (0)")
     command.add_argument("--loss", type=float, default=0.0, metavar="X", help="share of the news of prefixes that get lost (0)")
     command.add_argument("--route", choices=("kv", "least", "turns"), default="kv", help="by cost and prefixes, by cost, or in turn (kv)")
-    fault = "N engines die after S seconds and are back at E (--start-s later); flap: over and over; may be repeated"
-    command.add_argument("--fault", action="append", default=[], metavar="kill:N@S[-E]", help=fault)
+    fault = "N engines die after S seconds and are back at E (--start-s later); flap:N@S-E: over and over; slow:NxF@S-E: F times as slow"
+    command.add_argument("--fault", action="append", default=[], metavar="kill:N@S[-E]", help=f"{fault}; may be repeated")
     command.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="a first token should take no longer (any)")
     command.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="those after it, on average of an answer (any)")
     command.add_argument("--exact", action="store_true", help="every step by itself, not leaping over those that are alike")
@@ -81,7 +81,7 @@ def _setup(args: argparse.Namespace, file: Any, config: Any) -> Any:
     limits, shares, gateways = times.desk(file, args.gateways)
     return Setup(
         capacity, profile, nodes, gateways, args.route, config.caches_prefixes(capacity.length), limits, shares, args.hop_ms / 1e3,
-        load_late_s=args.late_ms / 1e3, event_loss=args.loss, kills=_kills(args, nodes, elastic), exact=args.exact,
+        load_late_s=args.late_ms / 1e3, event_loss=args.loss, exact=args.exact, **_faults(args, nodes, elastic),
         slo_ttft_s=times.seconds("--slo-ttft-ms", args.slo_ttft_ms), slo_tpot_s=times.seconds("--slo-tpot-ms", args.slo_tpot_ms),
         pool=_pool(args, config), elastic=elastic,
     )  # fmt: skip
@@ -167,23 +167,29 @@ def _usd(args: argparse.Namespace, config: Any, setup: Any, report: Any) -> floa
     return usd
 
 
-def _kills(args: argparse.Namespace, nodes: int, elastic: Any) -> tuple[tuple[float, int, float], ...]:
-    """When how many engines die, and after how many seconds each is back."""
+def _faults(args: argparse.Namespace, nodes: int, elastic: Any) -> dict[str, tuple[Any, ...]]:
+    """`kills` and `slows` of a `Setup`."""
     from rayneuron.errors import ConfigError
 
-    back_s, found = 10.0 if args.start_s is None else args.start_s, list[tuple[float, int, float]]()
+    back_s, kills, slows = 10.0 if args.start_s is None else args.start_s, list[Any](), list[Any]()
+    number = r"([0-9]+(?:\.[0-9]+)?)"
     for said in args.fault:
-        parts = re.fullmatch(r"(kill|flap):([1-9][0-9]*)@([0-9]+(?:\.[0-9]+)?)(?:-([0-9]+(?:\.[0-9]+)?))?", said, re.ASCII)
-        if parts is None or (parts[1] == "flap" and parts[4] is None):
-            raise ConfigError(f"--fault {said}: write kill:N@S or kill:N@S-E, so many engines from so many seconds on; or flap:N@S-E")
-        some, from_s = int(parts[2]), float(parts[3])
-        to_s = from_s + back_s if parts[4] is None else float(parts[4])
+        parts = re.fullmatch(rf"(kill|flap|slow):([1-9][0-9]*)(?:x{number})?@{number}(?:-{number})?", said, re.ASCII)
+        if parts is None or (parts[1] == "slow") != (parts[3] is not None) or (parts[1] != "kill" and parts[5] is None):
+            what = "write kill:N@S or kill:N@S-E, so many engines from so many seconds on; flap:N@S-E or slow:NxF@S-E"
+            raise ConfigError(f"--fault {said}: {what}")
+        kind, some, from_s = parts[1], int(parts[2]), float(parts[4])
+        to_s = from_s + back_s if parts[5] is None else float(parts[5])
         if to_s <= from_s:
-            raise ConfigError(f"--fault {said}: it ends before it begins; write {parts[1]}:{some}@{from_s:g}-{from_s + 10:g}")
+            raise ConfigError(f"--fault {said}: it ends before it begins")
         if some > nodes and elastic is None:
             raise ConfigError(f"--fault {said}: there are {nodes} engines; write fewer, or more --nodes")
-        if parts[1] == "kill":
-            found.append((from_s, some, to_s - from_s))
+        if kind == "kill":
+            kills.append((from_s, some, to_s - from_s))
+        elif kind == "flap":
+            kills += [(from_s + at * FLAP_S, some, FLAP_S / 2) for at in range(max(1, round((to_s - from_s) / FLAP_S)))]
+        elif (times := float(parts[3])) > 0:
+            slows.append((from_s, some, times, to_s - from_s))
         else:
-            found += [(from_s + at * FLAP_S, some, FLAP_S / 2) for at in range(max(1, round((to_s - from_s) / FLAP_S)))]
-    return tuple(found)
+            raise ConfigError(f"--fault {said}: write how many times as long their steps take, more than 0: slow:{some}x3@9-99")
+    return {"kills": tuple(kills), "slows": tuple(slows)}

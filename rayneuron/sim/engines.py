@@ -11,7 +11,7 @@ from rayneuron.policies.cost import Costs
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
 from rayneuron.sim.jump import JumpHost
-from rayneuron.sim.parts import FleetCall, FleetGateway, FleetNode
+from rayneuron.sim.parts import FleetCall, FleetGateway, FleetNode, within
 from rayneuron.sim.pool import Asking, PrefillPool
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Setup
@@ -40,12 +40,15 @@ class FleetEngines:
         self._takes, self._pumps, self._mourns = takes, pumps, mourns
         self._by_host: dict[ExactHost, FleetNode] = {}
         self._numbers = count()
-        self._busy_s = self._engine_s = 0.0  # of those who have gone
+        self._busy_s = 0.0  # of those who have gone
+        self._lives: list[tuple[float, float]] = []  # of the same: from when until when they were there
         self._cached_tokens = 0
         for _ in range(setup.nodes):
             self.open()
         for when_s, *kill in setup.kills:
             clock.at(when_s, self._kill, *kill)
+        for when_s, *slow in setup.slows:
+            clock.at(when_s, self._slow, *slow)
 
     def open(self) -> None:
         """One more is there."""
@@ -113,6 +116,12 @@ class FleetEngines:
                 self.clock.at(now_s + _FOUND_S, self._mourns, gateway, number)
             self.clock.at(now_s + back_s, self.open)
 
+    def _slow(self, some: int, times: float, for_s: float) -> None:
+        nodes = [self.nodes[number] for number in self._random.sample(sorted(self.nodes), min(some, len(self.nodes)))]
+        for factor, after_s in ((times, 0.0), (1.0, for_s)):
+            for node in nodes:
+                self.clock.at(self.clock.now_s + after_s, node.host.pace, factor)
+
     def gone(self, node: FleetNode) -> None:
         """An engine that took no more orders has done those it had; where a gateway has not heard so yet, it stays."""
         if any(gateway.desk.chooser.workers.all[node.number].keys for gateway in self._gateways):
@@ -125,7 +134,7 @@ class FleetEngines:
     def _count(self, node: FleetNode) -> None:
         del self._by_host[node.host]
         self._busy_s += node.host.busy_s
-        self._engine_s += self.clock.now_s - node.since_s
+        self._lives.append((node.since_s, self.clock.now_s))
         self._cached_tokens += node.host.cached_tokens
 
     def tell(self, report: FleetReport) -> None:
@@ -135,5 +144,6 @@ class FleetEngines:
         for node in self.nodes.values():
             self._count(node)
         report.cached_tokens += self._cached_tokens
-        report.busy = self._busy_s / self._engine_s if self._engine_s else 0.0
-        report.engines = self._engine_s / report.seconds if report.seconds else 0.0
+        engine_s = within(self._lives, report.seconds)
+        report.busy = self._busy_s / engine_s if engine_s else 0.0
+        report.engines = engine_s / report.seconds if report.seconds else 0.0

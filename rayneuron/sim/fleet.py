@@ -56,7 +56,7 @@ class Simulation:
         self._arrive_next()
         self.clock.at(_SAMPLE_S, self._sample)
         self.clock.run()
-        (report := self.report).seconds = self.clock.now_s
+        (report := self.report).seconds = self.report.ended_s or self.clock.now_s  # who comes back later, or looks, is no part of it
         self._engines.tell(report)
         if self._pool is not None:
             self._pool.tell(report)

@@ -147,6 +147,12 @@ class ExactHost:
         slow = self.slow
         return replace(told, backlog_ms=slow * told.backlog_ms, slot_ms=slow * told.slot_ms, step_ms=slow * told.step_ms)
 
+    def pace(self, times: float) -> None:
+        """From the next step on they take so many times as long as the profile says."""
+        self.slow = times
+        if self.alive:
+            self.interrupt()
+
     def news(self) -> KvNews | None:
         """What prefixes it has had or lost since it was asked last."""
         log = self.scheduler.blocks.log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rayneuron.policies.desk import GatewayDesk
@@ -48,3 +49,8 @@ class FleetNode:
     under_way: int = 0  # orders that have not come yet
     seen: dict[int, int] = field(default_factory=dict)
     told: dict[int, float] = field(default_factory=dict)
+
+
+def within(lives: Iterable[tuple[float, float]], end_s: float) -> float:
+    """Seconds that engines were there until a run was over, of when each came and went: some come back when nobody asks any more."""
+    return sum([max(0.0, min(until_s, end_s) - since_s) for since_s, until_s in lives])

@@ -14,7 +14,7 @@ from rayneuron.policies.pools import Queue, choose, measured
 from rayneuron.policies.prefix_index import PrefixIndex
 from rayneuron.sim.clock import Clock
 from rayneuron.sim.host import ExactHost, Gained
-from rayneuron.sim.parts import FleetNode
+from rayneuron.sim.parts import FleetNode, within
 from rayneuron.sim.replicas import FleetSize, by_prompts
 from rayneuron.sim.report import FleetReport
 from rayneuron.sim.setup import Elastic, Setup
@@ -49,7 +49,7 @@ class PrefillPool:
         self.peers: dict[int, _Peer] = {}
         self._by_host: dict[ExactHost, _Peer] = {}
         self._numbers, self._keys = count(), count(1)
-        self._engine_s, self._cached_tokens = 0.0, 0  # of those who have gone
+        self._cached_tokens, self._lives = 0, list[tuple[float, float]]()  # of those who have gone: from when until when they were there
         for _ in range(pool.nodes):
             self._open()
         made = (self.peers, self._open, self._gone, self._wanted)
@@ -67,7 +67,7 @@ class PrefillPool:
             self._count(peer)
         report.cached_tokens += self._cached_tokens
         report.pooled = self.prompts
-        report.prefill_engines = self._engine_s / report.seconds if report.seconds else 0.0
+        report.prefill_engines = within(self._lives, report.seconds) / report.seconds if report.seconds else 0.0
 
     @property
     def open(self) -> int:
@@ -92,7 +92,7 @@ class PrefillPool:
             self._count(peer)
 
     def _count(self, peer: _Peer) -> None:
-        self._engine_s += self.clock.now_s - peer.since_s
+        self._lives.append((peer.since_s, self.clock.now_s))
         self._cached_tokens += peer.host.cached_tokens
 
     def _wanted(self, _: Elastic, staying: list[_Peer]) -> int:

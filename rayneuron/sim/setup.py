@@ -55,8 +55,9 @@ class Setup:
     """A fleet of equal engines. `hop_s`: from a gateway to an engine or back. An engine says how busy it is, `load_late_s` after it was so,
     to all gateways when an order has come or ended, and with a step if that is `load_s` ago.
 
-    `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until they are back). Where `exact`,
-    every step is a call of its own. `slo_ttft_s`, `slo_tpot_s`: what the first token and those after it should take at most.
+    `event_loss`: share of the batches of KV events that get lost. `kills`: (when, so many engines, until they are back); `slows`: (when, so
+    many engines, how many times as long their steps take, for so long). Where `exact`, every step is a call of its own.
+    `slo_ttft_s`, `slo_tpot_s`: what the first token and those after it should take at most.
     """
 
     capacity: Capacity
@@ -72,6 +73,7 @@ class Setup:
     load_late_s: float = 0.0
     event_loss: float = 0.0
     kills: tuple[tuple[float, int, float], ...] = ()
+    slows: tuple[tuple[float, int, float, float], ...] = ()
     exact: bool = False
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None

@@ -139,6 +139,16 @@ def test_an_engine_that_is_slower_than_it_was_measured_is_learned_of(exact: bool
     assert report.off.at(0.5) <= 0.2, report.off.summary()
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_steps_are_slow_for_as_long_as_they_are_said_to_be(exact: bool) -> None:
+    """One answer of 400 tokens on one engine, whose steps take three times as long for a while."""
+    arrivals = [Arrival(0, 0.0, 100, 400, parts=((0, 500),))]
+    setups = [Setup(CAPACITY, TIMES, route="turns", exact=exact, slows=slows) for slows in ((), ((0.5, 1, 3.0, 1.2),))]
+    plain, slow = (Simulation(setup, arrivals).run() for setup in setups)
+    assert slow.whole.mean - plain.whole.mean == pytest.approx(1.2 * 2 / 3, abs=0.02)
+    assert slow.busy == pytest.approx(plain.busy, abs=0.01)
+
+
 def test_an_account_that_wants_everything_leaves_the_others_their_share() -> None:
     """A asks for ten times what there is, B for little of it. B waits for a row, not for A; where both were one account it would."""
     b = Traffic(rate=0.8, prompt=1000, output=40, account="b")
