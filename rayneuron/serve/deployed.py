@@ -31,7 +31,7 @@ CONSTRUCTOR_RETRIES = 2
 EXPORT_PERIOD_S = 2.0
 START_S = 1.0  # for a start that fails to say why by itself
 LAST_BYTES_S = 0.5  # for Serve's proxy to fetch what streams said last
-STARTING_OBJECTS, SERVING_OBJECTS = 100_000, (700, 10, 10)  # new ones before garbage is looked for; the latter is Python's own
+STARTING_OBJECTS, SERVING_OBJECTS = 100_000, (10_000, 10, 10)  # new ones before garbage is looked for: calls in flight hold thousands
 TOKENIZERS = "TOKENIZERS_PARALLELISM"  # the library's: whether a batch goes to threads of its own, even one text
 SWITCH_INTERVAL_S = 0.0002  # engine, event loop and text share one interpreter; the default of 5 ms delays every token by as much
 
