@@ -138,6 +138,16 @@ def test_every_name_of_vllm_is_our_key_everywhere(name: str, parser: argparse.Ar
     assert by_flag(parser, *words(f"--{name}", value)) == by_flag(parser, *words(flags._flag(name), value)) == expected
 
 
+def test_vllms_short_flags(parser: argparse.ArgumentParser) -> None:
+    for short, long in (("-tp", "--tensor-parallel-size"), ("-pp", "--pipeline-parallel-size"), ("-dp", "--data-parallel-size")):
+        assert by_flag(parser, short, "2") == by_flag(parser, f"{short}=2") == by_flag(parser, long, "2") != by_flag(parser)
+
+
+def test_an_application_is_one_of_a_file(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match="--application is for a file"):
+        by_flag(parser, "--application", "chat")
+
+
 @pytest.mark.parametrize("name", aliases.REFUSED)
 def test_what_has_no_meaning_here_is_refused_with_the_reason(
     name: str, parser: argparse.ArgumentParser, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -29,7 +29,7 @@ def decode(raw: bytes | str) -> dict[str, Any]:
     try:
         body = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
-        raise RequestError(f"the body is not valid JSON: {wrong}") from wrong
+        raise RequestError(f"the body is not valid JSON: {wrong if raw.strip() else 'it is empty'}") from wrong
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {kind(body)}")
     if len(body) > MAX_NAMES:

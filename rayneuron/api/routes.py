@@ -51,9 +51,8 @@ _SHAPES = [
 
 def shaped(triple: Triple, path: str, method: str = "POST") -> Triple:
     """An OpenAI error as whoever calls `path` reads it, whatever prefix the path has."""
-    if method == "POST" and path.endswith("/"):
-        return tgi.error(triple)
-    return next((shape for pattern, shape in _SHAPES if pattern.search(path)), same)(triple)
+    root = tgi.error if method == "POST" and path.endswith("/") else same
+    return next((shape for pattern, shape in _SHAPES if pattern.search(path.rstrip("/"))), root)(triple)
 
 
 def cut_off(triple: Triple, path: str, content_type: str) -> bytes:

@@ -42,6 +42,8 @@ def read(args: argparse.Namespace) -> Any:
     if what is None:
         raise ConfigError("name a model or a deployment file: rayneuron serve demo:smollm2; or set HF_MODEL_ID")
     if not (what.endswith((".yaml", ".yml")) or Path(what).is_file()):
+        if args.application is not None:
+            raise ConfigError("--application is for a file, which may have several; leave it out")
         return deployment_file.made(what, assigned, options)
     file = deployment_file.read(Path(what), assigned, args.application, options)
     if options:

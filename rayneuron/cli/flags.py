@@ -65,6 +65,9 @@ class FlagParser(argparse.ArgumentParser):
         return out
 
 
+SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}  # vLLM's
+
+
 class KeyFlag(argparse.Action):
     """One key of a deployment file: `args.said` holds {what it means here, dotted: value}, `args.options` which flag said so.
 
@@ -133,7 +136,7 @@ def add(command: argparse.ArgumentParser, *, whole: bool = True) -> None:
             like = "model.aliases" if name == "served_model_name" else "" if name in aliases.TRANSLATED else str(ours)
             switch = ours is None and all(isinstance(value, bool) for value in aliases.GIVEN.get(name, ()))
             words: dict[str, Any] = {"help": ours or argparse.SUPPRESS, "field": keys.get(like), "switch": switch}
-            theirs.add_argument(_flag(name), dest=name, action=KeyFlag, **words)
+            theirs.add_argument(*SHORT.get(name, ()), _flag(name), dest=name, action=KeyFlag, **words)
 
 
 def _flag(key: str) -> str:

@@ -391,7 +391,7 @@ SAME = {
     "/predictions/tiny": "/invocations", "/models/tiny/invoke": "/invocations", "/models/tiny": "/models",
     "/v1/models": "/v1/chat/completions", "/v1/models/tiny": "/v1/chat/completions",
     "/m/x/v1/messages": "/v1/messages", "/m/x/": "/generate_stream", "/m/x/invocations": "/invocations",
-    "/v1/messages/count_tokens": "/v1/messages",
+    "/v1/messages/count_tokens": "/v1/messages", "/v1/messages/": "/v1/messages", "/v1/chat/completions/": "/v1/chat/completions",
 }  # fmt: skip
 
 

@@ -39,6 +39,12 @@ def test_bad_json(client: httpx.Client, path: str, body: bytes) -> None:
     error(client.post(path, content=body, headers={"content-type": "application/json"}), 400, "BadRequestError")
 
 
+def test_an_empty_body_is_called_so(client: httpx.Client) -> None:
+    for body in (b"", b" \n"):
+        reply = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert error(reply, 400, "BadRequestError")["message"] == "the body is not valid JSON: it is empty"
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_wrong_content_type(client: httpx.Client, path: str) -> None:
     reply = client.post(path, content=b"prompt=hi", headers={"content-type": "application/x-www-form-urlencoded"})
