@@ -15,7 +15,7 @@ from rayneuron.engine.sequence import Plan, Sequence, Work
 from rayneuron.engine.speculation.costs import VERIFY_MS
 from rayneuron.engine.speculation.drafting import NONE, Speculation, speculation
 from rayneuron.engine.speculation.lookup import CANDIDATES, LONGEST, Echo, Prediction
-from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, PROBE, SURE, TRIALS, Candidate, Pace, Record
+from rayneuron.engine.speculation.pace import CHAINED, LOOK_MS, LOOK_SHARE, MOST_OWN, PROBE, SURE, TRIALS, Candidate, Pace, Record
 from rayneuron.models.kv import KvSpace
 from rayneuron.types import Profile, Request, SamplingParams
 
@@ -246,6 +246,31 @@ def test_a_profile_that_knows_nothing_is_corrected_by_what_steps_take():
     assert one.costs.plain(4, 100) == pytest.approx(10.0, rel=0.05)
     for count in (1, 4, 12, 32):
         assert one.costs.added(4, count) == pytest.approx(truth(count), rel=0.2), count
+
+
+def test_more_drafts_than_were_ever_tried_add_what_the_profile_says():
+    """Where the first sixteen are far dearer than it says, the next may still be what it says: who took all for dearer would never see."""
+    one = warm(pace(), 16)
+    said = [one.costs.added(16, n) for n in (16, 32, 64)]
+    for _ in range(200):
+        one.took(16, 100, 16, 11.2 + 3 * said[0])
+    seen = [one.costs.added(16, n) for n in (16, 32, 64)]
+    assert seen[0] == pytest.approx(3 * said[0], rel=0.01)
+    assert [b - seen[0] for b in seen[1:]] == pytest.approx([b - said[0] for b in said[1:]], rel=0.05)
+    assert one.costs.added(16, 4) == pytest.approx(3 * (VERIFY_MS + one.costs.ms[20] - one.costs.ms[16]), rel=0.01), "but fewer are as dear"
+
+
+def test_what_a_text_tells_counts_at_once_and_is_never_certain():
+    """Its first id tells as much as was thought before; and who has always come true may end as any other."""
+    one, record = pace(), Record(4)
+    one.heard(record, 4, True)
+    assert record.own == 0.75
+    one.heard(record, 5, False)
+    assert record.own == 0.5
+    for _ in range(200):
+        one.heard(record, LONGEST, True)
+    record.kind = LONGEST
+    assert record.own > 0.99 and one.hope(record) == pytest.approx((1 + MOST_OWN) / 2, abs=0.01)
 
 
 def test_where_nobody_knows_what_a_step_takes_it_is_seen_first():
