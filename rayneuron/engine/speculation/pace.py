@@ -235,12 +235,16 @@ class Pace:
         self.costs.took(rows, length, drafts, ms, more_ms, self._cheaper > 1)
 
     def _kind(self, kind: int) -> _Rates:
-        return self._rates.setdefault(kind, _Rates(GUESSED.get(kind, LIKELY)))
+        rates = self._rates.get(kind)
+        if rates is None:
+            rates = self._rates[kind] = _Rates(GUESSED.get(kind, LIKELY))
+        return rates
 
     def _survival(self, record: Record, before: float, place: int) -> float:
         if record.kind > 0:
-            rate = self._kind(min(record.kind + place, LONGEST)).first
+            kind = record.kind + place
+            rate = self._kind(kind if kind < LONGEST else LONGEST).first
             own = 1 - (1 - (UNSEEN if record.own is None else record.own)) * (1 - OWN_RATE) ** place  # as it will be if those before come
-            return before * (rate + min(own, MOST_OWN)) / 2
+            return before * (rate + (own if own < MOST_OWN else MOST_OWN)) / 2
         rate = self._kind(record.kind).later if place else self._kind(record.kind).first
         return before * (rate if record.own is None else (rate + record.own) / 2)
