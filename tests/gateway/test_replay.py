@@ -82,13 +82,14 @@ async def test_what_cannot_be_compiled_is_a_400_with_its_field(two: House) -> No
 async def test_what_steps_take_now_is_heard_of_with_the_cards(two: House) -> None:
     """And only what a replica has measured anew; the one of which nothing has changed is as it was."""
     workers = two.engine.desk.chooser.workers.all
+    known = {worker.name: worker.now for worker in workers.values()}
     await two.catalogue.entries[0].look()
-    assert not any(worker.now for worker in workers.values())
+    assert all(worker.now is known[worker.name] for worker in workers.values())
     for _ in range(3):
         await two.catalogue.completions(LONG)
     ran = {member.name for member in two.members if member.orders}
     await two.catalogue.entries[0].look()
-    assert {worker.name for worker in workers.values() if worker.now} == ran and ran
+    assert {worker.name for worker in workers.values() if worker.now is not known[worker.name]} == ran and ran
 
 
 async def test_every_answer_is_that_of_the_run_without(two: House) -> None:

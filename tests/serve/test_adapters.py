@@ -145,7 +145,7 @@ async def test_what_may_not_be_loaded(tiny: Path, root: Path, tmp_path: Path) ->
         rows = (
             ("x", str(tmp_path / "outside"), "lora.directory"), ("x", "../outside", "lora.directory"), ("x", "link", "lora.directory"),
             ("x", "inside", "lora.directory"), ("x", ".", "lora.directory"), ("x", "a/../../etc", "lora.directory"),
-            ("x", "nowhere", "no adapter"),
+            ("x", "nowhere", "is no directory here"),
             ("x", "wide", "rank 20"), (base, "a", "model's own name"), ("", "a", "lora_name"), ("x\n", "a", "lora_name"),
             ("x", "a\0", "lora_path"),
         )  # fmt: skip

@@ -244,10 +244,13 @@ class FakeRay:
         told = self.told.setdefault(name, [])
 
         class Series:
-            def inc(self, amount: float, tags: dict[str, str]) -> None:
+            def inc(self, amount: float, tags: dict[str, str] | None = None) -> None:
                 told.append(amount)
 
             set = observe = inc
+
+            def set_default_tags(self, tags: dict[str, str]) -> object:
+                return self
 
         return Series()
 
