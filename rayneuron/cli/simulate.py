@@ -167,7 +167,7 @@ def _usd(args: argparse.Namespace, config: Any, setup: Any, report: Any) -> floa
     return usd
 
 
-def _faults(args: argparse.Namespace, nodes: int, elastic: Any) -> dict[str, tuple[Any, ...]]:
+def _faults(args: argparse.Namespace, nodes: int, elastic: Any) -> dict[str, Any]:
     """`kills` and `slows` of a `Setup`."""
     from rayneuron.errors import ConfigError
 
