@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     deployment.add(command)
     command.add_argument("--profile", metavar="FILE", help="what its steps take: profile.json of a compile cache, or guess (measured here)")
     traffic.add(command)
-    command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
+    times.add_prices(command)
     command.add_argument("--requests", type=int, metavar="N", help="only the first N (all of a trace, 1000 made up)")
     command.add_argument("--rate", type=float, help="requests a second and engine, where they have no times (1)")
     command.add_argument("--nodes", type=int, help="engines (as the file says, or 1)")
@@ -188,8 +188,8 @@ def _faults(args: argparse.Namespace, nodes: int, elastic: Any) -> dict[str, Any
             kills.append((from_s, some, to_s - from_s))
         elif kind == "flap":
             kills += [(from_s + at * FLAP_S, some, FLAP_S / 2) for at in range(max(1, round((to_s - from_s) / FLAP_S)))]
-        elif (times := float(parts[3])) > 0:
-            slows.append((from_s, some, times, to_s - from_s))
+        elif (factor := float(parts[3])) > 0:
+            slows.append((from_s, some, factor, to_s - from_s))
         else:
             raise ConfigError(f"--fault {said}: write how many times as long their steps take, more than 0: slow:{some}x3@9-99")
     return {"kills": tuple(kills), "slows": tuple(slows)}

@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
     deployment.add(command)
     command.add_argument("--profile", metavar="FILE", help="measured on the file's own instance with its tensor_parallel (all guessed)")
     traffic.add(command)
-    command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
+    times.add_prices(command)
     command.add_argument("--requests", type=int, default=2000, metavar="N", help="only the first N (2000)")
     command.add_argument("--rate", type=float, help="requests a second, where they have no times (1)")
     command.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="a first token takes no longer")

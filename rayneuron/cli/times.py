@@ -14,6 +14,11 @@ HOW = (
 )
 
 
+def add_prices(command: argparse.ArgumentParser) -> None:
+    """The argument that says what a node costs."""
+    command.add_argument("--price", action="append", default=[], metavar="TYPE=USD", help="an hour of an instance type; may be repeated")
+
+
 _ONE = ("nodes", "gateways", "requests", "repeat", "prompt_tokens", "output_tokens", "most", "prefill_nodes")
 _LEAST = {**dict.fromkeys(_ONE, 1), "late_ms": 0, "start_s": 0, "hop_ms": 0, "loss": 0}
 _MOST = {"requests": 1_000_000_000, "repeat": 1_000_000}  # days of simulation; what has no room is said by `sim.room`

@@ -94,7 +94,6 @@ class _Answer:
         if self._begun:
             return False
         log.exception("%s %s failed before a replica was asked", self._scope["method"], self._scope["path"], exc_info=wrong)
-        self._begun = self._whole = True
         await reply(self._send, self._shaped(errors.error_body(wrong)))
         return True
 

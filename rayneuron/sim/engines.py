@@ -108,7 +108,7 @@ class FleetEngines:
 
     def _kill(self, some: int, back_s: float) -> None:
         now_s = self.clock.now_s
-        for number in self._random.sample(sorted(self.nodes), min(some, len(self.nodes))):
+        for number in self._some(some):
             node = self.nodes.pop(number)
             self.clock.at(now_s + self.setup.hop_s, self._told, self._gateways[0], number, node.host.kill(), None, None)
             self._count(node)
@@ -117,10 +117,14 @@ class FleetEngines:
             self.clock.at(now_s + back_s, self.open)
 
     def _slow(self, some: int, times: float, for_s: float) -> None:
-        nodes = [self.nodes[number] for number in self._random.sample(sorted(self.nodes), min(some, len(self.nodes)))]
+        nodes = [self.nodes[number] for number in self._some(some)]
         for factor, after_s in ((times, 0.0), (1.0, for_s)):
             for node in nodes:
                 self.clock.at(self.clock.now_s + after_s, node.host.pace, factor)
+
+    def _some(self, some: int) -> list[int]:
+        """Which engines a fault hits."""
+        return self._random.sample(sorted(self.nodes), min(some, len(self.nodes)))
 
     def gone(self, node: FleetNode) -> None:
         """An engine that took no more orders has done those it had; where a gateway has not heard so yet, it stays."""
