@@ -264,6 +264,8 @@ class Group:
                 return answer
             if isinstance(answer, Failed):
                 failed = error_of(member, answer)
+                if answer.kind == WorkerLost.__name__ and self._watch is not None:
+                    self._watch.blame()
                 lost = self._lose(failed.message)
                 raise lost if isinstance(failed, WorkerLost) else failed
             if not isinstance(answer, Advance):

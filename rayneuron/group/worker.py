@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 LOST = 70  # exit code of a worker whose group has ended without saying so
 _SEND_S = 30.0
+_BEHIND_S = 2.0  # at most: worker 0 ends the connections of a group that is lost at once
 _PROGRESS_S = 0.5  # no more often; also what keeps worker 0 patient
 
 
@@ -83,6 +84,8 @@ def serve_rank(invitation: Invitation) -> None:
         log.exception("worker %d has failed", invitation.index)
         _tell(channel, Failed(type(error).__name__, str(error)))
         rank.abort()
+        if isinstance(error, WorkerLost):  # who hangs up first is blamed: that shall be who was lost, not who waited for it
+            time.sleep(_BEHIND_S)
         os._exit(1)
     rank.close()
     channel.close()

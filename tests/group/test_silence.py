@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +18,10 @@ import pytest
 from rayneuron import wire
 from rayneuron.errors import Busy, RayNeuronError, WorkerLost
 from rayneuron.group.group import Group
-from rayneuron.group.messages import VERSION, Advance, Beat, Failed, FromWorker, Hello, ToWorker
+from rayneuron.group.messages import VERSION, Advance, Beat, Failed, FromWorker, Hello, Ready, ToWorker
 from rayneuron.group.rendezvous import Member
 from rayneuron.group.watch import Watch
+from rayneuron.group.worker import LOST
 from rayneuron.placement.layout import Worker, layout
 
 SO_ATTACH_FILTER = 26
@@ -144,6 +147,52 @@ def test_a_worker_is_named_whose_connection_ends_a_little_later(ends: tuple[wire
         group._locally(broken)
     assert len(told) == 1 and told[0].startswith("worker 1,")
     group.close()
+
+
+def test_who_waited_for_the_lost_is_not_blamed() -> None:
+    """A worker has seen through shared memory that another is gone, and says so before that one's connection ends."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    theirs: list[wire.Channel[ToWorker]] = [wire.Channel(there, ToWorker) for _, there in pairs]
+    told: list[str] = []
+    model: Any = SimpleNamespace(config=SimpleNamespace(instance=None), capacity=None)
+    group = Group(model, layout(3), on_lost=told.append)
+    group.members = [
+        Member(worker, "127.0.0.2", wire.Channel(here, FromWorker), Hello(b"", worker.index, 4711, 0, VERSION))
+        for worker, (here, _) in zip(layout(3).workers[1:], pairs, strict=True)
+    ]
+    group._watch = Watch(group.members, group._break, 60.0)
+    theirs[0].send(Failed("WorkerLost", "rank 2 (pid 4711) is gone"))
+    threading.Timer(0.1, theirs[1].close).start()
+    with pytest.raises(WorkerLost, match=r"^worker 2, rank 2 of stage 0 \(pid 4711 on 127\.0\.0\.2\) is gone"):
+        group._all(Ready, "has not come", 60.0)
+    assert len(told) == 1 and told[0].startswith("worker 2,")
+    group.close()
+    theirs[0].close()
+
+
+ENDS = """
+import sys
+from rayneuron.errors import WorkerLost
+from rayneuron.group import worker
+def fail(channel, rank):
+    raise {kind}("rank 2 is gone")
+worker._serve = fail
+worker.serve_rank(worker.Invitation(1, b"token", (sys.argv[1],), 60.0))
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("WorkerLost", LOST), ("ValueError", 1)])
+def test_who_fails_hangs_up_at_once_and_who_waited_behind_worker_0(kind: str, code: int) -> None:
+    """The kernel tells worker 0 of hang-ups in their order, so the first has to be that of who was lost."""
+    with wire.listen("127.0.0.2") as listener:
+        process = subprocess.Popen([sys.executable, "-c", ENDS.format(kind=kind), wire.address(listener)], stderr=subprocess.DEVNULL)
+        ours: wire.Channel[FromWorker] = wire.Channel(listener.accept()[0], FromWorker)
+    assert isinstance(ours.receive(60.0), Hello) and ours.receive(60.0) == Failed(kind, "rank 2 is gone")
+    if kind == "ValueError":
+        with pytest.raises(wire.Closed):
+            ours.receive(60.0)
+    ours.close()
+    assert process.wait(60) == code
 
 
 def test_a_busy_process_is_not_lost(ends: tuple[wire.Channel[FromWorker], wire.Channel[ToWorker]]) -> None:
