@@ -21,30 +21,49 @@ if TYPE_CHECKING:
     import torch
 
 FAMILIES = {
+    "arcee": "nemotron",
     "bloom": "bloom",
+    "cohere": "cohere",
+    "cohere2": "cohere",
     "dbrx": "dbrx",
+    "ernie4_5": "llama",
+    "exaone4": "exaone4",
     "falcon": "falcon",
+    "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "glm": "glm",
+    "glm4": "glm",
     "gpt2": "gpt2",
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neox": "gpt_neox",
     "gptj": "gptj",
     "gpt_oss": "gpt_oss",
     "granite": "granite",
+    "granitemoe": "granite",
+    "helium": "llama",
     "llama": "llama",
+    "ministral": "llama",
     "mistral": "llama",
     "mixtral": "mixtral",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
     "opt": "opt",
+    "phi": "phi",
     "phi3": "phi3",
     "qwen2": "llama",
     "qwen2_moe": "qwen_moe",
     "qwen3": "llama",
     "qwen3_moe": "qwen_moe",
+    "seed_oss": "llama",
+    "smollm3": "smollm3",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
+EXPERTS = "num_experts (num_local_experts, moe_num_experts)"
 STRETCHING = ("linear", "dynamic", "yarn")  # kinds whose factor is on top of max_position_embeddings
 
 Progress = Callable[[int, int], None]  # what long work tells of itself: done, total
@@ -66,7 +85,7 @@ def architecture(config: dict[str, Any], max_model_len: int | None = None) -> Ar
     arch: Arch = of.arch(complete(config), max_model_len)
     for count, most, say in (
         (arch.heads % arch.kv_heads, 0, f"num_attention_heads {arch.heads} is no multiple of num_key_value_heads {arch.kv_heads}"),
-        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} of num_experts (moe_num_experts) {arch.experts}"),
+        (arch.top_k, arch.experts, f"num_experts_per_tok (moe_top_k) {arch.top_k} of {EXPERTS} {arch.experts}"),
     ):
         if count > most:
             raise CheckpointError(f"config.json: {say}; a key that is not there has the default of {arch.model_type} models")

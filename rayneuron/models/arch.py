@@ -58,6 +58,7 @@ class Arch:
     parallel: bool = False  # attention and feed-forward read the same residual
     one_norm: bool = False  # and the same norm of it (of Falcon, where both forms exist)
     windows: tuple[int, ...] = ()  # a sliding window a layer, 0: full attention; (): every layer is full
+    nope: tuple[int, ...] = ()  # layers that rotate nothing, in a model with rope
     qk_norm: bool = False
     whole_qk_norm: bool = False  # queries and keys are normalised over all heads together (OLMo 2)
     clip_qkv: float = 0.0

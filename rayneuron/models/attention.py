@@ -67,16 +67,17 @@ def bias(positions: Tensor, length: int, window: int, slopes: Tensor | None, dty
 
 
 def attention(
-    arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, window: int
+    arch: Arch, ops: Ops, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, index: int
 ) -> tuple[Tensor, Layer]:  # fmt: skip
-    """This rank's summand of the layer [B,T,E], and the layer's KV with k and v of the new tokens."""
+    """This rank's summand of layer `index` [B,T,E], and the layer's KV with k and v of the new tokens."""
+    window = arch.window(index)
     q, k, v = project(arch, ops, w, x, step)
     if step.whole_norm is not None:
         q, k = step.whole_norm(w, "q_norms", q), step.whole_norm(w, "k_norms", k)
     elif arch.qk_norm:
         q, k = step.norm(w, "q_norm", q), step.norm(w, "k_norm", k)
     cos, sin = step.local if step.local is not None and window else (step.cos, step.sin)
-    if cos is not None:
+    if cos is not None and index not in arch.nope:
         q, k = ops.rotate(q, cos, sin, arch.rope.pairs), ops.rotate(k, cos, sin, arch.rope.pairs)
     more = (arch.softcap_scores, sinks(arch, w)) if arch.softcap_scores or arch.sinks else ()
     if step.split is not None:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 LARGEST = 2**31 - 1
-ZERO = (("sliding_window", "qwen2_moe"),)  # as transformers saves it where it is off
+ZERO = (("sliding_window", "qwen2_moe"), ("sliding_window_pattern", "exaone4"))  # as transformers saves it where it is off
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WORDS = {int: "an integer", float: "a number with a point", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
 

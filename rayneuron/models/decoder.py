@@ -66,7 +66,7 @@ def layers(
     for i, w in enumerate(weights["layers"]):
         if taps is not None and i in taps.behind:
             taps.states.append(x)
-        x, kv.layers[i] = layer(arch, ops, comm, w, kv.layers[i], x, step, arch.window(first + i))
+        x, kv.layers[i] = layer(arch, ops, comm, w, kv.layers[i], x, step, first + i)
     if taps is not None and len(weights["layers"]) in taps.behind:
         taps.states.append(x)
     return x
@@ -94,7 +94,7 @@ def prepare(
 def norm(arch: Arch, ops: Ops, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     """The norm `name` of this architecture. A weight that counts from 1 is brought there in float32, where small dtypes lose nothing."""
     if arch.norm_offset:
-        w = {f"{name}.w": w[f"{name}.w"].float() + 1}
+        w = {f"{name}.w": w[f"{name}.w"].float() + 1} | ({f"{name}.b": w[f"{name}.b"]} if f"{name}.b" in w else {})
     return ops.norm(w, name, x, arch.norm, arch.eps)
 
 
@@ -119,10 +119,10 @@ def embed(arch: Arch, ops: Ops, comm: Collectives, top: Mapping[str, Tensor], to
 
 
 def layer(
-    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, window: int,
+    arch: Arch, ops: Ops, comm: Collectives, w: Mapping[str, Tensor], kv: Layer, x: Tensor, step: StepTables, index: int,
     read: Tensor | None = None,
 ) -> tuple[Tensor, Layer]:  # fmt: skip
-    """One layer on the residual x [B,T,E], and its KV afterwards. `read`: what attention reads where that is not the norm of x.
+    """Layer `index` of the model on the residual x [B,T,E], and its KV afterwards. `read`: what attention reads if not the norm of x.
 
     Biases of the row-split products (`o.bias`, `down.bias`) are added once, after the sum.
     """
@@ -137,7 +137,7 @@ def layer(
 
     before = not arch.post_norm and arch.norms != "after"
     h = read if read is not None else normed("ln1", x) if before else x
-    a, kv = attention(arch, ops, w, kv, h, step, window)
+    a, kv = attention(arch, ops, w, kv, h, step, index)
     if arch.parallel:
         h = normed("ln2", x) if "ln2.w" in w else h  # GPT-J has one norm for both
         return _add(_add(x + comm.reduce(a + feed_forward(arch, ops, w, h)), w, "o.bias"), w, "down.bias"), kv

@@ -27,6 +27,11 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """The square of ReLU (Nemotron)."""
+    return F.relu(x).square()
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -36,6 +41,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
+    "relu2": relu_squared,
 }
 
 

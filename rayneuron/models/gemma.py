@@ -1,11 +1,11 @@
-"""Gemma 2 and the text models of Gemma 3: norms around attention and feed-forward, windows, soft caps, two kinds of rope."""
+"""Gemma, the first: norms that count from 1. Gemma 2 and the text models of 3: norms around attention and feed-forward, windows, soft caps,
+two kinds of rope."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from rayneuron.errors import CheckpointError
 from rayneuron.models import llama, rope
 from rayneuron.models.arch import Arch, Rope
 from rayneuron.models.config_json import of_type, refuse
@@ -21,6 +21,9 @@ THETAS = {"full_attention": ("rope_theta", "global"), "sliding_attention": ("rop
 
 def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     """The Arch of a config.json."""
+    if c["model_type"] == "gemma":
+        refuse(c, use_bidirectional_attention=True)
+        return replace(llama.arch(c, max_model_len), norm_offset=True, embed_scale=c["hidden_size"] ** 0.5)
     refuse(c, use_bidirectional_attention=True, final_logit_softcapping=0.0, attn_logit_softcapping=0.0)
     third = c["model_type"] == "gemma3_text"
     every = c.get("sliding_window_pattern", 6) if third else 2
@@ -28,7 +31,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     kinds = c["layer_types"]
     if kinds is None:
         kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
-    ropes = {kind: {**c, "rope_scaling": None, "rope_parameters": block(c, kind)} if third else c for kind in THETAS}
+    ropes = {kind: rope.of_kind(c, kind, theta(c, kind)) if third else c for kind in rope.BY_KIND}
     base = llama.arch({**ropes["full_attention"], "layer_types": kinds, "hidden_act": c["hidden_activation"]}, max_model_len)
     local: Rope = rope.read(ropes["sliding_attention"], base.head_dim, base.max_positions, max_model_len=max_model_len)
     return replace(
@@ -38,23 +41,16 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     )  # fmt: skip
 
 
-def block(c: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The rope settings of one kind of layers of Gemma 3: those of transformers 5, or the hub's keys, of which scaling is for full ones."""
-    found, scaling = ({} if c.get(name) is None else c[name] for name in ("rope_parameters", "rope_scaling"))
-    if not isinstance(found, dict) or found.keys() - THETAS.keys() or not isinstance(scaling, dict):
-        raise CheckpointError(
-            f"config.json sets rope_parameters: {found!r:.60}, rope_scaling: {scaling!r:.60}; rope_parameters of a gemma3_text model "
-            f"has an object for each of {' and '.join(THETAS)}"
-        )
-    own = found.get(kind) or {}
-    if not isinstance(own, dict):
-        raise CheckpointError(f"config.json sets rope_parameters of {kind}: {own!r:.60}, where an object is needed")
+def theta(c: dict[str, Any], kind: str) -> Any:
+    """Of one kind of layers of Gemma 3."""
     name, default = THETAS[kind]
-    return {"rope_theta": c.get(name, ROPE_THETA["gemma3_text"][default]), **own, **(scaling if kind == "full_attention" else {})}
+    return c.get(name, ROPE_THETA["gemma3_text"][default])
 
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
+    if a.norms == "before":
+        return llama.layer(a, i)
     norms = {"ln1": "input_layernorm", "o_norm": "post_attention_layernorm"}
     norms |= {"ln2": "pre_feedforward_layernorm", "down_norm": "post_feedforward_layernorm"}
     return llama.layer(a, i) | both(norms, ())

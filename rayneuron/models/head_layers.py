@@ -101,4 +101,4 @@ def _tables(
     first = torch.arange(places.length, dtype=torch.int32, device=bias.device) == 0
     bias = torch.where(first, attention.mask_value(dtype), bias)
     made = decoder.prepare(heads.arch, ops, comm, top, replace(places, positions=places.positions - 1), kv.shape, dtype)
-    return replace(made, places=places, biases={0: bias})
+    return replace(made, places=places, biases={heads.arch.window(0): bias})

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3."""
+"""Llama, Mistral, Ministral, Qwen2, Qwen3, Seed-OSS, ERNIE 4.5, Helium."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def head_dim(c: dict[str, Any]) -> int:
 
 
 def biased(c: dict[str, Any]) -> tuple[str, ...]:
-    """Which products have a bias: Qwen2's q, k, v always; of other types that have these keys, `attention_bias` and `mlp_bias` say."""
+    """Which products have a bias: Qwen2's q, k, v always; of other types the keys that they have say."""
     if c["model_type"] == "qwen2" or c.get("qkv_bias", False) and c["model_type"] == "qwen2_moe":
         return ("q", "k", "v")
     known = FIELDS[c["model_type"]]
-    attention, mlp = (name in known and c[name] for name in ("attention_bias", "mlp_bias"))
-    return ("q", "k", "v", "o") * attention + ("gate", "up", "down") * mlp
+    every, attention, mlp = (bool(name in known and c[name]) for name in ("use_bias", "attention_bias", "mlp_bias"))
+    out = c["attention_out_bias"] if "attention_out_bias" in known else attention
+    return ("q", "k", "v") * (every or attention) + ("o",) * (every or out) + ("gate", "up", "down") * (every or mlp)
 
 
 def windows(c: dict[str, Any]) -> tuple[int, ...]:

@@ -76,11 +76,12 @@ class Ops:
 
 
 def norm(w: Mapping[str, Tensor], name: str, x: Tensor, kind: str, eps: float) -> Tensor:
-    """RMS or layer norm over the last dim; a missing weight or bias is one or zero."""
+    """RMS or layer norm over the last dim, in the dtype of the weight; a missing weight or bias is one or zero."""
+    weight, bias = w.get(name + ".w"), w.get(name + ".b")
+    kept = x if weight is None else x.to(weight.dtype)
     if kind == "rms":
-        weight = w[name + ".w"]
-        return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
-    return F.layer_norm(x, x.shape[-1:], w.get(name + ".w"), w.get(name + ".b"), eps)
+        return F.rms_norm(kept, x.shape[-1:], weight, eps).to(x.dtype)
+    return F.layer_norm(kept, x.shape[-1:], weight, None if bias is None else bias.to(kept.dtype), eps).to(x.dtype)
 
 
 def to_kv(x: Tensor, dtype: torch.dtype) -> Tensor:

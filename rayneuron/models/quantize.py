@@ -79,7 +79,7 @@ def _is_scale(scale: tuple[int, ...], shape: tuple[int, ...], convert: Any) -> b
     """Whether `convert` brings a stored scale to [..., out, 1] where it brings the weight to [..., out, in]."""
     try:
         made, whole = (convert(torch.empty(s, device="meta")) for s in (scale, shape))
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return False
     pairs = zip(made, whole, strict=True) if isinstance(made, tuple) else ((made, whole),)
     return all(tuple(m.shape) == (*w.shape[:-1], 1) for m, w in pairs)

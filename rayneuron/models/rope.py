@@ -19,8 +19,11 @@ log = logging.getLogger(__name__)
 
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-PARTIAL = ("gpt_neox", "phi3", "stablelm")  # model types that may rotate a part of a head
+# Model types that may rotate a part of a head, and how much where nothing is said; and those that rotate neighbours.
+PARTIAL = {"glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "nemotron": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25}
+PAIRS = ("cohere", "cohere2", "ernie4_5", "glm", "glm4", "helium")
 BLOCKS = ("rope_scaling", "rope_parameters")
+BY_KIND = ("full_attention", "sliding_attention")  # where layers with a window have a rope of their own
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,14 +38,29 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if found["rope_type"] not in KINDS:
         raise CheckpointError(f"rope type {found['rope_type']!r} is unknown; known: {', '.join(KINDS)}")
     kind = str(config.get("model_type"))
-    neox, part = kind == "gpt_neox", 0.25 if kind == "stablelm" else 1.0  # NeoX has names of its own, and is not asked by the usual ones
-    for key, own, default in (("rope_theta", "rotary_emb_base", _any_theta(config)), ("partial_rotary_factor", "rotary_pct", 0.25)):
-        found.setdefault(key, config.get(own, default) if neox else config.get(key, default if key == "rope_theta" else part))
+    neox, part = kind == "gpt_neox", PARTIAL.get(kind, 1.0)  # NeoX has names of its own, and is not asked by the usual ones
+    for key, own, default in (("rope_theta", "rotary_emb_base", _any_theta(config)), ("partial_rotary_factor", "rotary_pct", part)):
+        found.setdefault(key, config.get(own if neox else key, default))
         if neox and config.get(key) not in (None, found[key]):
             raise CheckpointError(f"config.json sets {key}: {config[key]!r:.60}, which a gpt_neox model calls {own}")
     if config.get("original_max_position_embeddings") is not None and found["rope_type"] in ("yarn", "llama3", "longrope"):
         found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return found
+
+
+def of_kind(config: Mapping[str, Any], kind: str, theta: Any) -> dict[str, Any]:
+    """A config with the rope of one of BY_KIND: the block of transformers 5, or the hub's `theta` and scaling, which is for full layers."""
+    found, scaling = ({} if config.get(name) is None else config[name] for name in ("rope_parameters", "rope_scaling"))
+    if not isinstance(found, dict) or found.keys() - set(BY_KIND) or not isinstance(scaling, dict):
+        raise CheckpointError(
+            f"config.json sets rope_parameters: {found!r:.60}, rope_scaling: {scaling!r:.60}; rope_parameters of a {config['model_type']} "
+            f"model has an object for each of {' and '.join(BY_KIND)}"
+        )
+    own = found.get(kind) or {}
+    if not isinstance(own, dict):
+        raise CheckpointError(f"config.json sets rope_parameters of {kind}: {own!r:.60}, where an object is needed")
+    block = {"rope_theta": theta, **own, **(scaling if kind == "full_attention" else {})}
+    return {**config, "rope_scaling": None, "rope_parameters": block}
 
 
 def _block(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -77,7 +95,7 @@ def read(config: Mapping[str, Any], head_dim: int, max_positions: int, *, max_mo
     dim = int(head_dim * part)
     if part > 1 or (part < 1 and config.get("model_type") not in PARTIAL):
         raise CheckpointError(f"partial_rotary_factor {part} of config.json is not supported for {config.get('model_type')} models")
-    base = {"kind": kind, "dim": dim, "theta": _number(found, "rope_theta")}
+    base = {"kind": kind, "dim": dim, "theta": _number(found, "rope_theta"), "pairs": config.get("model_type") in PAIRS}
     if dim < 2 or base["theta"] <= 1:
         raise CheckpointError(
             f"config.json asks for rope over {dim} channels of head_dim {head_dim} (hidden_size through num_attention_heads where it has "

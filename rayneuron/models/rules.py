@@ -31,6 +31,11 @@ def same(t: Tensor) -> Tensor:
     return t
 
 
+def all_experts(t: Tensor) -> Tensor:
+    """The same, of all experts in one tensor."""
+    return t
+
+
 def both(names: Mapping[str, str], biased: Iterable[str] | None = None) -> Rules:
     """Weight and bias of each: {"q": "attn.q_proj"} -> {"q.w": "attn.q_proj.weight", "q.b": ...}; `biased`: which have one."""
     out: Rules = {f"{n}.w": f"{theirs}.weight" for n, theirs in names.items()}

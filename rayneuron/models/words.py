@@ -10,7 +10,7 @@ from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.models import formats
 from rayneuron.models.config_json import dtype_of
 
-ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
+ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "swish")
 COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # our words for what is computed in -> those of torch, config.json
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 SMALL = ("int8", "f8e4m3", "f8e5m2")

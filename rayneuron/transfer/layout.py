@@ -90,7 +90,7 @@ def layout_of(
         head_dim=arch.head_dim,
         kv_heads=arch.kv_heads,
         layers=arch.layers,
-        rope=repr((arch.position, arch.rope, arch.local_rope)),
+        rope=repr((arch.position, arch.rope, arch.local_rope, arch.nope)),
         limit=space.limit,
         shards=arch.sequence_shards,
         format=memory.format,

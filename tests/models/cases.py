@@ -69,6 +69,36 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.5, pad_token_id=0,
         rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
     ),
+    "gemma": lambda: tf.GemmaConfig(**SMALL, head_dim=24),
+    "smollm3": lambda: tf.SmolLM3Config(**SMALL, no_rope_layers=[1, 0], pad_token_id=0),
+    "smollm3_windows": lambda: tf.SmolLM3Config(
+        **SMALL, no_rope_layers=[0, 1], pad_token_id=0, use_sliding_window=True, sliding_window=8, attention_bias=True
+    ),
+    "seed_oss": lambda: tf.SeedOssConfig(**SMALL, head_dim=24),
+    "ernie4_5": lambda: tf.Ernie4_5Config(**SMALL, head_dim=16, use_bias=True),
+    "helium": lambda: tf.HeliumConfig(**SMALL, head_dim=16, pad_token_id=0),
+    "ministral": lambda: tf.MinistralConfig(
+        **SMALL, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "phi": lambda: tf.PhiConfig(**SMALL),
+    "glm": lambda: tf.GlmConfig(**SMALL, head_dim=16, pad_token_id=0),
+    "glm4": lambda: tf.Glm4Config(**SMALL, head_dim=16, pad_token_id=0),
+    "cohere": lambda: tf.CohereConfig(**SMALL, logit_scale=2.0, attention_bias=True),
+    "cohere2": lambda: tf.Cohere2Config(**SMALL, logit_scale=2.0, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "exaone4": lambda: tf.Exaone4Config(**SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "exaone4_full": lambda: tf.Exaone4Config(**SMALL, sliding_window=None, layer_types=["full_attention", "full_attention"]),
+    "nemotron": lambda: tf.NemotronConfig(**SMALL, attention_bias=True),
+    "arcee": lambda: tf.ArceeConfig(**SMALL, mlp_bias=True),
+    "olmo": lambda: tf.OlmoConfig(**SMALL, clip_qkv=0.5),
+    "olmo3": lambda: tf.Olmo3Config(
+        **SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
+    "olmoe": lambda: tf.OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
+    "granitemoe": lambda: tf.GraniteMoeConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.0625,
+        logits_scaling=0.5,
+    ),
     "gpt2": lambda: tf.GPT2Config(**GPT),
     "gpt_bigcode": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=True),
     "gpt_bigcode_mha": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=False),
@@ -87,9 +117,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 # Families that came later: of most of them the default run takes a part, and one of each kind of layer whole.
-NAMES = ("qwen2_moe", "phi3", "gemma", "granite", "olmo2", "starcoder2", "stablelm", "falcon", "gpt_oss")
+NAMES = (
+    "arcee", "cohere", "ernie4_5", "exaone4", "falcon", "gemma", "glm", "gpt_oss", "granite", "helium", "ministral", "nemotron", "olmo",
+    "phi", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 LATER = tuple(n for n in CONFIGS if n.startswith(NAMES))
-WHOLE = ("gemma3_text", "granite", "olmo2", "qwen2_moe", "gpt_oss")
+WHOLE = ("cohere2", "gemma3_text", "gpt_oss", "granite", "nemotron", "olmo2", "qwen2_moe")
 PARAMS = [pytest.param(n, marks=pytest.mark.slow) if n in LATER and n not in WHOLE else n for n in CONFIGS]
 
 

@@ -282,6 +282,7 @@ V activate(Act act, V x) {
         case SILU: return silu(x);
         case QUICK_GELU: return div(x, add(set1(1), exponential(mul(x, set1(-1.702f)))));
         case RELU: return maximum(x, zero());
+        case RELU_SQUARED: return mul(maximum(x, zero()), maximum(x, zero()));
         case GELU_TANH: {  // 0.5 x (1 + tanh u) = x / (1 + e^-2u)
             V u = mul(mul(x, set1(0.7978845608028654f)), fma(mul(x, x), set1(0.044715f), set1(1)));
             return div(x, add(set1(1), exponential(mul(u, set1(-2)))));

@@ -179,7 +179,7 @@ class Stack {
             for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
                 const Norm& norm = h < m_.heads ? w.q_norm : w.k_norm;
                 if (m_.qk_norm) norm_row(at + h * d, norm.w, norm.b, d, (NormKind)m_.norm, m_.eps, at + h * d);
-                if (m_.cos) rotate_row(at + h * d, m_.cos + (size_t)position_[i] * m_.half, m_.sin + (size_t)position_[i] * m_.half, m_.half, m_.pairs);
+                if (m_.cos && !w.nope) rotate_row(at + h * d, m_.cos + (size_t)position_[i] * m_.half, m_.sin + (size_t)position_[i] * m_.half, m_.half, m_.pairs);
             }
             const int id = slot_[i] / m_.block;
             for (int g = 0; g < m_.kv_heads && id < m_.blocks; g++)

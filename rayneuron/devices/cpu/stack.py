@@ -20,7 +20,7 @@ from rayneuron.models.arch import Arch
 from rayneuron.models.collectives import Collectives
 from rayneuron.models.kv import Kv
 
-ACTS = {"silu": 1, "swish": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3, "quick_gelu": 4, "relu": 5}
+ACTS = {"silu": 1, "swish": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3, "quick_gelu": 4, "relu": 5, "relu2": 6}
 BEGIN, ATTENTION, JOIN_ATTENTION, FEED, JOIN_FEED, END = 1, 2, 4, 8, 16, 32
 NORMS = ("ln1", "ln2", "q_norm", "k_norm")
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -39,7 +39,7 @@ class LayerFields(ctypes.Structure):
         *((name, MatrixFields) for name in ("qkv", "o", "up", "down")),
         *((name, NormFields) for name in NORMS),
         *((name, _P) for name in ("expert_up", "expert_down", "o_bias", "down_bias", "kv", "lora")),
-        *((name, _I) for name in ("window", "second")),
+        *((name, _I) for name in ("window", "second", "nope")),
     ]
 
 
@@ -109,7 +109,7 @@ class Stack:
         first = weights.get("first", 0)
         layers = (LayerFields * self.count)(
             *(
-                self._layer(i, w, keys, arch.window(first + i), comm.ranks)
+                self._layer(i, first + i, w, keys, comm.ranks)
                 for i, (w, (keys, _)) in enumerate(zip(weights["layers"], kv.layers, strict=True))
             )
         )
@@ -152,9 +152,10 @@ class Stack:
         self._held += [layers, model]
         return model
 
-    def _layer(self, i: int, w: Mapping[str, Any], keys: Tensor, window: int, ranks: int) -> LayerFields:
+    def _layer(self, i: int, index: int, w: Mapping[str, Any], keys: Tensor, ranks: int) -> LayerFields:
         up = w["router.w"] if "router.w" in w else w["gate_up.w"] if self._arch.gated else w["up.w"]
-        made = LayerFields(w["qkv.w"].fields, w["o.w"].fields, up.fields, kv=keys.data_ptr(), window=window)
+        made = LayerFields(w["qkv.w"].fields, w["o.w"].fields, up.fields, kv=keys.data_ptr())
+        made.window, made.nope = self._arch.window(index), index in self._arch.nope
         made.lora = None if self._slots is None else self._slots.address(i)
         made.second = not self._arch.parallel or "ln2.w" in w
         if "router.w" in w:
@@ -162,7 +163,10 @@ class Stack:
         else:
             made.down = w["down.w"].fields
         for name in NORMS:
-            getattr(made, name).w, getattr(made, name).b = self._keep(w.get(name + ".w")), self._keep(w.get(name + ".b"))
+            weight, bias = w.get(name + ".w"), w.get(name + ".b")
+            if weight is not None and self._arch.norm_offset:
+                weight = weight.float() + 1
+            getattr(made, name).w, getattr(made, name).b = self._keep(weight), self._keep(bias)
         for name, matrix in (("o", made.o), ("down", made.down)):
             bias = w.get(name + ".bias")
             if bias is not None and ranks == 1:
