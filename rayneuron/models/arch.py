@@ -74,11 +74,15 @@ class Arch:
     experts: int = 0
     top_k: int = 0
     renormalise: bool = True
+    sigmoid: bool = False  # a router's scores are turned to shares one by one (GLM-4.5), else by softmax
+    corrections: bool = False  # numbers of the experts are added to those where they are chosen, and not where they are mixed
+    routed_scale: float = 1.0  # the sum of the chosen experts is multiplied with it
     dense_layers: tuple[int, ...] = ()  # layers of a mixture that are not one
     dense_ffn: int = 0
     swiglu_limit: float = 0.0  # what gate and up are clamped to, before up counts from 1 (GPT-OSS)
     expert_bias: bool = False  # experts and their router have biases
-    shared_ffn: int = 0  # of the expert every token has beside its own (Qwen2-MoE)
+    shared_ffn: int = 0  # of the expert every token has beside its own
+    shared_gate: bool = False  # which is weighted by a router of its own (Qwen2-MoE)
     capacity_factor: float | None = None  # None: no token is ever dropped
     tied: bool = False
     biased: tuple[str, ...] = ()  # which of q k v o gate up down have a bias, where a family leaves it open
@@ -99,7 +103,7 @@ class Arch:
         known = {
             "norms of what is added": self.norms != "before", "norms over all heads": self.whole_qk_norm,
             "soft-capped scores": self.softcap_scores > 0, "attention sinks": self.sinks, "two kinds of rope": self.local_rope is not None,
-            "a shared expert": self.shared_ffn > 0,
+            "a shared expert": self.shared_ffn > 0, "a router of another kind": self.sigmoid or self.corrections or self.routed_scale != 1,
         }  # fmt: skip
         return ", ".join(name for name, has in known.items() if has)
 

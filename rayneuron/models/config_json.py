@@ -16,7 +16,13 @@ log = logging.getLogger(__name__)
 
 
 LARGEST = 2**31 - 1
-ZERO = (("sliding_window", "qwen2_moe"), ("sliding_window_pattern", "exaone4"))  # as transformers saves it where it is off
+LEAST = {  # of numbers that may be less than 1: "off", "none", "the last"
+    ("sliding_window", "qwen2_moe"): 0, ("sliding_window_pattern", "exaone4"): 0, ("first_k_dense_replace", "glm4_moe"): 0,
+    ("num_mtp_layers", "glm4_moe"): 0,
+    ("moe_layer_start_index", "ernie4_5_moe"): 0, ("moe_layer_end_index", "ernie4_5_moe"): -1,
+    ("moe_num_shared_experts", "ernie4_5_moe"): 0,
+    **{("max_window_layers", kind): 0 for kind in FIELDS},
+}  # fmt: skip
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WORDS = {int: "an integer", float: "a number with a point", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
 
@@ -67,7 +73,7 @@ def of_type(value: Any, kind: type | tuple[type, ...], name: str, model_type: st
     if type(value) not in kinds:
         wanted = " or ".join(WORDS[k] for k in kinds)
         raise CheckpointError(f"config.json sets {name}: {_short(value)}, but {name} of a {model_type} model is {wanted}")
-    if type(value) is int and not ((name, model_type) not in ZERO and name != "max_window_layers") <= value <= LARGEST:
+    if type(value) is int and not LEAST.get((name, model_type), 1) <= value <= LARGEST:
         raise CheckpointError(f"config.json sets {name}: {_short(value)}, which no {model_type} model can have")
     if type(value) is float and not 0 <= value < inf:
         raise CheckpointError(f"config.json sets {name}: {value!r}, which no {model_type} model can have")

@@ -65,6 +65,12 @@ FIELDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": Maybe(int, 2), "head_dim": Maybe(int, 128), "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
         "use_bias": Maybe(bool, False),
     },
+    "ernie4_5_moe": _PLAIN | {
+        "num_key_value_heads": Maybe(int, 4), "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_bias": Maybe(bool, False),
+        "moe_intermediate_size": 1536, "moe_k": Maybe(int, 6), "moe_num_experts": Maybe(int, 64), "moe_num_shared_experts": Maybe(int, 2),
+        "moe_layer_start_index": Maybe(int, 1), "moe_layer_end_index": Maybe(int, -1), "moe_layer_interval": Maybe(int, 1),
+        "moe_norm_min": Maybe(float, 1e-12),
+    },
     "exaone4": _PLAIN | {
         "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": Maybe(int, 4096), "sliding_window_pattern": Maybe((int, str), 4),
         "layer_types": Maybe(list),
@@ -84,6 +90,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA | {"final_logit_softcapping": Maybe(float), "use_bidirectional_attention": Maybe(bool, False)},
     "glm": _GLM | {"num_key_value_heads": Maybe(int, 2), "head_dim": Maybe(int, 128)},
     "glm4": _GLM | {"num_key_value_heads": 2, "head_dim": 128},
+    "glm4_moe": _PLAIN | {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False, "num_mtp_layers": 1,
+    },
     "gpt2": _GPT2 | {"scale_attn_by_inverse_layer_idx": False},
     "gpt_bigcode": _GPT2 | {"activation_function": "gelu_pytorch_tanh", "multi_query": True},
     "gpt_neox": {
@@ -168,6 +179,8 @@ SPELLINGS = {
     "falcon": {"n_embed": "hidden_size"},
     "gpt2": _GPT_NAMES,
     "gpt_bigcode": _GPT_NAMES,
+    "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    "glm4_moe": {"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     "gpt_oss": {"num_experts": "num_local_experts"},
     "gptj": _GPT_NAMES,
     "mixtral": {"num_experts": "num_local_experts"},
@@ -175,7 +188,7 @@ SPELLINGS = {
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }  # fmt: skip
 ROPE_THETA: dict[str, Any] = {
-    "cohere": 5e5, "ernie4_5": 5e5, "gemma3_text": {"global": 1e6, "local": 1e4}, "gpt_oss": 150000.0, "helium": 1e5, "mixtral": 1e6,
-    "olmo3": 5e5, "smollm3": 2e6,
+    "cohere": 5e5, "ernie4_5": 5e5, "ernie4_5_moe": 5e5, "gemma3_text": {"global": 1e6, "local": 1e4}, "gpt_oss": 150000.0,
+    "helium": 1e5, "mixtral": 1e6, "olmo3": 5e5, "smollm3": 2e6,
 }  # fmt: skip; of the others:
 ANY_ROPE_THETA = 1e4

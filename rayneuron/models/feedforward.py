@@ -66,18 +66,31 @@ def dense(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor, of: str = ""
 
 def mixture(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Router in float32, then the chosen experts only."""
-    chance = ops.linear(w, "router", x).float().softmax(-1)
-    share, which = ops.top_k(chance, arch.top_k)
-    if arch.renormalise:
-        share = share / share.sum(-1, keepdim=True)
+    share, which = routed(arch, ops, w, x)
     if arch.capacity_factor is not None and x.shape[1] > 1:
         share = share * within_capacity(which, arch.experts, arch.capacity_factor, ops.cumsum)
     share = share.to(x.dtype)
     limit = (arch.swiglu_limit,) if arch.swiglu_limit else ()
     out = ops.experts(w, x.flatten(0, 1), which.flatten(0, 1), share.flatten(0, 1), ACTIVATIONS[arch.act], *limit)
-    if arch.shared_ffn:
-        return out.view(x.shape) + ops.linear(w, "shared_router", x).sigmoid() * dense(arch, ops, w, x, "shared_")
-    return out.view(x.shape)
+    if not arch.shared_ffn:
+        return out.view(x.shape)
+    shared = dense(arch, ops, w, x, "shared_")
+    return out.view(x.shape) + (ops.linear(w, "shared_router", x).sigmoid() * shared if arch.shared_gate else shared)
+
+
+def routed(arch: Arch, ops: Ops, w: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares, float32 [B,T,k], and numbers of the chosen experts of x [B,T,E]."""
+    scores = ops.linear(w, "router", x).float()
+    chance = scores.sigmoid() if arch.sigmoid else scores.softmax(-1)
+    if arch.corrections:
+        which = ops.top_k(chance + w["corrections.w"], arch.top_k)[1]
+        here = which[..., None] == torch.arange(arch.experts, dtype=which.dtype, device=which.device)
+        share = (here.float() * chance[..., None, :]).sum(-1)
+    else:
+        share, which = ops.top_k(chance, arch.top_k)
+    if arch.renormalise:
+        share = share / share.sum(-1, keepdim=True)
+    return (share if arch.routed_scale == 1 else share * arch.routed_scale), which
 
 
 def within_capacity(which: Tensor, experts: int, factor: float, sums: Callable[[Tensor], Tensor] = cumsum) -> Tensor:

@@ -6,7 +6,7 @@ A test compares every family, at every degree and stage, with what the loader re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import prod
 from types import ModuleType
@@ -14,21 +14,24 @@ from types import ModuleType
 from rayneuron.models import shard
 from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvShape, KvSpace
-from rayneuron.models.rules import PRODUCTS, Rules, cut_of, entering, shape_of
+from rayneuron.models.rules import PRODUCTS, WIDE, Rules, cut_of, entering, shape_of
 
 OF_EXPERTS = ("gate.w", "up.w", "down.w", "gate.b", "up.b", "experts.down.b")
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Elements a rank holds: of products, which may be quantised, and of everything else; and output channels of products, a scale each."""
+    """Elements a rank holds: of products, which may be quantised, of what is always float32, and of everything else; and output channels of
+    products, a scale each."""
 
     products: int = 0
     others: int = 0
     channels: int = 0
+    wide: int = 0
 
     def __add__(self, more: Parameters) -> Parameters:
-        return Parameters(self.products + more.products, self.others + more.others, self.channels + more.channels)
+        sums = (getattr(self, f.name) + getattr(more, f.name) for f in fields(self))
+        return Parameters(*sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ class Share:
             shape = self.shape(name, ffn)
             each = copies if name in OF_EXPERTS else 1
             size = prod(shape) * each
-            total += Parameters(size, 0, shape[0] * each) if name in PRODUCTS else Parameters(others=size)
+            if name in PRODUCTS:
+                total += Parameters(size, 0, shape[0] * each)
+            else:
+                total += Parameters(wide=size) if name in WIDE else Parameters(others=size)
         return total
 
 

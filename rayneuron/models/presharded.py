@@ -29,7 +29,7 @@ MANIFEST, FOLDER, FORMAT = "rayneuron_shards.json", "weights", 2
 SHAPES = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "gated", "norm", "parallel", "position", "qk_norm", "embed",
     "norm_weights", "final_norm", "post_norm", "experts", "dense_layers", "dense_ffn", "tied", "biased",
-    "norms", "one_norm", "whole_qk_norm", "sinks", "shared_ffn", "expert_bias",
+    "norms", "one_norm", "whole_qk_norm", "sinks", "shared_ffn", "shared_gate", "expert_bias", "corrections",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
         base, ffn=c["moe_intermediate_size"], dense_ffn=c["intermediate_size"], dense_layers=dense, experts=c["num_experts"],
         top_k=c["num_experts_per_tok"], renormalise=c["norm_topk_prob"],
         shared_ffn=c.get("shared_expert_intermediate_size", 0) if c["model_type"] == "qwen2_moe" else 0,
+        shared_gate=c["model_type"] == "qwen2_moe",
     )  # fmt: skip
 
 

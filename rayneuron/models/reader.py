@@ -39,6 +39,6 @@ class Reader:
         if give is not None and name in self.names:
             give(self.names[name])
 
-    def unread(self, ignore: tuple[str, ...]) -> list[str]:
-        """Names nothing has read and no suffix in `ignore` excuses."""
-        return [n for n in self.names if n not in self.used and not n.endswith(ignore)]
+    def unread(self, ignore: tuple[str, ...], further: tuple[str, ...] = ()) -> list[str]:
+        """Names nothing has read and no suffix in `ignore` excuses, nor a prefix in `further`."""
+        return [n for n in self.names if n not in self.used and not n.endswith(ignore) and not n.startswith(further)]

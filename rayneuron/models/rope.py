@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 # Model types that may rotate a part of a head, and how much where nothing is said; and those that rotate neighbours.
-PARTIAL = {"glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "nemotron": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25}
-PAIRS = ("cohere", "cohere2", "ernie4_5", "glm", "glm4", "helium")
+PARTIAL = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "gpt_neox": 0.25, "nemotron": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25}
+PAIRS = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
 BLOCKS = ("rope_scaling", "rope_parameters")
 BY_KIND = ("full_attention", "sliding_attention")  # where layers with a window have a rope of their own
 

@@ -23,6 +23,8 @@ PRODUCTS = frozenset(  # what is quantised where a model is
     {"q.w", "k.w", "v.w", "o.w", "gate.w", "up.w", "down.w", "shared_gate.w", "shared_up.w", "shared_down.w"}
 )
 
+WIDE = frozenset({"corrections.w"})  # float32, whatever is computed in
+
 FUSED: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # what reads its input once
 
 
@@ -78,7 +80,7 @@ def shape_of(a: Arch, name: str, ffn: int) -> tuple[int, ...]:
         "k_norm.w": (a.head_dim,), "embed.w": (a.vocab, e), "head.b": (a.vocab,), "project_in.w": (h, e),
         "project_out.w": (e, h), "position.w": (a.max_positions + a.position_offset, h), "q_norms.w": (q,), "k_norms.w": (kv,),
         "sinks.w": (q,), "shared_gate.w": (a.shared_ffn, h), "shared_up.w": (a.shared_ffn, h), "shared_down.w": (h, a.shared_ffn),
-        "shared_router.w": (1, h), "router.b": (a.experts,), "fc.w": (h, a.joined),
+        "shared_router.w": (1, h), "router.b": (a.experts,), "corrections.w": (a.experts,), "fc.w": (h, a.joined),
         "head.w": (a.spoken or a.vocab, e),
     }  # fmt: skip
     if name.startswith("block"):  # of a Medusa head

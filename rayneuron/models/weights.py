@@ -22,7 +22,7 @@ from rayneuron.models.heads import Heads
 from rayneuron.models.quantization import Quantization, is_quantised, parse, quantise, scale_of
 from rayneuron.models.reader import Reader
 from rayneuron.models.rotary import frequencies
-from rayneuron.models.rules import FUSED, PRODUCTS, Convert, Rules, cut_of, entering, same, shape_of
+from rayneuron.models.rules import FUSED, PRODUCTS, WIDE, Convert, Rules, cut_of, entering, same, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ def load(
             continue
         layers.append(fuse(build.collect(family.layer(arch, i), prefix), fused))
         progress and progress(len(layers), len(mine))
-    left = reader.unread(getattr(family, "IGNORE", ()))
+    further = family.further(arch) if hasattr(family, "further") else ()
+    left = reader.unread(getattr(family, "IGNORE", ()), further)
     if left:
         raise CheckpointError(f"nothing in a {arch.model_type} model reads {', '.join(left[:3])} ({len(left)} tensors in all)")
     return {"top": top, "layers": layers, "first": mine.start}
@@ -230,7 +231,7 @@ class Build:
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """The rank's share in memory of its own, in the dtype it is computed in."""
-        return _own(self.cut(name, whole), self.dtype)
+        return _own(self.cut(name, whole), torch.float32 if name in WIDE else self.dtype)
 
     def stacked(self, name: str, theirs: str) -> dict[str, Tensor]:
         """The share of every expert, stacked into one tensor a name."""

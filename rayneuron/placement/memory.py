@@ -58,7 +58,8 @@ def memory(
     arch, width = arch_of(config, raw, ranks), words.WIDTHS[words.compute(config.dtype, raw)]
     held = parameters(arch, models.family(dict(raw)), ranks, layers, first=first, last=last)
     quantised = config.quantization is not None or words.stored(raw) is not None
-    weights = held.products * (_SMALL if quantised else width) + held.others * width + (4 * held.channels if quantised else 0)
+    products = held.products * _SMALL + 4 * held.channels if quantised else held.products * width
+    weights = products + held.others * width + 4 * held.wide
     shape = kv_shape(arch, capacity.space, ranks, len(layers))
     kv, code = shape.elements, 0
     if config.few_graphs:

@@ -99,6 +99,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SMALL, num_local_experts=4, num_experts_per_tok=2, embedding_multiplier=12, residual_multiplier=0.22, attention_multiplier=0.0625,
         logits_scaling=0.5,
     ),
+    "glm4_moe": lambda: tf.Glm4MoeConfig(
+        **SMALL, moe_intermediate_size=48, n_routed_experts=6, num_experts_per_tok=2, use_qk_norm=True, routed_scaling_factor=1.5,
+    ),
+    "ernie4_5_moe": lambda: tf.Ernie4_5_MoeConfig(**SMALL, moe_intermediate_size=48, moe_num_experts=6, moe_k=2),
     "gpt2": lambda: tf.GPT2Config(**GPT),
     "gpt_bigcode": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=True),
     "gpt_bigcode_mha": lambda: tf.GPTBigCodeConfig(**GPT, multi_query=False),
@@ -140,7 +144,8 @@ def save(config: Any, folder: Path, tokens: int = 24, seed: int = 0) -> Saved:
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
-        for p in model.parameters():
+        corrections = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for p in (*model.parameters(), *corrections):
             p.add_(torch.randn_like(p) * 0.05)
     model.save_pretrained(folder)
     return reference(folder, tokens)

@@ -32,7 +32,7 @@ FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen
             *(pytest.param(n, marks=pytest.mark.slow) for n in (
                 "gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss", "phi3", "phi3_long", "granite", "starcoder2", "stablelm",
                 "stablelm_parallel", "falcon", "falcon_new", "falcon_serial", "gemma", "smollm3", "phi", "glm4", "cohere2", "exaone4",
-                "nemotron", "arcee", "olmo", "olmo3", "olmoe", "granitemoe",
+                "nemotron", "arcee", "olmo", "olmo3", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe",
             )))  # fmt: skip
 SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
