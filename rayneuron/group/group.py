@@ -38,7 +38,6 @@ from rayneuron.processes import this_process
 from rayneuron.transfer.agent import Agents, FarWorker
 
 log = logging.getLogger(__name__)
-
 Made = TypeVar("Made")
 
 FILES_BESIDE_WORKERS, FILES_A_WORKER = 256, 8
@@ -205,12 +204,11 @@ class Group:
             self._board.close()
 
     def _take_places(self, token: bytes, ips: Sequence[str]) -> list[Placed]:
-        places = assignment.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))
+        limits, places = self.config.group, assignment.places(self.config, self.layout, ips, token, str(settings.ledger_dir()))
         for member, place in zip(self.members, places[1:], strict=True):
             self._tell(member, wire.frame(place))
         mine = self._locally(lambda: self.rank.place(places[0]))
-        limit_s = self.config.group.start_s + self.config.group.cores_s
-        return [mine, *self._all(Placed, "has not taken its place", limit_s)]
+        return [mine, *self._all(Placed, "has not taken its place", limits.start_s + limits.cores_s)]
 
     def _send(self, message: messages.ToWorker, far: messages.ToWorker | None = None) -> None:
         """Tell all others; `far`: other words for those of other hosts."""
