@@ -1,6 +1,7 @@
 """RayServices for KubeRay 1.5.1 or newer, each made from a deployment file.
 
-One Ray pod a host: whoever packs models into cores does so inside it, so the Neuron scheduler extension is not needed.
+One Ray pod a host: whoever packs models into cores does so inside it, so the Neuron scheduler extension is not needed. Probes and ports are
+written out: what the operator puts in for them asks by `wget`, which no image of ours has, and Prometheus finds no port that is not named.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rayneuron.placement import instances
 from rayneuron.placement.cores import NOSET
@@ -23,6 +26,12 @@ USER = 1000  # of the images of cluster/docker
 GRACE_S = 660  # more than the 600 s a replica may finish its streams (serving.drain_timeout_s)
 KEPT = 0.9  # of a host's CPUs and memory for the pod; the rest is the node's own
 HEAD = {"cpu": "4", "memory": "16Gi"}
+SERVE, AGENT = 8000, 52365  # of Serve's proxy, and of the agent beside each raylet
+WORKER_PORTS = {"serve": SERVE, "metrics": 8080}
+HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, **WORKER_PORTS}  # its Service has these and no others
+# Ray's answer to SIGTERM: the node takes no more, and its replicas finish their streams (30 s else, which is less than they are promised).
+DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "630"}
+MONITORED = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,32 @@ def manifests() -> dict[str, tuple[list[Mapping[str, Any]], str]]:
     return {name: ([service(name, s)], s.about) for name, s in SERVICES.items()}
 
 
+def monitors() -> list[Mapping[str, Any]]:
+    """What Prometheus scrapes. Any proxy answers for every replica of a model, so one pod is asked: sums over two would be twice as high."""
+    whole = [monitor("rayneuron-single-host", {"app.kubernetes.io/component": "single-host"}, "http", ["/metrics"])]
+    for name, s in SERVICES.items():
+        routes = [a["route_prefix"] for a in yaml.safe_load(_deployment(s))["applications"]]
+        asked = [f"{route.rstrip('/')}/metrics" for route in routes if route]
+        chosen = {"app.kubernetes.io/instance": named(name), "ray.io/node-type": "head"}
+        whole.append(monitor(f"rayneuron-{named(name)}", chosen, "serve", asked))
+    return [*whole, monitor("neuron-monitor", {"app.kubernetes.io/name": "neuron-monitor"}, "metrics", ["/metrics"])]
+
+
+def monitor(name: str, chosen: Mapping[str, str], port: str, paths: list[str]) -> Mapping[str, Any]:
+    """One PodMonitor of pods with these labels."""
+    asked = [{"port": port, "path": path, "interval": "15s"} for path in paths]
+    return {**MONITORED, "metadata": {"name": name}, "spec": {"selector": {"matchLabels": dict(chosen)}, "podMetricsEndpoints": asked}}
+
+
+def named(file: str) -> str:
+    """A service's name, of its file's."""
+    return file.removeprefix("rayservice-")
+
+
+def _deployment(s: Service) -> str:
+    return (ROOT / "deployments" / s.deployment).read_text()
+
+
 def service(name: str, s: Service) -> dict[str, Any]:
     """A RayService that serves one deployment file on a head without cores and a group of equal hosts."""
     machine = instances.instance(s.instance) if s.instance else None
@@ -69,15 +104,15 @@ def service(name: str, s: Service) -> dict[str, Any]:
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": {"name": name.removeprefix("rayservice-")},
+        "metadata": {"name": named(name)},
         "spec": {
-            "serveConfigV2": (ROOT / "deployments" / s.deployment).read_text(),
+            "serveConfigV2": _deployment(s),
             "rayClusterConfig": {
                 "rayVersion": RAY,
                 "authOptions": {"mode": "token"},  # the operator makes the token and sets RAY_AUTH_MODE everywhere
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-                    "template": pod("ray-head", image, HEAD, None, s.models),
+                    "template": pod(named(name), "ray-head", image, HEAD, None, s.models),
                 },
                 "workerGroupSpecs": [
                     {
@@ -87,7 +122,9 @@ def service(name: str, s: Service) -> dict[str, Any]:
                         "maxReplicas": 1,
                         "numOfHosts": s.hosts,
                         "rayStartParams": {"resources": _quoted({CORES: machine.cores})} if machine else {},
-                        "template": pod("ray-worker", image, limits(machine, s.hosts) if machine else s.worker, machine, s.models),
+                        "template": pod(
+                            named(name), "ray-worker", image, limits(machine, s.hosts) if machine else s.worker, machine, s.models
+                        ),
                     }
                 ],
             },
@@ -104,17 +141,25 @@ def limits(machine: Instance, hosts: int) -> dict[str, str]:
     return out
 
 
-def pod(name: str, image: str, resources: Mapping[str, str], machine: Instance | None, models: str | None) -> dict[str, Any]:
-    """The template of one Ray pod: no root, nothing written but in volumes."""
-    volumes = {"shm": {"emptyDir": {"medium": "Memory"}}, "tmp": {"emptyDir": {}}, "home": {"emptyDir": {}}}
+def pod(
+    service: str, name: str, image: str, resources: Mapping[str, str], machine: Instance | None, models: str | None
+) -> dict[str, Any]:
+    """The template of one Ray pod: no root, nothing written but in volumes. What hosts have compiled outlives them, in the claim `compiled`."""
+    volumes: dict[str, Any] = {"shm": {"emptyDir": {"medium": "Memory"}}, "tmp": {"emptyDir": {}}, "home": {"emptyDir": {}}}
     mounts = {"shm": "/dev/shm", "tmp": "/tmp", "home": "/home/ray"}
     if models:
         volumes["models"], mounts["models"] = {"persistentVolumeClaim": {"claimName": models, "readOnly": True}}, "/models"
+    if machine:
+        volumes["compiled"], mounts["compiled"] = {"persistentVolumeClaim": {"claimName": "compiled"}}, "/compiled"
+    worker = name == "ray-worker"
     container = {
         "name": name,
         "image": image,
-        "env": [{"name": key, "value": value} for key, value in environment(machine).items()],
+        "ports": [{"name": n, "containerPort": port} for n, port in (WORKER_PORTS if worker else HEAD_PORTS).items()],
+        "env": [{"name": key, "value": value} for key, value in {**environment(machine), **(DRAIN if worker else {})}.items()],
         "resources": {"limits": dict(resources), "requests": dict(resources)},
+        "livenessProbe": probe("/api/healthz", AGENT, 120),  # ten minutes, as the operator's own
+        "readinessProbe": probe("/-/healthz", SERVE, 1) if worker else probe("/api/healthz", AGENT, 10),
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
         },
@@ -129,13 +174,20 @@ def pod(name: str, image: str, resources: Mapping[str, str], machine: Instance |
     if machine:
         spec["nodeSelector"] = {"node.kubernetes.io/instance-type": machine.name}
         spec["tolerations"] = [{"key": "aws.amazon.com/neuron", "operator": "Exists", "effect": "NoSchedule"}]
-    labels = {"app.kubernetes.io/name": "rayneuron"}
+    labels = {"app.kubernetes.io/name": "rayneuron", "app.kubernetes.io/instance": service}
     return {"metadata": {"labels": labels}, "spec": spec}
+
+
+def probe(path: str, port: int, failures: int) -> dict[str, Any]:
+    """A pod is asked every five seconds, and given up after so many failures. Nodes without a replica have no proxy, and get no calls."""
+    asked = {"httpGet": {"path": path, "port": port}, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": failures}
+    return {"initialDelaySeconds": 30, **asked}
 
 
 def environment(machine: Instance | None) -> dict[str, str]:
     """What Ray reads as it starts, the same on head and workers; raylets leave the visible cores alone."""
-    return {**profile.PLAIN, "RAY_USAGE_STATS_ENABLED": "0", **({NOSET: "1"} if machine else {})}
+    ours = {NOSET: "1", "NEURON_COMPILE_CACHE_URL": "/compiled"} if machine else {}
+    return {**profile.PLAIN, "RAY_USAGE_STATS_ENABLED": "0", **ours}
 
 
 def _quoted(resources: Mapping[str, float]) -> str:

@@ -54,6 +54,9 @@ def files() -> dict[Path, str]:
     rooms = {"kuberay": kuberay.manifests(), "launcher": launcher.manifests()}
     out = {HERE / room / f"{name}.yaml": manifest(*said) for room, named in rooms.items() for name, said in named.items()}
     out |= {HERE / "grafana" / f"{name}.json": json.dumps(board, indent=1) + "\n" for name, board in dashboards.boards().items()}
+    out[HERE / "kubernetes" / "podmonitor.yaml"] = manifest(
+        kuberay.monitors(), "What Prometheus' operator scrapes: every model's metrics, by one pod of each service, and the devices' own."
+    )
     out[HERE / "kubernetes" / "alerts.yaml"] = manifest([dashboards.alerts()], "Alerts for the Prometheus operator.")
     return out
 

@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 
 from rayneuron import settings
-from rayneuron.devices.neuron.releases import COMPILER_BYTES
+from rayneuron.devices.neuron.releases import COMPILER_BYTES, PINNED, SYSTEM
 from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere, run
 from rayneuron.placement import cores, instances, ports
 from rayneuron.policies.packing import compact
 
-PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
-RUNTIME = "2.30"  # runtime-lib and collectives of SDK 2.28
+PACKAGES = ("aws-neuronx-dkms", *SYSTEM)
+INSTALL = "apt-get install --allow-downgrades " + " ".join(f"'{name}={version}.*'" for name, version in SYSTEM.items())
 DISK_BYTES = 50 << 30
 _PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
 
@@ -40,7 +40,7 @@ def packages(machine: Machine) -> str:
             if machine.standin:
                 raise NotHere("a stand-in has no driver") from None
             raise Differs(f"{name} is not installed; there are {found or 'none of them'}") from None
-    if not all(found[name].startswith(RUNTIME) for name in PACKAGES[1:3]):
+    if not all(found[name].startswith(f"{version}.") for name, version in SYSTEM.items()):
         raise Differs(str(found))
     return str(found)
 
@@ -112,8 +112,8 @@ def between(machine: Machine) -> str:
 HOST = (
     Item(1, "host", "uname -r; python -V; product_name", "Python 3.10-3.12, the instance's name",
          "install another Python: there are no wheels for this one", system),
-    Item(2, "host", f"dpkg-query -W {' '.join(PACKAGES)}", f"runtime-lib and collectives {RUNTIME} of SDK 2.28",
-         "apt-get install what is missing: without collectives the first load of two ranks says 'Error opening libnccom.so'", packages),
+    Item(2, "host", f"dpkg-query -W {' '.join(PACKAGES)}", f"{', '.join(f'{n} {v}' for n, v in SYSTEM.items())}: those of SDK {PINNED.sdk}",
+         f"{INSTALL}. Without collectives the first load of two ranks says 'Error opening libnccom.so'", packages),
     Item(3, "host", "neuron-ls -j, against the instance type", "every device of the instance, its cores and memory",
          "name the instance (--instance), or pass all devices to the container", devices),
     Item(4, "host", "rayneuron doctor; rayneuron plan FILE --instance TYPE", "the cores of step 3; GiB a core below what it has",

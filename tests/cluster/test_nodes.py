@@ -79,6 +79,36 @@ def test_a_node_is_cut_off(clean: Cluster, tiny: Path, expected: dict[str, str])
     assert len(groups()) == 1 and set(holders(clean)) <= {*clean.workers, *clean.replicas}
 
 
+def test_a_node_that_is_told_to_end_finishes_its_streams(  # as a drained pod, whose first process is `ray start --block`
+    clean: Cluster,
+    tiny: Path,
+    expected: dict[str, str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a drain time longer than the replica's own, as in cluster/kuberay.py: another replica starts elsewhere, the streams of this one
+    end as they would have, and then the node does, long before its time is up."""
+    monkeypatch.setenv("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "120")
+    for name in clean.names:
+        clean.kill_node(name)
+        clean.start_worker_node(name)
+    assert deploy(clean, arguments(tiny, **SHAPES["tp2 on one node"])) == "RUNNING", status()
+    (replica,) = clean.replicas
+    home = clean.node_of(replica)
+    clients = [Client(clean, LONG) for _ in range(2)]
+    assert all(client.begun.wait(60) for client in clients)
+    told_s = time.monotonic()
+    clean.nodes[home].send_signal(signal.SIGTERM)
+    for client in clients:
+        client.join(60)
+        assert client.error_s is None and "data: [DONE]" in client.lines[-2:], client.lines[-3:]
+    clean.nodes[home].wait(100)
+    print(f"the node ended after {time.monotonic() - told_s:.1f} s")
+    clean.nodes.pop(home)
+    eventually(lambda: status()[0] == "RUNNING" and says(clean, expected["short"]), 180, status)
+    (other,) = clean.replicas
+    assert clean.node_of(other) != home
+
+
 def test_a_silent_rank_makes_the_replica_unhealthy(clean: Cluster, tiny: Path, expected: dict[str, str]) -> None:  # noqa: F811  BR-23
     """Stopped, not dead: no connection breaks, and the step's own deadline is far away. Serve's health check sees the age of the step."""
     args = arguments(tiny, **SHAPES["tp2 on one node"])

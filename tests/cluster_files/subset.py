@@ -43,7 +43,7 @@ KINDS: dict[tuple[str, str], dict[str, Any]] = {
                 "expireAfter": None,
             }
         },
-        "disruption": {"consolidationPolicy": None, "consolidateAfter": None},
+        "disruption": {"consolidationPolicy": None, "consolidateAfter": None, "budgets": [{"nodes": None, "reasons": [None]}]},
         "limits": ANY,
     },
 }  # fmt: skip

@@ -17,7 +17,8 @@ import promql_parser
 import pytest
 import yaml
 
-from rayneuron import deployment_file
+from rayneuron import config, deployment_file
+from rayneuron.devices.neuron import releases
 from rayneuron.gateway_config import hosted_model
 from rayneuron.metrics import METRICS, Gateway, HostMetrics
 from rayneuron.placement import instances
@@ -145,7 +146,83 @@ def test_the_environment_is_the_profile_s_on_every_pod(name: str) -> None:
         said = {entry["name"]: entry["value"] for entry in template["spec"]["containers"][0]["env"]}
         assert {key: said[key] for key in profile.profile_env("plain")} == profile.profile_env("plain")
         assert "NEURON_RT_VISIBLE_CORES" not in said  # who holds which cores is known inside
+        mounts = {mount["mountPath"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        assert said.get("NEURON_COMPILE_CACHE_URL") in (None, *mounts)  # graphs outlive the pod: an hour of compiling
     assert not group["rayStartParams"] or said[NOSET] == "1"
+    assert not group["rayStartParams"] or "NEURON_COMPILE_CACHE_URL" in said
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_probes_and_ports_are_ours(name: str) -> None:
+    """KubeRay's own readiness of a worker (every version to 1.7), and liveness up to 1.5, run `wget`, which our images have not: no pod
+    would ever be ready. A port that is not declared is none for Prometheus; a head that declares some gives its Service no others."""
+    cluster = SERVICES[name]["spec"]["rayClusterConfig"]
+    head, worker = cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]
+    for template, wanted in ((head, {"gcs-server": 6379, "dashboard": 8265, "client": 10001}), (worker, {})):
+        (container,) = template["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports == {**wanted, "serve": 8000, "metrics": 8080} and all(len(name) <= 15 for name in ports)
+        for probe in (container["livenessProbe"], container["readinessProbe"]):
+            assert set(probe) & {"exec", "tcpSocket", "grpc"} == set()
+            assert (probe["httpGet"]["path"], probe["httpGet"]["port"]) in (("/api/healthz", 52365), ("/-/healthz", ports["serve"]))
+        assert container["livenessProbe"]["httpGet"]["path"] == "/api/healthz"  # a model that loads for an hour is alive
+        patience_s = container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"]
+        assert patience_s >= 300 and container["readinessProbe"]["failureThreshold"] <= 12
+    (container,) = worker["spec"]["containers"]
+    said = {entry["name"]: entry["value"] for entry in container["env"]}
+    drain_s = float(said["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])  # Ray's own 30 s cut streams that were promised ten minutes
+    (file,) = (yaml.safe_load(SERVICES[name]["spec"]["serveConfigV2"]),)
+    longest_s = max(config.parse(a["args"]).serving.drain_timeout_s for a in file["applications"])
+    assert longest_s < drain_s < worker["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_every_metric_is_asked_for_once() -> None:
+    """Any proxy answers for all replicas of a model: two pods that are asked count everything twice."""
+    monitors = {name: d["spec"] for name, d in MANIFESTS.items() if d["kind"] == "PodMonitor"}
+    for name, service in SERVICES.items():
+        cluster, asked = service["spec"]["rayClusterConfig"], []
+        templates_of = {"head": cluster["headGroupSpec"]["template"], "worker": cluster["workerGroupSpecs"][0]["template"]}
+        for monitor in monitors.values():
+            for node, template in templates_of.items():
+                labels = template["metadata"]["labels"] | {"ray.io/node-type": node}  # the operator's
+                if monitor["selector"]["matchLabels"].items() <= labels.items():
+                    ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+                    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
+                    asked += [endpoint["path"] for endpoint in monitor["podMetricsEndpoints"]]
+        routes = [a["route_prefix"] for a in yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]]
+        assert sorted(asked) == sorted(f"{route.rstrip('/')}/metrics" for route in routes), name
+    for name in ("single-host-0", "neuron-monitor-0"):
+        (template,) = templates(MANIFESTS[name])
+        labels, (container,) = template["metadata"]["labels"], template["spec"]["containers"]
+        found = [m for m in monitors.values() if m["selector"]["matchLabels"].items() <= labels.items()]
+        assert [[e["port"] for e in m["podMetricsEndpoints"]] for m in found] == [[port["name"] for port in container["ports"]]]
+
+
+def test_a_drain_takes_a_host_at_a_time() -> None:
+    (budget,) = (d["spec"] for d in MANIFESTS.values() if d["kind"] == "PodDisruptionBudget")
+    chosen = budget["selector"]["matchLabels"].items()
+    models = [t for d in MANIFESTS.values() for t in templates(d) if "neuron-monitor" not in t["metadata"]["labels"].values()]
+    assert models and all(chosen <= t["metadata"]["labels"].items() for t in models)
+    assert budget["maxUnavailable"] == 1 and budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    (pool,) = (d["spec"] for d in MANIFESTS.values() if d["kind"] == "NodePool")
+    assert {"nodes": "0", "reasons": ["Drifted"]} in pool["disruption"]["budgets"] and pool["template"]["spec"]["expireAfter"] == "Never"
+
+
+def test_every_kind_of_neuron_node_is_watched() -> None:
+    (template,) = templates(MANIFESTS["neuron-monitor-0"])
+    ((term,),) = (
+        [e["matchExpressions"] for e in n["nodeSelectorTerms"]]
+        for n in [template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]]
+    )
+    assert [e["values"] for e in term] == [list(instances.INSTANCES)]
+
+
+def test_the_image_has_the_runtime_of_the_sdk_it_pins() -> None:
+    """apt's newest runtime is of another SDK than the one pip installs."""
+    text = (CLUSTER / "docker" / "Dockerfile.neuron").read_text()
+    said = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE))
+    found = {name: said[argument] for name, argument in re.findall(r'"(aws-neuronx-[a-z-]+)=\$(\w+)\.\*"', text)}
+    assert found == dict(releases.SYSTEM) and not re.findall(r"aws-neuronx-[a-z-]+(?![a-z=-])", text)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -20,6 +20,10 @@ INSTALL = (
     f"pip install --extra-index-url {INDEX} torch-neuronx==2.9.0.2.12.22436 neuronx-distributed==0.17.26814 "
     "neuronx-cc==2.23.6484.0 libneuronxla==2.2.15515.0"
 )
+# The system packages of that SDK, by their first two numbers: an image's latest are of a newer one. The driver may be newer.
+SYSTEM: Mapping[str, str] = MappingProxyType(
+    {"aws-neuronx-runtime-lib": "2.30", "aws-neuronx-collectives": "2.30", "aws-neuronx-tools": "2.28"}
+)
 # Async mode, as NxD Inference sets it: a step runs and one is queued. The runtime's own default is none: every step would be waited for.
 IN_FLIGHT: Mapping[str, str] = MappingProxyType({"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "2"})
 FLOAT8: Mapping[str, str] = MappingProxyType({"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"})  # when traced and when run
