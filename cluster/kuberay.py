@@ -72,7 +72,7 @@ def manifests() -> dict[str, tuple[list[Mapping[str, Any]], str]]:
 
 
 def monitors() -> list[Mapping[str, Any]]:
-    """What Prometheus scrapes. Any proxy answers for every replica of a model, so one pod is asked: sums over two would be twice as high."""
+    """What Prometheus scrapes. Any proxy answers for every replica of a model, so one pod is asked: sums over two would be twice that."""
     whole = [monitor("rayneuron-single-host", {"app.kubernetes.io/component": "single-host"}, "http", ["/metrics"])]
     for name, s in SERVICES.items():
         routes = [a["route_prefix"] for a in yaml.safe_load(_deployment(s))["applications"]]
@@ -144,7 +144,7 @@ def limits(machine: Instance, hosts: int) -> dict[str, str]:
 def pod(
     service: str, name: str, image: str, resources: Mapping[str, str], machine: Instance | None, models: str | None
 ) -> dict[str, Any]:
-    """The template of one Ray pod: no root, nothing written but in volumes. What hosts have compiled outlives them, in the claim `compiled`."""
+    """The template of one Ray pod: no root, nothing written but in volumes. What is compiled outlives the pod, in the claim `compiled`."""
     volumes: dict[str, Any] = {"shm": {"emptyDir": {"medium": "Memory"}}, "tmp": {"emptyDir": {}}, "home": {"emptyDir": {}}}
     mounts = {"shm": "/dev/shm", "tmp": "/tmp", "home": "/home/ray"}
     if models:

@@ -57,7 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"errors", "constraints", "types", "policies"},
     "engine": LEAVES | {"models", "devices.base", "devices.idle", "devices.host", "policies"},
     "placement": LEAVES
-    | {"models", "engine.buckets", "policies", "devices.base", "devices.neuron.releases", "devices.neuron.targets"},
+    | {"models", "engine.buckets", "policies", "devices.base"}
+    | {f"devices.neuron.{name}" for name in ("releases", "targets", "words")},
     "transfer": LEAVES | {"models", "devices.base", "engine", "policies"},
     "group": LEAVES | {"sources", "models", "collectives", "devices", "engine", "transfer", "policies", "placement"},
     "structured": {"errors", "constraints", "text", "engine.grammar"},

@@ -7,12 +7,14 @@ the lock between hosts.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ OnWait = Callable[[str, float], None]  # what is waited for, seconds waited so f
 MOST_WAIT_S = 3 * 3600.0  # the longest compile anybody reported took about an hour
 _MOST_SAID = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _TELL_EVERY_S = 0.05, 2.0, 10.0
+_FULL, _NOT_OURS = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
 FORBIDDEN = ("path", "weights", "port", "url", "folder", "directory", "address", "log_level")
 
 
@@ -156,18 +159,20 @@ class Cache:
     def get_or_build(self, key: Key, build: Builder, waiting: OnWait | None = None) -> Path:
         """The entry's folder, built here if it is nowhere, by one process at a time; the others wait and then load what it built.
 
-        Raises CompileError: absent although precompiled entries are required, or another builder took longer than `wait_s`.
+        Raises CompileError: absent although precompiled entries are required, another builder took longer than `wait_s`, or the folder
+        cannot be written.
         """
-        found = self.get(key)
-        if found is not None:
-            return found
-        if self._require:
-            raise CompileError(self.miss(key))
-        deadline_s = self._clock() + self._wait_s
-        report = _reporter(waiting or _silent)
-        with self._alone(key, deadline_s, report):
-            found = self.get(key)  # the one we waited for has built it
-            return found if found is not None else self._build(key, build, deadline_s, report)
+        with _writing(self.folder.root):
+            found = self.get(key)
+            if found is not None:
+                return found
+            if self._require:
+                raise CompileError(self.miss(key))
+            deadline_s = self._clock() + self._wait_s
+            report = _reporter(waiting or _silent)
+            with self._alone(key, deadline_s, report):
+                found = self.get(key)  # the one we waited for has built it
+                return found if found is not None else self._build(key, build, deadline_s, report)
 
     def adopt(self, path: Path, kind: str) -> Path:
         """Take over an entry from a folder that `rayneuron compile --out` wrote. Raises ConfigError: damaged, or of another kind."""
@@ -240,6 +245,21 @@ class Cache:
             raise CompileError(f"waited {now - began:.0f} s for {what}; it is still alive. End it, or raise the wait")
         report(what, now - began)
         self._sleep(min(pause_s, deadline_s - now))
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Say what to do where a folder cannot be written: the disk is full, or it is not ours. Raises CompileError."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (*_FULL, *_NOT_OURS):
+            raise
+        more = "make room, or name" if problem.errno in _FULL else "name"
+        raise CompileError(
+            f"the compile cache {root} cannot be written: {problem.strerror} ({problem.filename or root}); {more} another folder in "
+            "compile.cache (RAYNEURON_CACHE for everything). What was compiled before is kept"
+        ) from None
 
 
 def entry(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rayneuron.devices.base import Ended, Meets, Pending, StepOutput
 from rayneuron.devices.neuron import releases
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group.messages import Begin, HandOver, Place, Placed
-from rayneuron.placement import cores, instances, ports
+from rayneuron.placement import cores, instances, outside, ports
 from rayneuron.placement.ledger import Grant, Ledger
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Rank:
             left = cores.left_here(kind, settings.given(releases.VISIBLE))
             left = left if place.allowed is None else left & set(place.allowed)
             ledger = Ledger(Path(place.directory), kind)
-            self.grant = self._held.enter_context(ledger.take(place.take, place.deployment, wait_s=place.wait_s, allowed=left))
+            self.grant = self._held.enter_context(outside.take(ledger, place.take, place.deployment, left, place.wait_s))
         if place.share:
             from rayneuron.collectives.shared_memory import Segment
 

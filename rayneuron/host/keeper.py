@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from rayneuron import settings, sources
 from rayneuron.devices.neuron.releases import VISIBLE
 from rayneuron.errors import RayNeuronError
 from rayneuron.host import pages
-from rayneuron.placement import cores
+from rayneuron.placement import cores, outside
 from rayneuron.placement.ledger import Ledger
+
+_OUTSIDE_S = 10.0  # neuron-ls is a program, and is not started at every look
 
 
 class Keeper:
@@ -23,11 +26,16 @@ class Keeper:
         self._ledger = Ledger(settings.ledger_dir() / node, kind)
         self._left = cores.left_here(kind, settings.given(VISIBLE))
         self._warming: threading.Thread | None = None
+        self._chips, self._looked_s = outside.look(), time.monotonic()
 
     def look(self) -> dict[str, Any]:
-        """Cores that are free, all that are ours to give, and who holds the others."""
+        """Cores that are free, all that are ours to give, and who holds the others, also without the ledger."""
+        if time.monotonic() - self._looked_s > _OUTSIDE_S:
+            self._chips, self._looked_s = outside.look(), time.monotonic()
         held = [{"cores": list(h.cores), "pid": h.pid, "deployment": h.deployment} for h in self._ledger.holders()]
-        return {"free": sorted(self._ledger.free() & self._left), "left": sorted(self._left), "holders": held}
+        free = self._ledger.free() & self._left
+        others = frozenset[int]().union(*outside.taken(self._chips, free))
+        return {"free": sorted(free - others), "left": sorted(self._left), "holders": held}
 
     def weights(self, source: str) -> tuple[int, float]:
         """Bytes of a model's weights on this node, and the share of them that is in memory; (0, 0) where it is not here yet."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rayneuron.devices.neuron.releases import VISIBLE, parse_visible
+from rayneuron.devices.neuron.words import PRESENT
 from rayneuron.errors import ConfigError
 from rayneuron.placement.instances import INSTANCES, Instance, declared, instance
 from rayneuron.policies.packing import compact
@@ -24,7 +25,8 @@ _TEN_S, _MOST_CORES = 10.0, 64  # the latter of a device: none has more
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One device as neuron-ls lists it. `cores` counts logical cores, `ids` are their numbers on the node.
+    """One device as neuron-ls lists it. `cores` counts logical cores, `ids` are their numbers on the node; `users`: pids and commands of
+    processes whose runtime uses it.
 
     `linked`, `lnc` and `ids` are empty on versions that do not say.
     """
@@ -35,6 +37,7 @@ class Chip:
     linked: tuple[int, ...] = ()
     lnc: int | None = None
     ids: tuple[int, ...] = ()
+    users: tuple[tuple[int, str], ...] = ()
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -78,7 +81,7 @@ def _check_list(chips: Sequence[Chip]) -> None:
 
 
 def _chip(entry: Mapping[str, Any]) -> Chip:
-    lnc = entry.get("logical_neuroncore_config")
+    lnc, processes = entry.get("logical_neuroncore_config"), entry.get("neuron_processes") or ()
     return Chip(
         device=int(entry["neuron_device"]),
         cores=int(entry["nc_count"]),
@@ -86,6 +89,7 @@ def _chip(entry: Mapping[str, Any]) -> Chip:
         linked=tuple(sorted(int(d) for d in entry.get("connected_to") or ())),
         lnc=None if lnc is None else int(lnc),
         ids=tuple(sorted(int(core) for core in entry.get("neuroncore_ids") or ())),
+        users=tuple((int(p["pid"]), str(p.get("command"))) for p in processes if p.get("neuron_runtime_version") != "NA"),  # it only looks
     )
 
 
@@ -208,9 +212,10 @@ def probe(root: Path = Path("/")) -> tuple[tuple[Chip, ...], str | None]:
     try:
         ran = subprocess.run([str(tool), "--json-output"], capture_output=True, text=True, timeout=_TEN_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as problem:
-        raise ConfigError(f"{tool} could not be run: {problem}; is the Neuron driver loaded?") from None
+        raise ConfigError(f"{tool} could not be run: {problem}; is the Neuron driver loaded? {PRESENT}") from None
     if ran.returncode != 0:
-        raise ConfigError(f"{tool} failed with code {ran.returncode}: {ran.stderr.strip()[:200]}; is the Neuron driver loaded?")
+        why = f"{tool} failed with code {ran.returncode}: {ran.stderr.strip()[:200]}"
+        raise ConfigError(f"{why}; is the Neuron driver loaded? {PRESENT}")
     return parse_neuron_ls(ran.stdout), name
 
 

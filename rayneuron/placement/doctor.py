@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rayneuron import settings
 from rayneuron.errors import ConfigError
-from rayneuron.placement import cores, instances, ports, records
+from rayneuron.placement import cores, instances, outside, ports, records
 from rayneuron.placement.instances import Instance, declared
 from rayneuron.placement.ledger import Ledger
 from rayneuron.policies.packing import compact
@@ -44,6 +44,10 @@ def report(
         yield f"cores: no ledger under {directory}, so nobody has taken any on this machine"
     for node in nodes:
         yield from _node(node, kind or declared(MOST_CORES, MOST_CORES), left if kind is not None else None, clean)
+    free = [Ledger(node, kind or declared(MOST_CORES, MOST_CORES)).free() for node in nodes]
+    strange = outside.said(outside.taken(chips, frozenset.intersection(*free) if free else frozenset(range(MOST_CORES))))
+    if strange:
+        yield f"cores {strange}: end it, or start Ray with {cores.VISIBLE} of the others"
 
 
 def _node(folder: Path, kind: Instance, left: frozenset[int] | None, clean: bool) -> Iterator[str]:

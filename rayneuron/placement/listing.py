@@ -87,7 +87,7 @@ def _graphs(group: PlannedGroup, kind: Instance) -> list[str]:
     """The graphs by name, where they are compiled ahead, and how long that may take; nobody has measured it on hardware."""
     if not any(isinstance(one, Move) for one in group.graphs):
         return []
-    at_once = workers(len(group.graphs), kind.host_memory_bytes or COMPILER_BYTES, kind.vcpus)
+    at_once = min(len(group.graphs), workers(kind.host_memory_bytes or COMPILER_BYTES, kind.vcpus))
     low, high = (round(-(-len(group.graphs) // at_once) * minutes) for minutes in compile_minutes(group.layers))
     return [
         *listed(group.graphs),

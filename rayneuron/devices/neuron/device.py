@@ -23,7 +23,7 @@ from rayneuron.devices.neuron.calls import Calls
 from rayneuron.devices.neuron.ending import Unwanted
 from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.devices.neuron.sdk import InGraph, sdk, start
+from rayneuron.devices.neuron.sdk import InGraph, check_driver, sdk, start
 from rayneuron.devices.neuron.started import Running, Started
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
 from rayneuron.errors import CompileError, ConfigError
@@ -74,8 +74,7 @@ class Neuron:
         self.lnc = lnc or releases.logical(self.sdk.chip, {name: settings.given(name) for name in releases.LOGICAL})
         self._export(told(lnc=self.lnc))
         self._cache, self._artifact = cache or Cache(), artifact
-        self._mode = "async" if async_mode else "ranked"
-        self.overlaps = async_mode
+        self._mode, self.overlaps = "async" if async_mode else "ranked", async_mode
         self._border = border
         self._model: Any = None
         self._calls, self._stop = Calls(), Unwanted()
@@ -105,6 +104,7 @@ class Neuron:
         """Compile, or find compiled, every graph. Raises CompileError, ConfigError."""
         if not self._held:
             raise CompileError("load weights before compiling")
+        check_driver()
         artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
         self.artifact(program, self.targets(shapes), progress)
 
@@ -293,8 +293,8 @@ class Neuron:
     def _build(self, program: Program, targets: Sequence[Target], key: Key, draft: Path, progress: Progress) -> None:
         graph = Graph(program, self.comm, self._held[0], self._shape, self.kv_dtype, self._border, together=self._together)
         examples = [graphs.example(t, self._shape, self.kv_dtype, self._border) for t in targets]
-        workers = self._options.workers or releases.workers(len(targets), *pipeline.resources())
-        job = pipeline.Job(self._name, targets, examples, [self._arguments(t) for t in targets], self._world, workers)
+        flags = [self._arguments(t) for t in targets]
+        job = pipeline.Job(self._name, targets, examples, flags, self._world, self._options.workers)
         work = self._cache.folder.root / "builds" / key.digest
         pipeline.build(self.sdk, graph, job, draft, work, self._cache, lambda n: progress(n, len(targets)), self._stop)
         artifact.write(draft, key, targets)

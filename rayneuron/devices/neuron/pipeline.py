@@ -20,8 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from rayneuron import settings
 from rayneuron.compile_cache import cache as caching
 from rayneuron.compile_cache.cache import Cache
+from rayneuron.devices.neuron import releases, slots, words
 from rayneuron.devices.neuron.ending import Ticker, Unwanted
 from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.sdk import MODEL, Sdk
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 LOG = "log-neuron-cc.txt"
 _NEFF, _WRAPPED, _METANEFF, _HLO = "graph.neff", "wrapped_neff.hlo", "metaneff.pb", "graph.hlo"
-_MOST_SAID = 3
+_MOST_SAID, _LAST = 3, 20_000  # graphs that an error names, and characters of the log that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,15 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Graphs to compile, with inputs and compiler flags of each target. `model`: its name, for messages; `workers`: compilers at once."""
+    """Graphs to compile, with inputs and compiler flags of each target. `model`: its name, for messages; `workers`: compilers at once,
+    None for as many as the machine allows."""
 
     model: str
     targets: Sequence[Target]
     examples: Sequence[dict[str, Tensor]]
     flags: Sequence[str]
     world: World
-    workers: int
+    workers: int | None
 
     @property
     def names(self) -> list[str]:
@@ -112,6 +115,7 @@ class _Compiler:
         self._failed = threading.Event()
         self._sdk, self._cache, self._work, self._job, self._stop = sdk, cache, work, job, stop
         self._flags = dict(zip(job.names, job.flags, strict=True))
+        self._most = max(job.workers or 1, releases.workers(*resources()))  # of this machine, where other models may compile too
 
     @property
     def done(self) -> int:
@@ -123,7 +127,7 @@ class _Compiler:
         After a failure no graph is begun; those under way are finished and kept. What `progress` raises ends them.
         """
         first = self._priority(traced)
-        with ThreadPoolExecutor(self._job.workers, "rayneuron-compile") as pool:
+        with ThreadPoolExecutor(self._job.workers or min(self._most, len(traced)), "rayneuron-compile") as pool:
             try:
                 if first is not None:
                     self._finished({pool.submit(self._one, first, partial(self._laid, first, traced[first])): first}, progress)
@@ -210,7 +214,9 @@ class _Compiler:
         """The cache's entry of a graph, compiled if it is nowhere."""
 
         def fill(draft: Path) -> None:
-            for file in make():
+            with slots.slot(settings.ledger_dir() / "compilers", self._most, self._stop.check):
+                made = make()
+            for file in made:
                 shutil.copy2(file, draft / file.name)
 
         key = caching.key(kind, compiler=dict(self._sdk.versions), device=self._sdk.chip, **fields)
@@ -223,9 +229,10 @@ class _Compiler:
         more = f" and {len(targets) - _MOST_SAID} more" if len(targets) > _MOST_SAID else ""
         logs = [file for name in names for file in sorted((self._work / name).rglob(LOG))]
         where = f"The compiler's log is {logs[0]}" if logs else f"The compiler wrote no log; its work is in {self._work}"
+        do = words.compiler_advice(_said(problem) + "".join(log.read_text(errors="replace")[-_LAST:] for log in logs[:1]))
         kept = f"{self.done} of {len(self._job.targets)} graphs are compiled and kept. "
         flags = "".join(f"; {name}: {self._flags[name]}" for name in names[:_MOST_SAID])
-        return CompileError(f"{self._job.model}: {said}{more} could not be compiled: {_said(problem)}. {where}. {kept}Its flags{flags}")
+        return CompileError(f"{self._job.model}: {said}{more} could not be compiled: {_said(problem)}. {do}{where}. {kept}Its flags{flags}")
 
 
 def resources(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> tuple[int, int]:

@@ -110,9 +110,9 @@ class CompilerOptions:
     reduce_dtype: str = "fp32"
 
 
-def workers(graphs: int, memory_bytes: int, processors: int) -> int:
-    """Compilers that may run at once: one of a heavy graph was killed for memory on a host of 128 GiB (aws-neuron-sdk #1329)."""
-    return max(1, min(graphs, memory_bytes // COMPILER_BYTES, processors // COMPILER_PROCESSORS))
+def workers(memory_bytes: int, processors: int) -> int:
+    """Compilers that may run on a host at once: one of a heavy graph was killed for memory on one of 128 GiB (aws-neuron-sdk #1329)."""
+    return max(1, min(memory_bytes // COMPILER_BYTES, processors // COMPILER_PROCESSORS))
 
 
 def compile_minutes(layers: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rayneuron import settings
-from rayneuron.devices.neuron import releases
+from rayneuron.devices.neuron import releases, words
 from rayneuron.devices.neuron.releases import INSTALL
 from rayneuron.errors import CompileError, ConfigError, DeviceError, RayNeuronError
 
@@ -86,6 +86,13 @@ def imitated() -> bool:
         return (importlib.import_module("torch_neuronx").__doc__ or "").startswith("Stand-in")
     except ModuleNotFoundError:
         return False
+
+
+def check_driver(root: Path = Path("/")) -> None:
+    """Raise ConfigError where there is no device: the runtime says so only when graphs are loaded, perhaps an hour of compiling later, and
+    may end the process."""
+    if not imitated() and not any((root / "dev").glob("neuron[0-9]*")):
+        raise ConfigError(f"this machine shows no Neuron device (/dev/neuron0 and so on). {words.PRESENT}")
 
 
 def operator(name: str) -> Any:
@@ -185,7 +192,7 @@ def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[st
     except Exception as problem:
         raise DeviceError(
             f"{name}: {len(checkpoints)} ranks could not be loaded on cores {visible} from {folder}: {type(problem).__name__}: {problem}; "
-            "NEURON_RT_LOG_LEVEL=INFO makes the runtime say more"
+            f"{words.advice(problem)}"
         ) from problem
     return model
 

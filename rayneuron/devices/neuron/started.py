@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rayneuron.devices.base import Shape, StepOutput
+from rayneuron.devices.neuron import words
 from rayneuron.errors import DeviceError
 
 
@@ -81,4 +82,4 @@ class Running:
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(problem, RuntimeError) and not isinstance(problem, DeviceError):
-            raise DeviceError(f"{self.where()} failed: {problem}; NEURON_RT_LOG_LEVEL=INFO makes the runtime say more") from problem
+            raise DeviceError(f"{self.where()} failed: {problem}; {words.advice(problem)}") from problem

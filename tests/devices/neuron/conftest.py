@@ -52,6 +52,7 @@ def standin(standin_modules: dict[str, object], compiled_once: Path, monkeypatch
     for name in ("RAYNEURON_EXPORTED", "RAYNEURON_RUNTIME"):
         monkeypatch.setenv(name, "")  # as in a process that has loaded nothing, before this test and after it
     monkeypatch.setenv("STANDIN_CORES", str(tmp_path / "cores"))
+    monkeypatch.setenv("RAYNEURON_LEDGER", str(tmp_path / "ledger"))  # compilers of other tests are not waited for
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(compiled_once))
     return tmp_path
 

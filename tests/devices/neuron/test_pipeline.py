@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from rayneuron import LLM, SamplingParams
+from rayneuron.compile_cache.cache import Cache
 from rayneuron.devices.base import LOGITS, SCORES, Shape
-from rayneuron.devices.neuron import pipeline, releases
+from rayneuron.devices.neuron import pipeline, releases, slots
 from rayneuron.devices.neuron.ending import Ticker, Unwanted
 from rayneuron.devices.neuron.releases import CompilerOptions
 from rayneuron.devices.neuron.sdk import InGraph, sdk
 from rayneuron.devices.neuron.targets import name
 from rayneuron.errors import CompileError, ConfigError
 from rayneuron.models import hub
+from rayneuron.placement import instances
 from tests.devices.neuron.test_device import OPTIONS, PARAMS, PROMPTS, cores, opened, silent, tokens
 from tests.devices.neuron.test_groups import sleeping
 from tests.models import cases
@@ -192,12 +194,81 @@ def test_sums_over_ranks_are_in_float32(standin: Path) -> None:
 
 def test_as_many_compilers_as_memory_and_processors_allow(tmp_path: Path) -> None:
     gib = 2**30
-    assert [releases.workers(10, *host) for host in ((16 * gib, 4), (128 * gib, 32), (768 * gib, 192), (48 * gib, 128))] == [1, 5, 10, 2]
-    assert releases.workers(3, 768 * gib, 192) == 3
+    hosts = {"inf2.xlarge": 1, "inf2.8xlarge": 5, "inf2.24xlarge": 16, "inf2.48xlarge": 32, "trn1.2xlarge": 1, "trn1.32xlarge": 21}
+    assert {n: releases.workers(i.host_memory_bytes, i.vcpus) for n, i in instances.INSTANCES.items() if n in hosts} == hosts
+    assert releases.workers(48 * gib, 128) == 2
     (tmp_path / "memory.max").write_text("1073741824\n")
     assert pipeline.resources(tmp_path / "memory.max")[0] == gib
     (tmp_path / "memory.max").write_text("max\n")
     assert pipeline.resources(tmp_path / "memory.max") == pipeline.resources(tmp_path / "none")
+
+
+def test_models_that_compile_side_by_side_share_the_machine(standin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four models of TP 8 on a trn1.32xlarge started nine compilers of 24 GiB each, of 512 GiB: together as many as one alone may."""
+    monkeypatch.setattr(pipeline, "resources", lambda: (2 * releases.COMPILER_BYTES, 64))
+    under_way, most, made, lock = [0], [0], standin / "graph.neff", threading.Lock()
+    made.write_text("")
+
+    def slowly() -> list[Path]:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        time.sleep(0.1)
+        with lock:
+            under_way[0] -= 1
+        return [made]
+
+    kept: list[Path] = []
+
+    def model(number: int) -> None:
+        job = pipeline.Job(f"m{number}", [DECODE], [], [""], pipeline.World(1, 1, 1), None)
+        compiler = pipeline._Compiler(sdk(), Cache(str(standin / f"cache{number}")), standin / "work", job, Unwanted())
+        begun = [threading.Thread(target=lambda i=i: kept.append(compiler._kept("neff", slowly, graph=i))) for i in range(3)]
+        [one.start() for one in begun], [one.join() for one in begun]
+
+    models = [threading.Thread(target=model, args=(number,)) for number in range(3)]
+    [one.start() for one in models], [one.join() for one in models]
+    assert len({*kept}) == 9 and most[0] == 2
+
+
+def test_a_slot_that_nobody_frees_is_waited_for_until_nobody_wants_it(tmp_path: Path) -> None:
+    stop = Unwanted()
+    with slots.slot(tmp_path / "compilers", 1, stop.check) as first:
+        threading.Timer(0.3, stop.set).start()
+        with pytest.raises(CompileError, match="nobody waits"), slots.slot(tmp_path / "compilers", 1, stop.check):
+            raise AssertionError("two had one slot")
+        with slots.slot(tmp_path / "compilers", 2, stop.check) as second:
+            assert (first, second) == (0, 1)
+    with slots.slot(tmp_path / "compilers", 1, stop.check) as again:
+        assert again == 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written.*RAYNEURON_LEDGER"), slots.slot(tmp_path / "file", 1, stop.check):
+        pass
+
+
+@pytest.mark.parametrize("where", ["copied", "joined"])
+def test_a_full_disk_says_what_to_do(where: str, cold: Path, tiny: Path, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is kept, and when they are joined: one sentence, what was compiled stays, and with room again it goes on."""
+    target, name = (pipeline.shutil, "copy2") if where == "copied" else (pipeline.Path, "write_text")
+    original, calls = getattr(target, name), [0]
+
+    def full(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if where == "joined" and not str(args[0]).endswith("neuron_config.json"):
+            return original(*args, **more)
+        if where == "copied" and calls[0] <= 8:
+            return original(*args, **more)
+        raise OSError(28, "No space left on device", str(args[-1] if where == "copied" else args[0]))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target, name, full)
+        with pytest.raises(CompileError) as failed:
+            build(cold, tiny, [DECODE, PREFILL], options=CompilerOptions(workers=1))
+    text = str(failed.value)
+    assert text.count("No space left on device") == 1 and text.count("compile.cache") == 1 and "make room, or name another folder" in text
+    done = sum(compiled.values())
+    build(cold, tiny, [DECODE, PREFILL])
+    assert sum(compiled.values()) - done in (range(1, 5) if where == "copied" else [0]), compiled
 
 
 def test_what_nobody_wants_is_not_compiled(cold: Path, tiny: Path, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
