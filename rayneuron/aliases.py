@@ -154,13 +154,14 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "enable_ssl_refresh", "ssl_cert_reqs", "log_config_file", "max_log_len", "disable_log_requests", "disable_log_stats",
         "enable_log_outputs", "disable_fastapi_docs", "enable_request_id_headers", "enable_tokenizer_info_endpoint",
         "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_force_include_usage", "disable_frontend_multiprocessing",
-        "response_role", "chat_template_content_format", "return_tokens_as_token_ids", "max_logprobs", "logprobs_mode",
+        "response_role", "chat_template_content_format", "return_tokens_as_token_ids", "logprobs_mode",
         "enable_per_request_metrics", "enable_log_deltas", "log_error_stack", "fingerprint_mode", "fingerprint_value", "ssl_ciphers",
         "disable_access_log_for_endpoints", "h11_max_incomplete_event_size", "h11_max_header_count", "enable_offline_docs", "grpc",
         "cohere_is_reasoning_model", "cohere_format", "aggregate_engine_logging", "show_hidden_metrics_for_version", "kv_cache_metrics",
         "kv_cache_metrics_sample", "enable_mfu_metrics", "enable_logging_iteration_details",
     ),
     "write --grace": ("shutdown_timeout",),
+    "a call may ask for 20 logprobs a token; leave it out": ("max_logprobs",),
 }  # fmt: skip
 REFUSED = {**ANYWHERE, **{name: f"is refused: {why}" for why, names in _REFUSED.items() for name in names}}
 

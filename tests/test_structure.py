@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "batches": LEAVES | {"api", "llm", "serve"},
-    "compat": {"errors", "devices", "options", "validation", "hf", "llm"},
+    "compat": {"errors", "config", "sources", "models", "devices", "options", "validation", "hf", "llm"},
     "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
     "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
 }

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from rayneuron import sources
 from rayneuron.compat import by_row, device
+from rayneuron.config import parse
 from rayneuron.errors import RequestError
 from rayneuron.hf import HuggingFaceGenerationAdapter
 from rayneuron.llm import LLM
+from rayneuron.models import presharded
 from rayneuron.options import tnx
 from rayneuron.options.words import Translation, tell
 from rayneuron.validation import override
@@ -46,21 +49,36 @@ class NeuronAutoModelForCausalLM:
         self.options = override({"device": device(), "model": {"path": path}, **ours}, told.assigned)
         self.notes = told.notes
         self.llm: LLM | None = None
+        self.drafts = 0
 
     @classmethod
     def from_pretrained(cls, path: str, **words: Any) -> NeuronAutoModelForCausalLM:
         """A model directory or a hub's id, with the guide's keywords. Raises ConfigError for one that has no meaning here."""
         return cls(str(path), words)
 
+    def enable_speculative_decoder(self, count: int) -> None:
+        """So many drafts are verified at once: it is loaded by the SpeculativeGenerator, together with what drafts."""
+        self.drafts = count
+
     def to_neuron(self) -> None:
-        """Load it, and make every shape ready."""
-        self.llm = self.llm or LLM(None, **self.options)
+        """Load it, and make every shape ready; what another is to draft for waits for that."""
+        if not self.drafts or "speculative_config" in self.options:
+            self.llm = self.llm or LLM(None, **self.options)
 
     def save(self, folder: str, sharded_weights: bool = False) -> None:
-        """Where compiled graphs are kept from now on; weights are cut by `rayneuron shard`."""
-        self.options = override(self.options, {"compile.cache": str(folder)})
+        """Where compiled graphs are kept from now on. `sharded_weights`: also the weights, cut for its ranks, as `rayneuron shard` cuts
+        them; then `folder` must be new, and `from_pretrained` takes it."""
+        if sharded_weights:
+            c = parse(self.options)
+            presharded.shard(
+                sources.resolve(c.model.path).path, c.tensor_parallel, folder, dtype=c.dtype, quantization=c.quantization,
+                fused_qkv=c.fused_qkv, group_query_attention=c.group_query_attention, shard_over_sequence=c.shard_over_sequence,
+            )  # fmt: skip
+        self.load(folder)
 
-    load = save
+    def load(self, folder: str) -> None:
+        """Where compiled graphs are looked for, and kept."""
+        self.options = override(self.options, {"compile.cache": str(folder)})
 
     def update_generation_config(self, config: Any) -> None:
         """How the next sequences are sampled."""
@@ -92,6 +110,24 @@ class NeuronAutoModelForCausalLM:
         of = {name: getattr(config, name, None) for name in SAMPLED}
         own = {name: value[row] if isinstance(value, list) else value for name, value in of.items() if value is not None}
         return {"do_sample": bool(getattr(config, "do_sample", False)), **own, **words}
+
+
+class SpeculativeGenerator:
+    """One model drafts `count` tokens at a time for another, which verifies them; both are loaded as one."""
+
+    def __init__(self, draft: NeuronAutoModelForCausalLM, target: NeuronAutoModelForCausalLM, count: int) -> None:
+        said = {"method": "draft_model", "model": draft.options["model"]["path"], "num_speculative_tokens": count}
+        for model in (draft, target):  # loaded without the other
+            if model.llm is not None:
+                model.llm.close()
+                model.llm = None
+        target.options = override(target.options, {"speculative_config": said})
+        target.to_neuron()
+        self.target = target
+
+    def sample(self, input_ids: Tensor, sequence_length: int, **words: Any) -> Any:
+        """As the target's: drafts change no token."""
+        return self.target.sample(input_ids, sequence_length, **words)
 
 
 class HuggingFaceGenerationModelAdapter(HuggingFaceGenerationAdapter):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rayneuron import settings
+from rayneuron.devices.neuron.releases import VISIBLE
 from rayneuron.errors import ConfigError
 from rayneuron.placement import cores, instances, outside, ports, records
 from rayneuron.placement.instances import Instance, declared
@@ -47,7 +48,7 @@ def report(
     free = [Ledger(node, kind or declared(MOST_CORES, MOST_CORES)).free() for node in nodes]
     strange = outside.said(outside.taken(chips, frozenset.intersection(*free) if free else frozenset(range(MOST_CORES))))
     if strange:
-        yield f"cores {strange}: end it, or start Ray with {cores.VISIBLE} of the others"
+        yield f"cores {strange}: end it, or start Ray with {VISIBLE} of the others"
 
 
 def _node(folder: Path, kind: Instance, left: frozenset[int] | None, clean: bool) -> Iterator[str]:

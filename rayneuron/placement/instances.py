@@ -84,7 +84,11 @@ class Instance:
         if lnc not in self.lncs:
             allowed = " or ".join(map(str, self.lncs))
             raise ConfigError(f"logical core config {lnc} is not possible on {self.name}; write {allowed}", param="instance")
-        return replace(self, lnc=lnc)
+        made = replace(self, lnc=lnc)
+        return replace(made, degrees=_degrees(made.cores, _TRN2))  # what has a choice of them is a Trn2
+
+
+_TRN2 = (1, 2, 4, 8, 16, 32, 64)
 
 
 def _degrees(cores: int, listed: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ def _trn1(name: str, devices: int, vcpus: int, host_gib: int, efa: int) -> Insta
 
 def _trn2(name: str, devices: int, vcpus: int, host_gib: int, efa: int) -> Instance:
     return Instance(
-        name, "trn2", devices, 8, 96 * GIB, vcpus, host_gib * GIB, _degrees(4 * devices, (1, 2, 4, 8, 16, 32, 64)),
+        name, "trn2", devices, 8, 96 * GIB, vcpus, host_gib * GIB, _degrees(4 * devices, _TRN2),
         links="torus" if devices > 1 else "none", efa=efa, lnc=2, lncs=(2, 1), tp_across_nodes=efa > 0,
     )  # fmt: skip
 

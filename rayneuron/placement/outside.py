@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rayneuron import settings
+from rayneuron.devices.neuron.releases import VISIBLE
 from rayneuron.errors import Busy, ConfigError
 from rayneuron.placement import cores
 from rayneuron.placement.cores import Chip
@@ -64,7 +65,7 @@ def take(ledger: Ledger, size: int, deployment: str, allowed: Collection[int], w
         if not left_s:
             raise Busy(
                 f"{deployment} wants {size} cores of {compact(allowed)}, and {said(found)}: end it, or start Ray with "
-                f"{cores.VISIBLE} of cores that are ours",
+                f"{VISIBLE} of cores that are ours",
                 param="tensor_parallel", retry_after_s=_PAUSE_S,
             )  # fmt: skip
         time.sleep(min(_PAUSE_S, left_s))

@@ -21,10 +21,12 @@ from rayneuron.compat.transformers_neuronx import (
     NeuronAutoModelForCausalLM,
     NeuronConfig,
     QuantizationConfig,
+    SpeculativeGenerator,
 )
 from rayneuron.errors import ConfigError, RequestError
 
 TEXT = "Hello, I'm a language model,"
+ARGMAX = NeuronConfig(on_device_generation=GenerationConfig(do_sample=False))
 ON: dict[str, Any] = {"device": "cpu", "threads": 1}  # which these programs need not say on a machine with Neuron
 
 
@@ -119,6 +121,33 @@ def test_eight_bits_and_artifacts(path: str, ids: torch.Tensor, tmp_path: Path) 
     assert model.llm.config.compile.cache == str(tmp_path / "artifacts")
     assert model.sample(ids, sequence_length=ids.shape[1] + 4).shape[1] <= ids.shape[1] + 4
     model.llm.close()
+
+
+def test_weights_are_cut_beside_the_graphs(path: str, ids: torch.Tensor, greedy: list[int], tmp_path: Path) -> None:
+    """save(sharded_weights=True), then from_pretrained of that folder."""
+    folder, words = str(tmp_path / "artifacts"), {"n_positions": 128, "tp_degree": 2, "amp": "f32", "neuron_config": ARGMAX, **ON}
+    model = LlamaForSampling.from_pretrained(path, **words)
+    model.save(folder, sharded_weights=True)
+    cut = LlamaForSampling.from_pretrained(folder, **words)
+    cut.load(folder)
+    cut.to_neuron()
+    assert len(list(Path(folder).rglob("*rank*.safetensors")) or list(Path(folder).rglob("tp*.safetensors"))) == 2
+    assert cut.sample(ids, sequence_length=len(greedy))[0].tolist() == greedy
+    cut.llm.close()  # type: ignore[union-attr]
+
+
+def test_a_model_that_drafts_for_another(path: str, ids: torch.Tensor, greedy: list[int]) -> None:
+    """The guide's SpeculativeGenerator, with both models loaded as it loads them."""
+    words = {"n_positions": 128, "batch_size": 1, "amp": "f32", "neuron_config": ARGMAX, **ON}
+    draft, target = (LlamaForSampling.from_pretrained(path, **words) for _ in range(2))
+    draft.to_neuron()
+    target.enable_speculative_decoder(4)
+    target.to_neuron()
+    generator = SpeculativeGenerator(draft, target, 4)
+    assert generator.sample(input_ids=ids, sequence_length=len(greedy))[0].tolist() == greedy
+    said = target.llm.config.speculative_config  # type: ignore[union-attr]
+    assert said is not None and (said.method, said.num_speculative_tokens) == ("draft_model", 4) and draft.llm is None
+    target.llm.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

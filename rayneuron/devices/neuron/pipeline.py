@@ -100,8 +100,8 @@ def _traced(sdk: Sdk, graph: Graph, job: Job, progress: Callable[[int], None], s
                 out[name] = sdk["trace"](graph, kwargs=inputs)
             except Exception as problem:
                 raise CompileError(
-                    f"{job.model}: {bucket(target)} could not be traced: {_said(problem)}. The compiler was not asked yet. "
-                    f"Its flags; {name}: {flags}"
+                    f"{job.model}: {bucket(target)} could not be traced: {_said(problem)}. {words.compiler_advice(_said(problem))}"
+                    f"The compiler was not asked yet. Its flags; {name}: {flags}"
                 ) from problem
     return out
 

@@ -40,6 +40,8 @@ PREFERENCES = (
     *("NEURON_RT_EXEC_TIMEOUT", "NEURON_PROCESS_TAG", *IN_FLIGHT),
     *("FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE"),
 )
+# How torch-xla starts one process a core to train: its client would wait for processes that are none of ours.
+FOREIGN = ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX", "NEURON_PJRT_WORLD_SIZE")
 # Ours without a word: cores are derived from what the operator left us, and Ray sets the last itself.
 DERIVED = (VISIBLE, "NEURON_RT_NUM_CORES", "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES", "OMP_NUM_THREADS")
 TWO_CORE_CHIPS, LNC_CHIPS = ("inf2", "trn1", "trn1n"), ("trn2", "trn3")
@@ -143,6 +145,10 @@ def agreed(ours: Mapping[str, str], given: Callable[[str], str | None]) -> tuple
     A preference is the operator's; what must be as the graphs were compiled is refused where it contradicts. Raises ConfigError.
     """
     out, notes = dict(ours), []
+    for name in FOREIGN:
+        if given(name):
+            foreign = f"{name}={given(name)} is for one process a core, as training starts them; unset it where Ray starts"
+            raise ConfigError(foreign, param=name)
     lnc = ours.get(LOGICAL[0])
     for name in LOGICAL if lnc is not None else ():
         if given(name) not in (None, "", lnc):

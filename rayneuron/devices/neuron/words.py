@@ -86,6 +86,11 @@ _ADVICE = (
 )
 _COMPILER = (
     (
+        r"PJRT_Client_Create|num_devices > 0",
+        "Torch-xla asked for a device and there is none: load the driver, or where no chip is meant to be, set PJRT_DEVICE=CPU beside "
+        "NEURON_PLATFORM_TARGET_OVERRIDE",
+    ),
+    (
         r"F137|forcibly killed|failed with -9|code -9|exitcode=-9",
         "Memory ran out: write a lower compile.workers (1 is the least), compile where nothing else runs, or on a machine with more memory "
         "(NEURON_PLATFORM_TARGET_OVERRIDE compiles for a chip that is not there)",

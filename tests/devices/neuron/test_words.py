@@ -72,6 +72,7 @@ COMPILER = [
     ("neuronx-cc: [F137] was forcibly killed - This most commonly occurs due to insufficient system memory.", "lower compile.workers"),
     ("RuntimeError: neuronx-cc failed with -9", "lower compile.workers"),
     ("[Errno 28] No space left on device: '/tmp/x'", "another folder or an s3:// address in compile.cache"),
+    ("Bad StatusOr access: INVALID_ARGUMENT: PJRT_Client_Create: error condition !(num_devices > 0):", "PJRT_DEVICE=CPU"),
     ("[Errno 2] No such file or directory: 'neuronx-cc'", "activate the SDK's environment"),
 ]
 
