@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rayneuron.devices.neuron.releases import INDEX, SYSTEM
 from rayneuron.placement import instances
 from rayneuron.placement.cores import NOSET
 from rayneuron.placement.instances import Instance
@@ -14,15 +15,16 @@ from rayneuron.serve import profile
 REGION, ZONE = "us-east-1", "us-east-1b"
 HEAD = "m7i.2xlarge"
 DISK_GB = 500
-SDK = "https://pip.repos.neuron.amazonaws.com"
+RUNTIME = " ".join(f"'{name}={version}.*'" for name, version in SYSTEM.items())
+FROM = " Run it inside the VPC: nodes have internal addresses alone, and reach pip and apt by a NAT gateway."
 EXPORTS = {**profile.PLAIN, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", NOSET: "1"}
 
 
 def manifests() -> dict[str, tuple[list[Mapping[str, Any]], str]]:
     """By file name: the document, and what to say above it."""
     return {
-        "inf2-host": ([cluster("inf2.48xlarge", 1)], "One inf2.48xlarge. Not run on AWS.\n  ray up cluster/launcher/inf2-host.yaml"),
-        "trn1-efa": ([cluster("trn1.32xlarge", 4)], "Four trn1.32xlarge with EFA between them. Not run on AWS."),
+        "inf2-host": ([cluster("inf2.48xlarge", 1)], f"One inf2.48xlarge. Not run on AWS.{FROM}\n  ray up cluster/launcher/inf2-host.yaml"),
+        "trn1-efa": ([cluster("trn1.32xlarge", 4)], f"Four trn1.32xlarge with EFA between them. Not run on AWS.{FROM}"),
     }
 
 
@@ -46,8 +48,9 @@ def cluster(name: str, hosts: int) -> dict[str, Any]:
         },
         "head_node_type": "head",
         "file_mounts": {"~/.ray/auth_token": "~/.ray/auth_token"},  # `ray get-auth-token --generate` makes it
-        "setup_commands": [
-            f"python3 -m venv ~/rayneuron && ~/rayneuron/bin/pip install --extra-index-url {SDK} '<WHEEL>[neuron,s3]'",
+        "setup_commands": [  # an image's runtime is the newest, and pip installs an SDK by its number
+            f"sudo apt-get update && sudo apt-get install -y --allow-downgrades {RUNTIME}",
+            f"python3 -m venv ~/rayneuron && ~/rayneuron/bin/pip install --extra-index-url {INDEX} '<WHEEL>[neuron,s3]'",
         ],
         "head_start_ray_commands": [
             "~/rayneuron/bin/ray stop",
@@ -66,7 +69,7 @@ def _image() -> dict[str, Any]:
 def _network(efa: Instance | None) -> dict[str, Any]:
     """One plain interface, or every EFA card's; then subnet, security group and placement are said with the interfaces alone."""
     if efa is None:
-        return {"SubnetId": "<SUBNET>", "SecurityGroupIds": ["<SECURITY_GROUP>"]}
+        return {"SubnetIds": ["<SUBNET>"], "SecurityGroupIds": ["<SECURITY_GROUP>"]}  # Ray reads lists alone, and else takes any subnet
     cards = [
         {
             "NetworkCardIndex": card, "DeviceIndex": min(card, 1), "InterfaceType": "efa", "SubnetId": "<SUBNET>",

@@ -64,7 +64,7 @@ INTERFACE = {
     "NetworkCardIndex": None, "DeviceIndex": None, "InterfaceType": None, "SubnetId": None, "Groups": [None], "DeleteOnTermination": None,
 }  # fmt: skip
 NODE = {  # what Ray's launcher passes to EC2 unread
-    "ImageId": None, "InstanceType": None, "SubnetId": None, "SecurityGroupIds": [None], "Placement": {"GroupName": None},
+    "ImageId": None, "InstanceType": None, "SubnetIds": [None], "SecurityGroupIds": [None], "Placement": {"GroupName": None},
     "BlockDeviceMappings": [{"DeviceName": None, "Ebs": {"VolumeSize": None, "VolumeType": None}}], "NetworkInterfaces": [INTERFACE],
 }  # fmt: skip
 

@@ -249,6 +249,7 @@ def test_values_are_the_chart_s(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((CLUSTER / "launcher").glob("*.yaml")), ids=lambda path: path.stem)
 def test_ray_s_launcher_takes_it(path: Path) -> None:
+    from ray.autoscaler._private.aws.config import _configure_node_type_from_network_interface
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     content = yaml.safe_load(path.read_text())
@@ -258,7 +259,9 @@ def test_ray_s_launcher_takes_it(path: Path) -> None:
         config = node["node_config"]
         assert list(strangers(config, NODE)) == []
         cards = config.get("NetworkInterfaces")
-        assert (cards is None) == ("SubnetId" in config and "SecurityGroupIds" in config)
+        assert (cards is None) == ("SubnetIds" in config and "SecurityGroupIds" in config)  # a SubnetId is not read: any subnet would do
+        read = _configure_node_type_from_network_interface(node)["node_config"]
+        assert {*read["SubnetIds"]} == {"<SUBNET>"} and {*read["SecurityGroupIds"]} == {"<SECURITY_GROUP>"}
         if name == content["head_node_type"]:
             assert node["resources"] == {"CPU": 0}
             continue
@@ -267,6 +270,7 @@ def test_ray_s_launcher_takes_it(path: Path) -> None:
         if cards is not None:
             assert [card["NetworkCardIndex"] for card in cards] == list(range(machine.efa))
             assert [card["DeviceIndex"] for card in cards] == [0] + [1] * (machine.efa - 1) and config["Placement"]["GroupName"]
+    assert all(f"'{name}={version}.*'" in content["setup_commands"][0] for name, version in releases.SYSTEM.items())
     for command in (*content["head_start_ray_commands"], *content["worker_start_ray_commands"]):
         if "ray start" in command:
             said = dict(part.split("=", 1) for part in command.split(" ~/")[0].split())

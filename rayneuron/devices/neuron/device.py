@@ -104,7 +104,7 @@ class Neuron:
         """Compile, or find compiled, every graph. Raises CompileError, ConfigError."""
         if not self._held:
             raise CompileError("load weights before compiling")
-        check_driver()
+        check_driver(efa=not self._together and settings.variable("FI_PROVIDER") == "efa")
         artifact.check_cores(settings.visible_cores(), self.local_ranks, settings.bound_cores(), self._name)
         self.artifact(program, self.targets(shapes), progress)
 

@@ -88,11 +88,15 @@ def imitated() -> bool:
         return False
 
 
-def check_driver(root: Path = Path("/")) -> None:
-    """Raise ConfigError where there is no device: the runtime says so only when graphs are loaded, perhaps an hour of compiling later, and
-    may end the process."""
-    if not imitated() and not any((root / "dev").glob("neuron[0-9]*")):
+def check_driver(efa: bool, root: Path = Path("/")) -> None:
+    """Raise ConfigError where there is no device, or no `efa` where ranks of several hosts meet over it: the runtime says so only when
+    graphs are loaded, perhaps an hour of compiling later, and may end the process."""
+    if imitated():
+        return
+    if not any((root / "dev").glob("neuron[0-9]*")):
         raise ConfigError(f"this machine shows no Neuron device (/dev/neuron0 and so on). {words.PRESENT}")
+    if efa and not any((root / "dev" / "infiniband").glob("uverbs*")):
+        raise ConfigError(f"the ranks of several hosts meet over EFA, of which this machine shows no interface. {words.EFA}")
 
 
 def operator(name: str) -> Any:

@@ -14,6 +14,11 @@ PRESENT = (
     "Load the driver (sudo modprobe neuron; dmesg), and give a container its devices (docker: --device /dev/neuron0 and so on; a pod: "
     "aws.amazon.com/neuron in its limits); `neuron-ls` must list them"
 )
+EFA = (
+    "`fi_info -p efa -t FI_EP_RDM` must list it: install efa-installer, attach the instance's EFA interfaces (docker: --device "
+    "/dev/infiniband/uverbs0 and so on; a pod: vpc.amazonaws.com/efa in its limits), let the security group send itself everything; "
+    "`rayneuron neuron-check --stage group` asks step by step"
+)
 _MORE = "NEURON_RT_LOG_LEVEL=INFO makes the runtime say more"
 # The first that fits counts.
 _ADVICE = (
@@ -43,8 +48,7 @@ _ADVICE = (
     (r"FI_EFA_FORK_SAFE", "export FI_EFA_FORK_SAFE=1 where Ray starts: this kernel is older than 5.15"),
     (
         r"Ofi plugin|OFI plugin|EFA is not enabled|is EFA enabled",
-        "EFA is not there: `fi_info -p efa -t FI_EP_RDM` must list it. Install efa-installer, attach the instance's EFA interfaces (a pod: "
-        "vpc.amazonaws.com/efa in its limits), let the security group send itself everything; `rayneuron neuron-check --stage group`",
+        f"EFA is not there. {EFA}",
     ),
     (
         r"Invalid NCCL_COMM_ID|No interface found in the same subnet|No usable listening interface",

@@ -112,9 +112,28 @@ def test_no_driver_is_said_before_anything_is_compiled(cold: Path, tiny: Path, m
         assert asked == []
     (cold / "dev").mkdir()
     with pytest.raises(ConfigError, match="no Neuron device"):
-        check_driver(cold)
+        check_driver(False, cold)
     (cold / "dev" / "neuron11").write_text("")
-    check_driver(cold)
+    check_driver(False, cold)
+    with pytest.raises(ConfigError, match=r"meet over EFA.*vpc\.amazonaws\.com/efa in its limits"):
+        check_driver(True, cold)
+    (cold / "dev" / "infiniband").mkdir()
+    (cold / "dev" / "infiniband" / "uverbs0").write_text("")
+    check_driver(True, cold)
+
+
+@pytest.mark.parametrize(("ranks", "provider", "asked"), [(1, "efa", False), (2, "efa", True), (2, "tcp", False)])
+def test_efa_is_asked_for_where_ranks_of_several_processes_meet_over_it(
+    ranks: int, provider: str, asked: bool, standin: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores(monkeypatch, 1)
+    monkeypatch.setenv("FI_PROVIDER", provider)
+    device, program, shapes, _ = opened(standin, tiny, ranks, local_ranks=1)
+    seen: list[bool] = []
+    monkeypatch.setattr("rayneuron.devices.neuron.device.check_driver", lambda efa: seen.append(efa))
+    monkeypatch.setattr(type(device), "artifact", lambda *args: None)
+    device.prepare(program, shapes, silent)
+    assert seen == [asked]
 
 
 def test_the_packages_it_names_are_those_of_one_sdk() -> None:
