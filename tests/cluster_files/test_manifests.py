@@ -222,6 +222,7 @@ def test_the_image_has_the_runtime_of_the_sdk_it_pins() -> None:
     text = (CLUSTER / "docker" / "Dockerfile.neuron").read_text()
     said = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE))
     found = {name: said[argument] for name, argument in re.findall(r'"(aws-neuronx-[a-z-]+)=\$(\w+)\.\*"', text)}
+    assert "/opt/aws/neuron/bin:/opt/amazon/efa/bin:" in text, "neuron-ls, nccom-test and fi_info are what neuron-check starts"
     guide = (ROOT / "docs" / "aws.md").read_text()
     assert all(f"'{name}={version}.*'" in guide for name, version in releases.SYSTEM.items())
     assert found == dict(releases.SYSTEM) and not re.findall(r"aws-neuronx-[a-z-]+(?![a-z=-])", text)
