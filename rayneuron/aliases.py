@@ -49,7 +49,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "skip_mm_profiling": (True, False), "use_tqdm_on_load": (True, False), "scheduler_reserve_full_isl": (True, False),
     "disable_hybrid_kv_cache_manager": (True, False), "safetensors_load_strategy": ("lazy",), "renderer_num_workers": (1,),
     "distributed_executor_backend": ("ray",), "data_parallel_backend": ("ray",), "response_role": ("assistant",),
-    "chat_template_content_format": ("auto",), "trust_remote_code": (), "api_key": (),
+    "chat_template_content_format": ("auto",), "api_key": (),
 }  # fmt: skip
 
 # Why -> theirs. A switch that says false says how it is here anyway.

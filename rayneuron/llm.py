@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 from msgspec.structs import replace
 
+from rayneuron.api.openai.messages import read_messages
 from rayneuron.api.vectors import Form
 from rayneuron.config import Deployment, parse
 from rayneuron.engine.loop import EngineLoop
@@ -26,6 +28,19 @@ from rayneuron.validation import override
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} / {"prompt_token_ids": [...]}
 Params = SamplingParams | Mapping[str, Any]
 Inbox = queue.SimpleQueue[TokenDelta]
+
+PROMPT = "a prompt is a text, a list of token ids, or a mapping with prompt or prompt_token_ids"
+# What vLLM's LLM has besides, and what to write here.
+INSTEAD = {
+    "get_tokenizer": "llm.text has encode, decode and chat",
+    "apply_chat_template": "llm.text.chat(messages) gives token ids",
+    "beam_search": "write generate(prompts, SamplingParams(beams=Beams(width=4, rule='vllm'), temperature=0))",
+    **dict.fromkeys(("encode", "reward", "classify"), "embed gives the vectors of prompts"),
+    "score": "multiply the vectors that embed gives",
+    "get_default_sampling_params": "llm.generation holds what generation_config.json says",
+    **dict.fromkeys(("llm_engine", "llm_engine_core", "collective_rpc", "apply_model"), "llm.engine is the engine, in this process"),
+    **dict.fromkeys(("sleep", "wake_up", "shutdown"), "close() ends the engine and frees its memory; open another one to go on"),
+}
 
 
 class LLM:
@@ -55,26 +70,36 @@ class LLM:
         self._seeds = Seeds(self.config.seed)
         self._loop = EngineLoop(self.engine, self._deliver)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """AttributeError, and of what vLLM's has, what to write."""
+            raise AttributeError(f"LLM has no {name}" + (f": {INSTEAD[name]}" if name in INSTEAD else ""))
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False,
         adapter: str | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
-        """Complete every prompt; results in the order of the prompts. `params`: one for all or one a prompt; `adapter`: its name.
+        """Complete every prompt; results in the order of the prompts. `sampling_params`: one for all or one a prompt; `adapter`: its name.
 
-        Default params are SamplingParams() (16 tokens at temperature 1). Raises RequestError for a wrong prompt or parameter before
+        Without, they are SamplingParams() (16 tokens at temperature 1). Raises RequestError for a wrong prompt or parameter before
         anything runs.
         """
         many = _listed(prompts)
-        each = _matched(params, len(many))
+        each = _matched(sampling_params, len(many))
         return self._all([self._request(p, s, adapter) for p, s in zip(many, each, strict=True)], use_tqdm)
 
     def chat(
-        self, messages: Sequence[Any], params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False, **template: Any
-    ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {role, content}) or several. `template` keywords reach the chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        ids = [{"prompt_token_ids": self.text.chat(c, **template)} for c in conversations]
-        return self.generate(ids, params, use_tqdm=use_tqdm)
+        self, messages: Sequence[Any], sampling_params: Params | Sequence[Params] | None = None, *, use_tqdm: bool = False,
+        adapter: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, **template: Any,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answer one conversation (a list of {role, content}) or several. `template`: tools, chat_template, add_generation_prompt, ..., and
+        words that the template reads; `chat_template_kwargs`: such words too, which it need not read."""
+        told = {"variables": chat_template_kwargs, **template}
+        several = not isinstance(messages, str) and all(isinstance(each, list | tuple) for each in messages)
+        read = [read_messages(list(c) if isinstance(c, tuple) else c, self.max_model_len) for c in (messages if several else [messages])]
+        ids = [{"prompt_token_ids": self.text.chat(c, **told)} for c in read]
+        return self.generate(ids, sampling_params, use_tqdm=use_tqdm, adapter=adapter)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
         """A vector of every prompt, as /v1/embeddings gives it. Raises RequestError for a prompt that does not fit."""
@@ -87,9 +112,9 @@ class LLM:
         form = Form(dimensions, normalize)
         return [EmbeddingRequestOutput(r.id, EmbeddingOutput(form.of(found[r.id]).tolist()), r.prompt_ids) for r in requests]
 
-    def stream(self, prompt: Prompt, params: Params | None = None, *, adapter: str | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: Params | None = None, *, adapter: str | None = None) -> Iterator[Delta]:
         """Deltas of one prompt as they are made. Closing the iterator ends the work."""
-        request, _ = self._request(prompt, _matched(params, 1)[0], adapter)
+        request, _ = self._request(prompt, _matched(sampling_params, 1)[0], adapter)
         return self.deltas([request])
 
     def tokens(self, requests: Sequence[Request]) -> Iterator[TokenDelta]:
@@ -159,19 +184,24 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None = None) -> tuple[Request, str | None]:
         text, ids = self._ids(prompt)
         request = self.request(ids, self._with_phrases(params), adapter)
+        request.cache_salt = str(prompt.get("cache_salt") or "") if isinstance(prompt, Mapping) else ""
         self.engine.validate(request)
         return request, text
 
     def _ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.text.encode(prompt)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if isinstance(prompt.get("prompt"), str):
-                return prompt["prompt"], self.text.encode(prompt["prompt"])
-            raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}", param="prompt")
-        return None, list(prompt)
+        if not isinstance(prompt, Mapping):
+            return None, _token_ids(prompt)
+        others = [name for name in prompt if name not in ("prompt", "prompt_token_ids", "cache_salt") and prompt[name] is not None]
+        if others:
+            raise RequestError(f"{PROMPT}; {others[0]} is not read here, leave it out", param="prompt")
+        text = prompt.get("prompt")
+        if prompt.get("prompt_token_ids") is not None:
+            return text, _token_ids(prompt["prompt_token_ids"])
+        if not isinstance(text, str):
+            raise RequestError(f"{PROMPT}, got one with {', '.join(map(str, prompt)) or 'nothing'}", param="prompt")
+        return text, self.text.encode(text)
 
     def _with_phrases(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_ids:
@@ -189,38 +219,50 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one: text, a mapping, or a flat list of token ids."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):  # of which bytes are none
         return [prompts]
-    many = list(prompts)
-    if many and all(isinstance(p, int) for p in many):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+    try:
+        many: list[Any] = list(prompts)
+    except TypeError:
+        raise RequestError(f"{PROMPT}, got {type(prompts).__name__}", param="prompt") from None
+    flat = many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many)
+    return [many] if flat else many
+
+
+def _token_ids(ids: Any) -> list[int]:
+    try:
+        if isinstance(ids, (bytes, bytearray)):
+            raise TypeError
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        raise RequestError(f"{PROMPT}, got {type(ids).__name__}", param="prompt") from None
 
 
 def _matched(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, (SamplingParams, Mapping)):
         return [_params(params or SamplingParams())] * count
     if len(params) != count:
-        raise RequestError(f"{count} prompts need one params or {count}, got {len(params)}", param="params")
+        raise RequestError(f"{count} prompts need one sampling_params or {count}, got {len(params)}", param="sampling_params")
     return [_params(p) for p in params]
 
 
 def _params(params: Params) -> SamplingParams:
-    if isinstance(params, SamplingParams):
-        return params
-    unknown = set(params) - set(SamplingParams.__struct_fields__)
+    """`params` with every value of its kind; whoever makes a SamplingParams may have written anything into it."""
+    given = msgspec.structs.asdict(params) if isinstance(params, SamplingParams) else params
+    unknown = set(given) - set(SamplingParams.__struct_fields__)
     if unknown:
         known = ", ".join(SamplingParams.__struct_fields__)
         raise RequestError(f"{sorted(unknown)[0]!r} is no sampling parameter; known are {known}", param=sorted(unknown)[0])
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in given.items()}  # numpy's and torch's numbers
     try:
-        return msgspec.convert({**params, **_tuples(params)}, SamplingParams, strict=False)
+        return msgspec.convert({**plain, **_tuples(plain)}, SamplingParams, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error), param="params") from None
+        raise RequestError(str(error), param="sampling_params") from None
 
 
 def _tuples(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A single stop string or token id stands for a list of one."""
-    return {k: [params[k]] for k in ("stop", "stop_token_ids") if isinstance(params.get(k), (str, int))}
+    """A single text or token id stands for a list of one."""
+    return {k: [params[k]] for k in ("stop", "bad_words", "stop_token_ids") if isinstance(params.get(k), (str, int))}
 
 
 def _bar(total: int, shown: bool) -> Any:

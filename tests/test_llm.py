@@ -351,3 +351,64 @@ class TestAdapter:
             adapter.generate(ids, num_beam_groups=4)
         with pytest.raises(RequestError, match="nonsense"):
             adapter.generate(ids, nonsense=1)
+
+
+
+def test_programs_written_for_vllm_mean_here_what_they_mean_there(llm):
+    """Its keywords count, a text is one stop string, parts of contents are texts; nothing that was said is passed over."""
+    said = [{"role": "user", "content": "Name three colours."}]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    chat = llm.chat(said, params)[0].outputs[0].text
+    assert llm.chat(said, sampling_params=params)[0].outputs[0].text == chat
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Name three colours."}]}]
+    for answer in llm.chat(messages=(parts, said), sampling_params=params, chat_template_kwargs={"enable_thinking": False}):
+        assert answer.outputs[0].text == chat
+    plain = llm.generate(prompts=["1, 2, 3,"], sampling_params=params)[0].outputs[0].text
+    assert plain.startswith(" 4, 5, 6")
+    ended = llm.generate("1, 2, 3,", SamplingParams(temperature=0, max_tokens=12, stop="5,"))[0].outputs[0]
+    assert (ended.text, ended.stop_reason) == (" 4, ", "5,")
+    one = SamplingParams(temperature=0, max_tokens=4, structured_outputs={"choice": ["yes"]}, logit_bias={"5": 1.0}, bad_words="no")
+    assert llm.generate("Is it so?", one)[0].outputs[0].text == "yes"
+    import numpy
+
+    ids = llm.text.encode("1, 2, 3,")
+    mapped = {"prompt_token_ids": numpy.array(ids), "prompt": None}
+    for prompt in (numpy.array(ids), torch.tensor(ids), tuple(ids), torch.tensor([ids]), mapped):
+        assert llm.generate(prompt, {"temperature": 0, "max_tokens": numpy.int64(12)})[0].outputs[0].text == plain
+    assert llm.generate({"prompt": words(80), "cache_salt": "a"}, params)[0].num_cached_tokens == 0
+    assert llm.generate({"prompt": words(80), "cache_salt": "b"}, params)[0].num_cached_tokens == 0
+    assert llm.generate({"prompt": words(80), "cache_salt": "b"}, params)[0].num_cached_tokens > 0
+
+
+TOOL = {"type": "function", "function": {"name": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda llm: llm.generate(None), "a prompt is a text.* got NoneType"),
+        (lambda llm: llm.generate(5), "a prompt is a text.* got int"),
+        (lambda llm: llm.generate(["a", None]), "a prompt is a text.* got NoneType"),
+        (lambda llm: llm.generate(b"abc"), "a prompt is a text.* got bytes"),
+        (lambda llm: llm.generate([[1, "a"]]), "a prompt is a text.* got list"),
+        (lambda llm: llm.generate([[1.5, 2.5]]), "a prompt is a text.* got list"),
+        (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), "multi_modal_data is not read here"),
+        (lambda llm: llm.generate({}), "a prompt is a text.* got one with nothing"),
+        (lambda llm: llm.generate("a", SamplingParams(structured_outputs={"choice": 5})), "structured_outputs"),
+        (lambda llm: llm.generate("a", SamplingParams(stop_token_ids=["x"])), "stop_token_ids"),
+        (lambda llm: llm.generate("a", SamplingParams(seed=None, ignore_eos="never")), "ignore_eos"),
+        (lambda llm: llm.chat("hi"), "messages must be an array"),
+        (lambda llm: llm.chat([{"role": "user"}]), r"messages\[0\].content is required"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], tools=[TOOL]), "no place for tools"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], temperature=0), "temperature: the chat template has no place"),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameter_is_a_request_error(llm, ask, says):
+    with pytest.raises(RequestError, match=says):
+        ask(llm)
+
+
+def test_what_vllm_has_besides_is_said(llm):
+    with pytest.raises(AttributeError, match="LLM has no get_tokenizer: llm.text has encode, decode and chat"):
+        llm.get_tokenizer()
+    assert not hasattr(llm, "beam_search") and not hasattr(llm, "generat")

@@ -93,17 +93,17 @@ class Text:
     ) -> list[int]:
         """Token ids of a rendered conversation. Special tokens come from the template alone unless `add_special_tokens`.
 
-        `variables` and further words reach the template; `limit` and `side` as in `encode`. RequestError when there is no template, it
-        refuses the messages, or leaves the text of one out.
+        `variables` and further words reach the template, which must read the latter; `limit` and `side` as in `encode`. RequestError when
+        there is no template, it refuses the messages, or leaves the text of one out.
         """
         template = self._template_for(chat_template, bool(tools))
         if limit is not None and self._bound is not None and side is None:
             said = "".join([m["content"] for m in messages if isinstance(m.get("content"), str)])
             if len(said) > ROOM * limit and self._bound.exceeded(said, limit):
                 raise _too_long(limit)
-        for name, given in (("tools", tools), ("documents", documents)):
+        for name, given in (("tools", tools), ("documents", documents), *((name, value is not None) for name, value in more.items())):
             if given and name not in template.reads:
-                raise RequestError(f"{name}: the chat template has no place for {name}; leave them out, or use one that has", param=name)
+                raise RequestError(f"{name}: the chat template has no place for {name}; leave it out, or use one that has", param=name)
         words = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         try:
             told = {**self.tokenizer.names, **(variables or {}), **more, **words}
