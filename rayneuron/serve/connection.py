@@ -22,6 +22,19 @@ WHY = {
 UPGRADE = re.compile(rb"\r\nupgrade:(?![ \t]*websocket)[^\r\n]*", re.IGNORECASE)
 
 
+class Endless(int):
+    """What is left of an answer that ends with its connection, as uvicorn counts it: always enough, never too much."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> Endless:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's own, which by itself waits for ever. What is named in `uvicorn.config.HTTP_PROTOCOLS`."""
 
@@ -54,10 +67,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(431)
 
     def on_headers_complete(self) -> None:
-        """As uvicorn's."""
+        """As uvicorn's, which is refused a head that is too long and came at once, and chunks for HTTP/1.0."""
+        if self._read > HEAD_BYTES and len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_BYTES:
+            raise ValueError  # the parser's error, of which send_400_response is told
         self._forget()
         super().on_headers_complete()
         self._in_body = True
+        if self.scope["http_version"] == "1.0" and self.cycle is not None and self.cycle.scope is self.scope:
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, Endless()
 
     def on_message_complete(self) -> None:
         """As uvicorn's."""

@@ -25,6 +25,11 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
         await send({"type": "http.response.body", "body": b"begun", "more_body": True})
         await receive()
+    if scope["path"] == "/parts":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"one", b"two", b""):
+            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+        return
     body = b"" if scope["path"] == "/deaf" else (await receive())["body"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})
@@ -92,6 +97,8 @@ def test_a_head_without_end_is_refused(port: int) -> None:
     client = opened(port, HEAD + b"x: " + b"y" * (connection.HEAD_BYTES + 1))
     got = rest(client)
     assert got.startswith(b"HTTP/1.1 431 ") and "65536 bytes" in told(got)["error"]
+    whole = opened(port, HEAD[:-21] + b"x: " + b"y" * connection.HEAD_BYTES + b"\r\ncontent-length: 4\r\n\r\nword")
+    assert rest(whole).startswith(b"HTTP/1.1 431 ")  # however it comes
     long = opened(port, b"GET /" + b"y" * (connection.HEAD_BYTES + 100) + b" HTTP/1.1\r\nhost: x\r\n\r\n")
     assert rest(long).startswith(b"HTTP/1.1 431 ")
 
@@ -118,6 +125,14 @@ def test_nonsense_behind_a_request_is_not_written_into_its_answer(port: int) -> 
     assert client.recv(65536).endswith(b"begun")
     client.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
     assert b"HTTP/1.1" not in rest(client)
+
+
+def test_http_1_0_knows_no_chunks(port: int) -> None:
+    """An answer without a length ends where the connection does; one with a length has it."""
+    head, _, body = rest(opened(port, b"GET /parts HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head and body == b"onetwo"
+    assert b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" in rest(opened(port, b"GET /parts HTTP/1.1\r\nconnection: close\r\n\r\n"))
+    assert rest(opened(port, HEAD.replace(b"1.1", b"1.0") + b"\r\nword")).endswith(b"content-length: 4\r\nconnection: close\r\n\r\nword")
 
 
 @pytest.mark.parametrize("word", [b"h2c", b"h2c, foo", b"TLS/1.0"])
