@@ -103,7 +103,7 @@ class Grammars:
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         found = LLMatcher(self._tokenizer.result(), lark, log_level=0, limits=limits)
         if found.is_error():
-            raise _wrong(said, found.get_error().strip().partition("\n")[0])
+            raise _wrong(said, _why(found))
         first = _Matcher(found, said, self._count, ended=True)
         first.fill(np.zeros((self._vocab + 31) // 32, np.uint32))  # the longest of all, and kept for the copies
         return first
@@ -148,8 +148,7 @@ class _Matcher:
             if not self._ended:
                 self._ended = True
                 self._count("ended", 1)
-            why = self._found.get_error().strip().partition("\n")[0]
-            raise RequestError(f"{self._said.field}: the output cannot go on: {why}", param=self._said.field)
+            raise RequestError(f"{self._said.field}: the output cannot go on: {_why(self._found)}", param=self._said.field)
 
 
 class _Vocabulary:
@@ -246,6 +245,14 @@ def _tags(said: Any) -> str:
         schema = each["schema"] if isinstance(each["schema"], dict) else {}
         tags.append(StructTag(trigger=trigger, begin=each["begin"], grammar=schema, end=each.get("end") or ""))
     return str(StructTag.to_grammar(tags, assume_special=False))
+
+
+def _why(found: Any) -> str:
+    """What llguidance says is wrong: its first line, and of a regex the reason, which stands further down."""
+    first, *more = str(found.get_error()).strip().splitlines() or [""]
+    reason = "".join(line.removeprefix("error:") for line in more if line.startswith("error:"))
+    lenient = '; leave them out, or write "x-guidance": {"lenient": true} into the schema, which passes over them'
+    return first + reason + (lenient if first.startswith("Unimplemented keys") else "")
 
 
 def _wrong(said: StructuredOutputs, why: str) -> RequestError:

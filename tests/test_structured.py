@@ -197,6 +197,19 @@ def hostile(rng: random.Random) -> StructuredOutputs:
     )()
 
 
+def test_what_cannot_be_compiled_says_why_and_what_to_write(llm: LLM) -> None:
+    for said, why in (
+        (StructuredOutputs(regex="("), "unclosed group"),
+        (StructuredOutputs(json={"type": "string", "pattern": "(?=a)"}), "look-around, .* is not supported"),
+        (StructuredOutputs(json={"type": "array", "uniqueItems": True}), '"uniqueItems".*; leave them out, or write "x-guidance"'),
+    ):
+        with pytest.raises(RequestError, match=why):
+            llm.generate([[31]], SamplingParams(structured_outputs=said))
+    schema = {"type": "array", "uniqueItems": True, "maxItems": 1, "items": {"const": 5}, "x-guidance": {"lenient": True}}
+    made = llm.generate([[31]], SamplingParams(structured_outputs=StructuredOutputs(json=schema), max_tokens=90))[0].outputs[0]
+    assert json.loads(made.text) in ([], [5])
+
+
 def test_hostile_constraints_end_and_their_neighbours_go_on(llm: LLM) -> None:
     """Each comes to an end, with text or an error, and streams beside it get their tokens meanwhile."""
     rng = random.Random(1)

@@ -21,7 +21,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "fr
 FROM_FILE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "max_tokens")
 # They shape the reply, or are derived.
 NO_DEFAULT = ("logprobs", "logprob_token_ids", "prompt_logprobs", "bad_words_ids", "structured_outputs", "beams")
-MAX_STOPS = 4  # OpenAI's limit of stop strings
+MAX_STOPS = 128  # more than any program sends; they are one automaton, and their characters are counted beside
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 1000, 64  # each is looked for in every step; characters
 # Of a body's head, what hardly any has.
 SELDOM = (

@@ -12,6 +12,7 @@ from rayneuron.errors import RequestError
 
 MAX_VALUES, MAX_NAMES = 400_000, 1000  # a value has one of these, an object two; also those within texts are counted
 
+BOM = b"\xef\xbb\xbf"  # some write it before UTF-8; it says nothing
 _UNCLEAN = re.compile(r"[^\x21-\x7e]+")
 
 _decoder = msgspec.json.Decoder()
@@ -27,7 +28,7 @@ def decode(raw: bytes | str) -> dict[str, Any]:
     if values > MAX_VALUES:
         raise RequestError(f"the body may hold at most {MAX_VALUES} values (a named one counts three), got about {values}", param="body")
     try:
-        body = _decoder.decode(raw)
+        body = _decoder.decode(raw[3:] if raw[:3] == BOM else raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         raise RequestError(f"the body is not valid JSON: {wrong if raw.strip() else 'it is empty'}") from wrong
     if not isinstance(body, dict):

@@ -36,7 +36,7 @@ SPOKEN: Final[dict[str, Dialect]] = {
 ADAPTERS: Final = ("/adapters", "/adapters/{adapter:name}", "/adapters/{adapter:name}/update")  # of LMI and SageMaker
 # Errors of what does not generate, where they are not OpenAI's.
 _BESIDE = {
-    "/v1/messages/count_tokens": anthropic.error,
+    "/v1/messages/{any:name}": anthropic.error,
     "/info": tgi.error,
     "/chat_tokenize": tgi.error,
     "/models": sagemaker.error,

@@ -15,7 +15,7 @@ from rayneuron.api.reading import PYTHON_MARKS, EventKind, Lookahead, Steps
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,}\]]+(?=[\s,}\]])")
 _CALLED = re.compile(r"[A-Za-z_][\w.]*\(")
-_NAMED = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_NAMED = re.compile(r"\s*([\w.-]{1,128})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
 def _nobody(parser: str, whole: int, broken: int) -> None:
@@ -156,8 +156,8 @@ class Scanner(Lookahead):
                 self._text = self._text[at:]
                 break
         if form.end:
-            _, at = yield from self._next(0, form.end)
-            self._text = self._text[at:]
+            found, at = yield from self._next(0, form.end)
+            self._text = "" if not found and form.end.startswith(self._text.lstrip()) else self._text[at:]  # cut within it, or behind
         while not self._text.lstrip() and not self._last:  # white space behind calls is nobody's
             yield
         self._text = self._text.lstrip()

@@ -211,9 +211,21 @@ async def no_route(server: Server, http: HttpRequest, wrong: Exception) -> Respo
     path = http.url.path
     if path and path == http.scope.get("root_path") and http.method in ("GET", "HEAD"):
         return Response(status_code=307, headers={"location": path + "/"})
-    say = f"no such path: {path}" if wrong.status_code == 404 else f"{http.method} is not allowed on {path}"
+    if wrong.status_code == 404:
+        say = f"no such path: {path}" + _near(path, [str(getattr(route, "path", "")) for route in http.app.routes])
+    else:
+        say = f"{http.method} is not allowed on {path}; send {(wrong.headers or {}).get('Allow')}"
     status, body, headers = shaped(errors.error_reply(wrong.status_code, say), path, http.method)
     return Response(errors.encode(body), status, {**headers, **(wrong.headers or {})}, "application/json")
+
+
+def _near(path: str, known: list[str]) -> str:
+    """What may be meant: a path in this one (a slash, or /v1, too many), else one that this is in (/v1 too few)."""
+    fixed = [each for each in known if len(each) > 1 and "{" not in each]
+    within = max((each for each in fixed if each in path), key=len, default="")
+    asked = path.rstrip("/")
+    found = within or (min((each for each in fixed if asked in each), key=len, default="") if asked else "")
+    return f"; there is {found}" if found else ""
 
 
 ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (

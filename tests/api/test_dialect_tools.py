@@ -11,7 +11,7 @@ import pytest
 from rayneuron.api import anthropic, openai, responses
 from rayneuron.api.call import Call, Dialect
 from rayneuron.api.scan import Scan
-from rayneuron.errors import RequestError
+from rayneuron.errors import RequestError, UnknownModel
 from rayneuron.text.text import Text
 from rayneuron.types import Delta
 from tests.api import playing
@@ -232,12 +232,33 @@ def test_choices_of_tools_and_thinking(byte_level: Text) -> None:
         assert byte_level.decode(prompt("anthropic", byte_level, thinking=said, chat_template=template)).endswith("ab" + shown)
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_may_be_allowed(byte_level: Text, mode: str) -> None:
+    """The model is shown all of them and can call those alone, in Responses and in a chat."""
+    call = parse("responses", byte_level, tool_choice={"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "g"}]})
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "g"}}]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in "fg"]
+    body = {"messages": [{"role": "user", "content": "ab"}], "tools": tools, "chat_template": TEMPLATE, "max_tokens": 9}
+    body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    for each in (call, openai.parse_chat(body, playing.context(byte_level, scan=BOTH), request_id="call", created=1)):
+        said = each.requests[0].params.structured_outputs
+        assert said is not None and '"g"' in (said.grammar or "") and '"f"' not in (said.grammar or "") and each.scan.many
+        assert (said.field == "tools") == (mode == "auto") and "'f'" in byte_level.decode(each.requests[0].prompt_ids)
+    body["tool_choice"]["allowed_tools"]["tools"][0]["function"]["name"] = "h"
+    with pytest.raises(RequestError, match="names 'h', which is not among tools"):
+        openai.parse_chat(body, playing.context(byte_level, scan=BOTH), request_id="call", created=1)
+    none = openai.parse_chat(body | {"tools": [], "tool_choice": None}, playing.context(byte_level), request_id="call", created=1)
+    assert none.requests[0].params.structured_outputs is None and none.scan.tools is None
+
+
 def test_count_tokens_counts_tools(byte_level: Text) -> None:
     body = SAID["anthropic"][1] | {"thinking": {"type": "enabled", "budget_tokens": 7}}
     context = playing.context(byte_level, scan=Scan("hermes", "qwen3"))
     with pytest.raises(RequestError) as wrong:  # the tokenizer's own template has no place for tools
         anthropic.count_tokens(body, context)
     assert wrong.value.param == "tools"
+    with pytest.raises(UnknownModel):
+        anthropic.count_tokens(body | {"model": "other"}, context)
 
 
 @pytest.mark.parametrize(

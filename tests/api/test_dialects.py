@@ -219,7 +219,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
         (dialect, {"inputs": "x", "parameters": {name: value}}, f"parameters.{name}")
         for dialect in (tgi.GENERATE, lmi.INFERENCE)
         for name, values in {
-            "max_new_tokens": [0, "5", 10**9], "temperature": ["x", 9], "top_p": ["x", 5], "top_k": ["x"], "stop": [[5], ["a"] * 5],
+            "max_new_tokens": [0, "5", 10**9], "temperature": ["x", 9], "top_p": ["x", 5], "top_k": ["x"], "stop": [[5], ["a"] * 129],
             "repetition_penalty": [0], "seed": ["x"], "truncate": [0, "x"], "top_n_tokens": [21], "details": ["x"], "do_sample": ["x"],
             "best_of": [2], "typical_p": [0, 1.5], "grammar": [{"type": "odd", "value": "a"}], "watermark": [True], "adapter_id": ["a"],
             "return_full_text": [1], "decoder_input_details": ["x"], "num_beams": [0],
@@ -239,7 +239,7 @@ WRONG: list[tuple[Dialect, dict[str, Any], str]] = [
             ({"messages": ["x"]}, "messages[0]"), ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0]"),
             ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-            ({"stop_sequences": [5]}, "stop_sequences"), ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+            ({"stop_sequences": [5]}, "stop_sequences"), ({"stop_sequences": ["a"] * 129}, "stop_sequences"),
             ({"temperature": "x"}, "temperature"),
             ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"), ({"tool_choice": {"type": "any"}}, "tool_choice"),
             ({"thinking": {"type": "x"}}, "thinking.type"), ({"stream": "x"}, "stream"), ({"top_k": "x"}, "top_k"),

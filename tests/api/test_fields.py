@@ -47,7 +47,7 @@ BOTH: list[tuple[str, list[Any]]] = [
     ("logprob_token_ids", [5, [10**6], ["5"], [5]]),
     ("n", [0, -1, 129, "2", 1.5, True]),
     ("seed", [2**63, -(2**63) - 1, "x", 0.5, HUGE]),
-    ("stop", [5, [5], ["a", ""], "", ["a"] * 5, {"a": 1}, [["a"]], "a" * 4097, ["a" * 2049, "b" * 2048]]),
+    ("stop", [5, [5], ["a", ""], "", ["a"] * 129, {"a": 1}, [["a"]], "a" * 4097, ["a" * 2049, "b" * 2048]]),
     ("stop_token_ids", [5, ["5"], [True], [-1], [10**6], [1.5]]),
     ("allowed_token_ids", [[], [10**6], "x", [None], [10**400], [5] * 100_000]),
     ("banned_token_ids", [[10**6], 3]),
@@ -101,7 +101,7 @@ ONLY_CHAT: list[tuple[str, list[Any]]] = [
     ("logprobs", [1, "x"]),
     ("top_logprobs", [1, -1, 21, "x"]),
     ("messages", [None, [], "hello", {}, 5]),
-    ("tools", [[], "x", [5], [{"type": "x"}], [FUNCTION]]),
+    ("tools", [{}, "x", [5], [{"type": "x"}], [FUNCTION]]),
     ("tool_choice", ["auto", "required", "sometimes", {"type": "function"}, {"type": "function", "function": {"name": "f"}}, 5]),
     ("parallel_tool_calls", ["x"]),
     ("add_generation_prompt", ["x", 1]),
@@ -410,7 +410,7 @@ def test_defaults_of_the_model(byte_level: Text) -> None:
     for kind in ("text", "chat"):
         params = parse(kind, {"top_k": 7}, byte_level, defaults=defaults).requests[0].params
         assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.stop) == (0.6, 0.8, 7, 40, ("END",))
-    for overrides in ({"temperatur": 1}, {"temperature": 9}, {"logprobs": 1}, {"top_k": "x"}, {"stop": ["x"] * 5}):
+    for overrides in ({"temperatur": 1}, {"temperature": 9}, {"logprobs": 1}, {"top_k": "x"}, {"stop": ["x"] * 129}):
         with pytest.raises(ConfigError, match=next(iter(overrides))):
             openai.sampling_defaults(file, overrides)
     with pytest.raises(ConfigError, match="temperature"):

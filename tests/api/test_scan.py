@@ -49,6 +49,8 @@ TABLE: list[tuple[Scan, str, Told]] = [
     (HERMES, CALL, FIRST),
     (HERMES, "I ask.\n" + CALL, [content("I ask.\n"), *FIRST]),
     (HERMES, CALL + "\n" + OTHER + "\n", FIRST + SECOND),
+    (HERMES, CALL.removesuffix("_call>"), FIRST),
+    (HERMES, CALL.removesuffix("/tool_call>") + OTHER, [*FIRST, content("<"), *SECOND]),
     (HERMES, CALL + " done", [*FIRST, content("done")]),
     (HERMES, CALL.removesuffix("\n</tool_call>"), FIRST),
     (HERMES, CALL.removesuffix("}\n</tool_call>") + OTHER, FIRST + SECOND),

@@ -39,6 +39,11 @@ def test_bad_json(client: httpx.Client, path: str, body: bytes) -> None:
     error(client.post(path, content=body, headers={"content-type": "application/json"}), 400, "BadRequestError")
 
 
+def test_a_mark_before_utf_8_says_nothing(client: httpx.Client) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(GO).encode()
+    assert client.post("/v1/completions", content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
 def test_an_empty_body_is_called_so(client: httpx.Client) -> None:
     for body in (b"", b" \n"):
         reply = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -68,6 +73,15 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
         assert reply.headers["allow"] == "POST"
     error(client.post("/v1/models", json={}), 405, "MethodNotAllowedError")
     error(client.delete("/health"), 405, "MethodNotAllowedError")
+    assert error(client.get("/v1/completions"), 405, "MethodNotAllowedError")["message"].endswith("; send POST")
+    for path, meant in (
+        *(("/chat/completions", "/v1/chat/completions"), ("/v1/v1/chat/completions", "/v1/chat/completions")),
+        *(("/v1/chat/completions/chat/completions", "/v1/chat/completions"), ("/v1/completions/", "/v1/completions")),
+        ("/healthz", "/health"),
+    ):
+        assert error(client.post(path, json={}), 404, "NotFoundError")["message"] == f"no such path: {path}; there is {meant}"
+    assert error(client.get("/v1/files"), 404, "NotFoundError")["message"] == "no such path: /v1/files"
+    assert client.get("/v1/messages/batches").json()["type"] == "error"
 
 
 async def _under_a_prefix(site: Site, path: str) -> httpx.Response:

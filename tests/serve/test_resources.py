@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayneuron.api.body import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_STOPS
+from rayneuron.api.body import LONGEST_BAD_WORD, MAX_BAD_WORDS
 from rayneuron.policies.admission import SCORES
 from rayneuron.serve.deployed import settle_interpreter
 from tests.serve.real import HEALTHY, Server, serving
@@ -64,7 +64,7 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "choices": lambda: {"prompt": ["a"] * 30, "n": 128},
     "top_k": lambda: {"top_k": 10**4000},
     "a long cache_salt": lambda: {"cache_salt": "x" * 7_900_000},
-    "stop": lambda: {"stop": [f"{n}" + "ab" * 950_000 for n in range(MAX_STOPS)], "n": 16},
+    "stop": lambda: {"stop": [f"{n}" + "ab" * 950_000 for n in range(4)], "n": 16},
     "a text of eight megabytes": lambda: {"prompt": "ab cd " * 1_300_000},
     "a text without a space": lambda: {"prompt": "ab" * 3_900_000},
 }

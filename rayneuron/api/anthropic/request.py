@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rayneuron.api.anthropic.reply import ANSWER
+from rayneuron.api.body import read_head
 from rayneuron.api.call import Call, Context, Json
 from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai import chat
@@ -46,8 +47,10 @@ def _format(fields: Fields) -> Json | None:
 
 
 def count_tokens(body: Mapping[str, Any], context: Context) -> Json:
-    """How long the prompt of such a body is."""
-    told = _conversation(Fields(body))
+    """How long the prompt of such a body is. UnknownModel (404) for a model that is not served here."""
+    fields = Fields(body)
+    read_head(fields, context)
+    told = _conversation(fields)
     told.pop("thinking_token_budget", None)
     ids, _ = chat.render(Fields(told), context)
     return {"input_tokens": len(ids)}

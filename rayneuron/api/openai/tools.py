@@ -16,7 +16,7 @@ from rayneuron.errors import RequestError
 FORCED = "hermes"  # the form of a call that is forced where the model's own is not known: it is written whatever the model is used to
 
 MOST_TOOLS = 128  # as OpenAI takes
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # of OpenAI, Anthropic and MCP
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps does it, and who learnt from it
 
 
@@ -109,14 +109,15 @@ def read_tools(fields: Fields, heard: bool) -> Tools:
     """The tools of a body; `heard`: whether this server can read the calls that a model chooses to write."""
     tools, choice = fields.take("tools"), fields.take("tool_choice")
     many = fields.flag("parallel_tool_calls", True)
+    allowed, choice = _allowed(choice)
     named = _named(choice)
-    if tools is None:
+    if tools is None or tools == []:
         if choice not in (None, "none"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return Tools()
     names = _names(tools)
-    if named is not None and named not in names:
-        raise RequestError(f"tool_choice names {named!r}, which is not among tools", param="tool_choice")
+    if (absent := next((name for name in (*allowed, named) if name is not None and name not in names), None)) is not None:
+        raise RequestError(f"tool_choice names {absent!r}, which is not among tools", param="tool_choice")
     if choice in (None, "auto") and not heard:
         said = "tools needs a server that knows how its model calls them: the chat template shows none of the forms read here, and the"
         said += f" file says no serving.tool_call_parser ({', '.join(FORMS)}); leave tools out, or set tool_choice to none or required"
@@ -124,8 +125,19 @@ def read_tools(fields: Fields, heard: bool) -> Tools:
     if choice == "none":
         return Tools(tools)
     forced = choice not in (None, "auto")
-    strict = not forced and any(tool["function"].get("strict") for tool in tools)
-    return Tools(tools, tuple(names) if named is None else (named,), forced, many and named is None, strict)
+    strict = not forced and (bool(allowed) or any(tool["function"].get("strict") for tool in tools))
+    return Tools(tools, (allowed or tuple(names)) if named is None else (named,), forced, many and named is None, strict)
+
+
+def _allowed(choice: Any) -> tuple[tuple[str, ...], Any]:
+    """The names in a tool_choice that allows some of the tools, and the choice among those."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return (), choice
+    said = choice.get("allowed_tools")
+    tools, mode = (said.get("tools"), said.get("mode")) if isinstance(said, dict) else (None, None)
+    if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
+        wrong("tool_choice", "with allowed_tools: {mode: auto or required, tools: [{type: function, function: {name}}, ...]}", said)
+    return tuple(_named(tool) or "" for tool in tools), mode
 
 
 def _named(choice: Any) -> str | None:
@@ -134,14 +146,14 @@ def _named(choice: Any) -> str | None:
         return None
     named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(named, dict) or not isinstance(named.get("name"), str):
-        wrong("tool_choice", "none, auto, required, or {type: function, function: {name}}", choice)
+        wrong("tool_choice", "none, auto, required, {type: function, function: {name}}, or of type allowed_tools", choice)
     name: str = named["name"]
     return name
 
 
 def _names(tools: Any) -> list[str]:
     if not isinstance(tools, list) or not tools:
-        wrong("tools", "a non-empty array of tools, or absent", tools)
+        wrong("tools", "an array of tools", tools)
     if len(tools) > MOST_TOOLS:
         raise RequestError(f"tools must have at most {MOST_TOOLS} entries, got {len(tools)}", param="tools")
     names: list[str] = []
@@ -154,7 +166,7 @@ def _names(tools: Any) -> list[str]:
                 f"tools[{place}] has the name {function['name']!r}, as one before it; give it another", param=f"tools[{place}]"
             )
         if NAME.fullmatch(function["name"]) is None:
-            wrong(f"tools[{place}].function.name", "1 to 64 letters, digits, _ and -", function["name"])
+            wrong(f"tools[{place}].function.name", "1 to 128 letters, digits, _, - and .", function["name"])
         if not isinstance(function.get("strict", False), bool | None):
             wrong(f"tools[{place}].function.strict", "true or false", function["strict"])
         if not isinstance(function.get("parameters", {}), dict | None):

@@ -78,9 +78,19 @@ def _tools(fields: Fields) -> Json:
             raise RequestError(said, param=f"tools[{place}].type")
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
         told.setdefault("tools", []).append({"type": "function", "function": function})
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = [_named(tool) for tool in choice.get("tools") or ()]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
+    else:
+        choice = _named(choice)
     return told | ({} if choice is None or (choice == "auto" and not tools) else {"tool_choice": choice})
+
+
+def _named(choice: Any) -> Any:
+    """A function that is named, as a chat names it."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 def _included(fields: Fields) -> list[Any]:
