@@ -54,6 +54,12 @@ def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None
         (["serve", "s3://"], "rayneuron serve: 's3://' names no model; write a directory, org/name of a hub, s3://bucket/prefix"),
         (["demo-model", "--random", "7b"], "rayneuron demo-model: no random model has the size '7b'; write one of tiny"),
         (["demo-model", "--random", "tiny", "--dtype", "int4"], "dtype must be one of fp32, bf16, fp16, got 'int4'"),
+        (["generate", "demo:smollm2", "--prompt", "x", "--max-tokens", "0"], "--max-tokens 0 has nothing to print; write 1 or more"),
+        (["generate", "demo:smollm2", "--prompt", "a\udcff"], r"--prompt 'a\xff': it is not UTF-8: invalid start byte"),
+        (["generate", "--prompt", "x"], "name a model: rayneuron generate demo:smollm2 ...; or set HF_MODEL_ID"),
+        (["generate", "a", "--model", "b", "--prompt", "x"], "the model is named twice, 'a' and 'b'; leave one of them out"),
+        (["shard", "demo:smollm2", "--tp", "0", "--out", "x"], "--tp: must be at least 1, got 0"),
+        (["batch", __file__ + "l", "out", "demo:smollm2"], "No such file or directory"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +99,34 @@ def test_generate_answers_and_is_deterministic(tiny: Path, capsys: pytest.Captur
     assert streamed.returncode == 0 and streamed.stdout.strip(), streamed.stderr
     assert said("--prompt", "hello") == 2 * streamed.stdout
     assert said("--chat") != streamed.stdout, "the chat template is in the prompt"
+
+
+def test_prompts_and_models_are_read_as_programs_write_them(tiny: Path) -> None:
+    """A prompt in UTF-8 where the locale knows ASCII alone, whose letters are then printed as it can; vLLM's --model."""
+    words = ["generate", "--model", str(tiny), "--prompt", "日本", "--max-tokens", "12", "--set", "dtype=fp32", "--set", "max_model_len=64"]
+    done = run(*words)
+    assert done.returncode == 0 and not done.stdout.isascii(), done
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    narrow = run(*words, **plain, PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 0 and narrow.stdout.isascii() and "Traceback" not in narrow.stderr, narrow
+    assert narrow.stdout.encode().decode("unicode_escape") == done.stdout
+
+
+def test_a_batch_is_not_answered_into_its_own_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(line := '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
+    assert cli.main(["batch", str(file), str(tmp_path / "." / "in.jsonl"), "nowhere/at-all"]) == 2
+    assert "would be written into the file of requests" in capsys.readouterr().err and file.read_text() == line
+    assert cli.main(["batch", str(file), str(tmp_path / "no" / "out"), "nowhere/at-all"]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "batch", "check"])
+def test_help_begins_with_a_short_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"usage: rayneuron {command} ") and said[0].endswith("[--KEY VALUE ...]") and said[1] == ""
 
 
 def test_shard_and_quantize_write_what_loads_again(tiny: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -39,6 +40,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, or 2 with one line on standard error that says what is wrong."""
     logging.basicConfig(format="%(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text is printed whatever the locale has no letters for
     logging.getLogger("rayneuron").setLevel(logging.INFO)  # not what libraries say of each request
     parser = _parser()
     args = parser.parse_args(argv)
@@ -53,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (RayNeuronError, OSError) as error:  # the latter: a full disk, a directory nobody may write into
-        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        said = str(error)
+        if isinstance(error, OSError) and error.strerror:  # a full disk says not where
+            where = error.filename or getattr(args, "out", None) or getattr(args, "output", None)
+            said = f"{where}: {error.strerror}" if where else error.strerror
         print(f"rayneuron {args.command}: {said}", file=sys.stderr)
         return 2
     return 0

@@ -15,7 +15,7 @@ ALLOWED = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.5}  # nats; the reference is in
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = offline.command(commands, "check", "compare greedy tokens and logprobs with transformers'")
+    command = offline.command(commands, "check", "compare greedy tokens and logprobs with transformers'", "MODEL")
     offline.add_model(command)
     command.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times (six of its own)")
     command.add_argument("--max-tokens", type=int, default=16, help="of each prompt's reply (16)")

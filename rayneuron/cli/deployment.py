@@ -16,8 +16,7 @@ log = logging.getLogger(__name__)
 def add(command: argparse.ArgumentParser) -> None:
     """The arguments of such a command."""
     command.usage = f"{command.prog} MODEL|FILE.yaml [--KEY VALUE ...]"
-    command.description = "A flag is a key of a deployment file: in it dots, dashes and underscores are the same. A switch needs no "
-    command.description += "value, and --no-KEY is --KEY false. A value is what YAML would say; more words of a list follow each other."
+    command.description = flags.ABOUT
     said = "a directory, org/name of a hub, s3://bucket/prefix or demo:smollm2; or a Ray Serve config file with our keys under args"
     command.add_argument("what", nargs="?", metavar="MODEL|FILE.yaml", help=f"{said} ($HF_MODEL_ID)")
     command.add_argument(
@@ -38,7 +37,7 @@ def read(args: argparse.Namespace) -> Any:
     assigned = {**deployment_file.parse_assignments(args.set), **getattr(args, "said", {})}
     if args.lmi is not None:
         return _translated(Path(args.lmi) if args.lmi else None, assigned, options)
-    what = args.what or settings.hub_model()
+    what = args.what or assigned.pop("model.path", None) or settings.hub_model()  # or as vLLM's server was told it: --model
     if what is None:
         raise ConfigError("name a model or a deployment file: rayneuron serve demo:smollm2; or set HF_MODEL_ID")
     if not (what.endswith((".yaml", ".yml")) or Path(what).is_file()):

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 WORDS = {"true": True, "false": False, "null": None}
 WIDTH, HELP_AT = 120, 40
+ABOUT = (
+    "A flag is a key of a deployment file: in it dots, dashes and underscores are the same. A switch needs no "
+    "value, and --no-KEY is --KEY false. A value is what YAML would say; more words of a list follow each other."
+)
 
 
 class FlagParser(argparse.ArgumentParser):

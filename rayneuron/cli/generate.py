@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ from rayneuron.cli import offline
 
 def add(commands: Any) -> None:
     """The command and its arguments."""
-    command = offline.command(commands, "generate", "generate offline, without Ray")
+    command = offline.command(commands, "generate", "generate offline, without Ray", "MODEL --prompt TEXT")
     offline.add_model(command)
     command.add_argument(
         "--prompt", action="append", required=True, metavar="TEXT", help="may be given several times; - reads standard input"
@@ -26,9 +27,12 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run it."""
     from rayneuron import SamplingParams
+    from rayneuron.errors import ConfigError
 
+    if args.max_tokens == 0:
+        raise ConfigError("--max-tokens 0 has nothing to print; write 1 or more")
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+    prompts = [_read(prompt) for prompt in args.prompt]
     with offline.opened(args) as llm:
         asked = [_conversation(llm, prompt) for prompt in prompts] if args.chat else prompts
         if len(asked) > 1:
@@ -38,6 +42,17 @@ def run(args: argparse.Namespace) -> None:
         for delta in llm.stream(asked[0], params):
             print(delta.text, end="", flush=True)
         print()
+
+
+def _read(prompt: str) -> str:
+    """A prompt as UTF-8, whatever the locale took its bytes for."""
+    from rayneuron.errors import ConfigError
+
+    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as wrong:
+        raise ConfigError(f"--prompt {'of standard input' if prompt == '-' else ascii(raw)[1:]}: it is not UTF-8: {wrong.reason}") from None
 
 
 def _conversation(llm: Any, prompt: str) -> dict[str, Any]:

@@ -23,8 +23,11 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run it."""
+    from rayneuron.errors import ConfigError
     from rayneuron.models import presharded
 
+    if args.tp < 1:
+        raise ConfigError(f"--tp: must be at least 1, got {args.tp}")
     options = {"tp": args.tp, "dtype": args.dtype, "quantization": args.quantization, "fused_qkv": not args.unfused}
     options |= {"group_query_attention": args.group_query_attention, "shard_over_sequence": args.shard_over_sequence}
     conversion.convert(args, "layers", presharded.shard, **options)

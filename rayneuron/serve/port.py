@@ -28,7 +28,8 @@ def check_free(http_options: Mapping[str, Any]) -> None:
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as wrong:
-        why, holders = os.strerror(wrong.errno) if wrong.errno else str(wrong), ", ".join(holders_of(port))
+        known = (wrong.errno or 0) > 0  # not of a name that nobody knows
+        why, holders = os.strerror(wrong.errno) if known and wrong.errno else wrong.strerror or str(wrong), ", ".join(holders_of(port))
         advice = "end that, write another port, or update what runs there by `serve deploy`"
         why += f"; {holders} has it: {advice}" if holders else ""
         raise ConfigError(f"port {port} of {host} cannot be had: {why}", param="http_options.port") from None
