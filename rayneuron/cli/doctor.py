@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> None:
         try:
             for line in leaks.report(args.address, clean=args.clean):
                 print(line)
-        except (ConnectionError, ValueError) as problem:  # the latter: Ray's, of what is no address
+        except ConnectionError as problem:
             raise NotReady(f"no Ray cluster answers at {args.address}: {problem}") from None

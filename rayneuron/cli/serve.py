@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     """Run it."""
     gc.set_threshold(100_000)  # what is imported from here on stays, and is not looked through for garbage again and again
     from rayneuron import preflight, settings
-    from rayneuron.errors import ConfigError
+    from rayneuron.errors import ConfigError, NotReady
     from rayneuron.serve import port
     from rayneuron.serve.profile import ray_environment
 
@@ -35,7 +35,13 @@ def run(args: argparse.Namespace) -> None:
     environment = ray_environment(file.content, [*file.deployments.values(), *file.hosted.values()], args.profile)
     http = file.content.get("http_options") or {}
     port.check_free(http)
-    here = settings.given("RAY_ADDRESS") in (None, "", "local")  # a Ray that starts here
+    port.check_certificate(http)
+    cluster = settings.given("RAY_ADDRESS") or "local"
+    here = cluster == "local"  # a Ray that starts here
+    try:
+        port.reach(cluster)
+    except ConnectionError as problem:
+        raise NotReady(f"RAY_ADDRESS: no Ray cluster answers at {cluster}: {problem}; unset it to have one started here") from None
     if here and args.profile == "fast":
         environment = port.haproxy_of_our_own(Path(f"/tmp/rn-{os.getuid()}-{http.get('port', 8000)}")) | environment
     preflight.ask_hubs(file)

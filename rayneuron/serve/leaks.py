@@ -7,7 +7,6 @@ stay booked.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from ray.util.placement_group import remove_placement_group
 from rayneuron.deployment_file import PREFILL
 from rayneuron.placement.layout import CORES
 from rayneuron.serve.actors import free_resources
+from rayneuron.serve.port import reach
 
 PREFIXES = ("SERVE_REPLICA::", "SERVE_GANG::")
 _ANSWER_S = 5.0
@@ -28,7 +28,7 @@ _AGAIN_S = 2.0  # a replica's group is made a moment before the replica
 
 def report(address: str, *, clean: bool = False) -> Iterator[str]:
     """Lines for people; `clean` removes the placement groups that are leaked. Raises ConnectionError where no cluster answers."""
-    _answers(address)
+    reach(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield from _nodes()
@@ -46,16 +46,6 @@ def report(address: str, *, clean: bool = False) -> Iterator[str]:
         yield from _pools()
     finally:
         ray.shutdown()
-
-
-def _answers(address: str) -> None:
-    """Raise ConnectionError at once where nobody listens: Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
-        except OSError as problem:
-            raise ConnectionError(str(problem)) from None
 
 
 def groups() -> list[dict[str, Any]]:

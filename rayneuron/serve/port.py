@@ -1,16 +1,18 @@
-"""Whether a TCP port is free for us alone, and who has it if not; files and ports that a server must not share with another."""
+"""Whether a TCP port is free for us alone, who has it if not, and what listens on it; what a server must not share with another."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rayneuron.errors import ConfigError
 
+ANSWER_S = 5.0
 LISTENS = "0A"  # the state, in /proc/net/tcp
 HAPROXY_FILES = {  # by variable; what HAProxy reads, where it is told what to do, and what it was like before it was started anew
     "CONFIG_FILE_LOC": "haproxy.cfg", "SOCKET_PATH": "admin.sock", "METRICS_SOCKET_PATH": "metrics.sock", "SERVER_STATE_BASE": "",
@@ -33,6 +35,40 @@ def check_free(http_options: Mapping[str, Any]) -> None:
         advice = "end that, write another port, or update what runs there by `serve deploy`"
         why += f"; {holders} has it: {advice}" if holders else ""
         raise ConfigError(f"port {port} of {host} cannot be had: {why}", param="http_options.port") from None
+
+
+def check_certificate(http_options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where HTTPS is asked for with files that make none: Serve would not listen, and say nothing of it."""
+    named = {name: http_options.get(f"ssl_{name}") for name in ("certfile", "keyfile", "ca_certs")}
+    if not any(named.values()):
+        return
+    for name, path in named.items():
+        try:
+            if path is None and name != "ca_certs":
+                raise ConfigError(f"http_options.ssl_{name} is needed too, for HTTPS", param="http_options")
+            if path is not None:
+                Path(path).open("rb").close()
+        except OSError as wrong:
+            raise ConfigError(f"http_options.ssl_{name}: {path} cannot be read: {wrong.strerror}", param="http_options") from None
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=named["ca_certs"])
+        context.load_cert_chain(str(named["certfile"]), named["keyfile"], http_options.get("ssl_keyfile_password") or "")
+    except (ssl.SSLError, ValueError) as wrong:
+        said = f"{named['certfile']} and {named['keyfile']} are no certificate and its key: {wrong}"
+        raise ConfigError(f"http_options.ssl_certfile, ssl_keyfile: {said}", param="http_options") from None
+
+
+def reach(address: str) -> None:
+    """Raise ConnectionError at once where no Ray can answer: Ray itself would try for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConnectionError("an address is HOST:PORT, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, OverflowError) as wrong:
+        raise ConnectionError(str(wrong)) from None
 
 
 def haproxy_of_our_own(folder: Path) -> dict[str, str]:
