@@ -65,6 +65,13 @@ class HttpOptions(Section):
     ssl_keyfile_password: str | None = None
     ssl_ca_certs: str | None = None
 
+    @field_validator("root_path")
+    @classmethod
+    def _prefix(cls, path: str) -> str:
+        if path and (not path.startswith("/") or path.endswith("/")):
+            raise ValueError(f"must begin with / and not end with it, got {path!r}")
+        return path
+
 
 class ActorOptions(Section):
     """`ray_actor_options`: what a replica reserves."""

@@ -48,6 +48,8 @@ def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None
         (["config", SMOLLM2, "--set", "max_num_seq=3"], "unknown key max_num_seq; did you mean max_num_seqs?"),
         (["serve", SMOLLM2, "--profile", "faster"], "rayneuron serve: unknown profile 'faster'; write one of: plain, fast"),
         (["serve", SMOLLM2, "--set", "dtype=int3"], "dtype"),
+        (["serve", SMOLLM2, "--root-path", "api"], "--root-path: http_options.root_path: must begin with / and not end with it, got 'api'"),
+        (["serve", SMOLLM2, "--profile", "fast", "--ssl-certfile", "x"], "profile fast answers plain HTTP"),
         (["serve", "demo:smollm2", "--grace", "-5"], "rayneuron serve: --grace: must be a number of seconds, 0 or more, got -5"),
         (["serve", "demo:smollm2", "--grace", "nan"], "--grace: must be a number of seconds, 0 or more, got nan"),
         (["serve", "demo:smollm2", "--grace", "inf"], "--grace: must be a number of seconds, 0 or more, got inf"),

@@ -170,7 +170,7 @@ def test_what_has_no_meaning_here_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("key", HttpOptions.model_fields)
 def test_the_port_and_what_belongs_to_it(key: str, parser: argparse.ArgumentParser) -> None:
-    value = {"port": 8123, "request_timeout_s": 2.5, "keep_alive_timeout_s": 9}.get(key, "text")
+    value = {"port": 8123, "request_timeout_s": 2.5, "keep_alive_timeout_s": 9}.get(key, "/text")
     theirs = [name for name, ours in aliases.RENAMED.items() if ours == f"http_options.{key}"]
     for flag in (f"--http_options.{key}", *map(flags._flag, theirs)):
         file = deployment.read(parser.parse_args(["serve", MODEL, flag, str(value)]))

@@ -71,6 +71,10 @@ class Connection(HttpToolsProtocol):
         if self._read > HEAD_BYTES and len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_BYTES:
             raise ValueError  # the parser's error, of which send_400_response is told
         self._forget()
+        if self.root_path:  # which uvicorn puts before every path, also of who calls past the proxy that takes it off
+            root, rest = self.root_path.encode(), self.url.removeprefix(self.root_path.encode())
+            if self.url.startswith(root) and rest[:1] in (b"/", b"?", b""):
+                self.url = rest if rest.startswith(b"/") else b"/" + rest
         super().on_headers_complete()
         self._in_body = True
         if self.scope["http_version"] == "1.0" and self.cycle is not None and self.cycle.scope is self.scope:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -190,13 +191,15 @@ def _check(name: str, state: readiness.State) -> None:
 
 
 def _answers(schema: ServeDeploySchema, prefix: str) -> bool:
-    return schema.http_options.ssl_certfile is not None or _get(schema, f"{prefix}/health") is not None
+    return _get(schema, f"{prefix}/health") is not None
 
 
 def _get(schema: ServeDeploySchema, path: str) -> bytes | None:
     """What a path says through the proxy, None where it is no 200."""
     options = schema.http_options
-    connection = http.client.HTTPConnection(_reachable(options.host), options.port, timeout=5)
+    secure: Any = {} if options.ssl_certfile is None else {"context": ssl._create_unverified_context()}  # it names another host
+    made: Any = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = made(_reachable(options.host), options.port, timeout=5, **secure)
     try:
         connection.request("GET", f"{options.root_path}{path}")
         reply = connection.getresponse()
@@ -226,7 +229,7 @@ def ready_lines(schema: ServeDeploySchema, ours: Ours) -> list[str]:
 
 def _chosen(schema: ServeDeploySchema, prefix: str) -> str:
     """What /load says of it, where it may be asked."""
-    said = _get(schema, f"{prefix}/load") if schema.http_options.ssl_certfile is None else None
+    said = _get(schema, f"{prefix}/load")
     chosen = json.loads(said).get("chosen") if said else None
     shape = "; {device}, {dtype}, tp {tensor_parallel} x pp {pipeline_parallel}, {cores} cores, "
     return (shape + "max_model_len {max_model_len}, {rows} rows, {kv_tokens} KV tokens, {graphs} graphs").format(**chosen) if chosen else ""

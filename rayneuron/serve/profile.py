@@ -79,6 +79,9 @@ def stand_in_env(deployments: Iterable[Deployment], visible: str | None = None) 
 
 def ray_environment(content: Mapping[str, Any], deployments: Sequence[Deployment], profile: str, root: Path = Path("/")) -> dict[str, str]:
     """The environment of a Ray that starts here to serve a deployment file: `content`, checked `deployments`. Raises ConfigError."""
+    if profile == "fast" and (content.get("http_options") or {}).get("ssl_certfile"):
+        said = "profile fast answers plain HTTP, as Serve's HAProxy does; write profile plain, or have whoever stands before it speak HTTPS"
+        raise ConfigError(said, param="profile")
     visible = settings.given(VISIBLE)
     counted = [d for d in deployments if d.instance]
     driven = [d for d in counted if devices.ranks_per_process(d.device) > 1]  # a process drives many cores: this machine's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -48,6 +49,33 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     yield listener.getsockname()[1]
     server.should_exit = server.force_exit = True
     thread.join(PATIENCE_S)
+
+
+ROOTED = [("/x", "/api/x"), ("/api/x?a", "/api/x"), ("/api", "/api/"), ("/apix", "/api/apix"), ("/api?a", "/api/")]
+
+
+@pytest.mark.parametrize(("asked", "path"), ROOTED)
+def test_a_root_path_is_there_once_whether_a_proxy_took_it_off_or_not(asked: str, path: str) -> None:
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        told.extend((scope["path"], scope["root_path"]))
+
+    made = uvicorn.Config(app, http=connection.Connection, root_path="/api", lifespan="off", log_level="critical")
+
+    async def once() -> None:
+        made.load()
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: connection.Connection(made, uvicorn.server.ServerState(), {}), "127.0.0.1", 0
+        )
+        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+        writer.write(f"GET {asked} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        await reader.read(1)
+        writer.close()
+        listener.close()
+
+    asyncio.run(once())
+    assert told == [path, "/api"]
 
 
 def opened(port: int, data: bytes = b"") -> socket.socket:
