@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from rayneuron import aliases
+from rayneuron import aliases, llm
 from rayneuron.config import Deployment
 from rayneuron.options import lmi, nxdi, ray_llm, tnx
 from rayneuron.options.words import Table
@@ -24,6 +24,12 @@ Written by `python -m tests.options.test_coming_from` from the tables that trans
 ray.serve.llm becomes, and `rayneuron serve --lmi DIR` serves the first as its container would; what is said of a name is said there too.
 Programs change an import: `rayneuron.compat.transformers_neuronx`, `rayneuron.compat.nxdi`. A name that is in no table is refused with the
 nearest one.
+"""
+PROGRAMS = """
+## vLLM: programs
+
+`LLM`, `SamplingParams` and what they give have vLLM's names: the import changes, and `lora_request` is `adapter`, a name in
+`lora.lora_modules`. A parameter or a key of a prompt that is not known here is an error, never passed over. What there is no name for:
 """
 SYSTEMS: tuple[tuple[str, str, Table], ...] = (
     ("transformers-neuronx: from_pretrained", "Keywords.", tnx.PRETRAINED),
@@ -57,6 +63,8 @@ def _tables() -> Iterator[str]:
     yield test_docs.table(("variable", "option"), [(f"`{name}`", f"`{option}`") for name, option in said_by.items()])
     yield "## vLLM\n\nNames that are the same are not listed. What is refused, and why: [reference.md](reference.md#names-of-vllm).\n"
     yield test_docs.table(("there", "here"), [(f"`{name}`", f"`{ours}`") for name in aliases.NAMES if (ours := aliases.means(name))])
+    yield PROGRAMS
+    yield test_docs.table(("`LLM` there", "what to write"), [(f"`{name}`", instead) for name, instead in llm.INSTEAD.items()])
 
 
 def _default(key: str | None) -> str:
