@@ -60,6 +60,8 @@ def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None
         (["generate", "demo:smollm2", "--prompt", "a\udcff"], r"--prompt 'a\xff': it is not UTF-8: invalid start byte"),
         (["generate", "--prompt", "x"], "name a model: rayneuron generate demo:smollm2 ...; or set HF_MODEL_ID"),
         (["generate", "a", "--model", "b", "--prompt", "x"], "the model is named twice, 'a' and 'b'; leave one of them out"),
+        (["check", "demo:smollm2", "--max-tokens", "0"], "--max-tokens must be at least 1, --tolerance a number from 0"),
+        (["check", "demo:smollm2", "--tolerance", "nan"], "--max-tokens must be at least 1, --tolerance a number from 0"),
         (["shard", "demo:smollm2", "--tp", "0", "--out", "x"], "--tp: must be at least 1, got 0"),
         (["batch", __file__ + "l", "out", "demo:smollm2"], "No such file or directory"),
     ],

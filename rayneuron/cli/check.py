@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from rayneuron.cli import offline
-from rayneuron.errors import CheckpointError
+from rayneuron.errors import CheckpointError, ConfigError
 
 PROMPTS = ("The capital of France is", "1, 2, 3,", "def add(a, b):", "Once upon a time", "東京は日本の首都です。", "x " * 200)
 ALLOWED = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.5}  # nats; the reference is in fp32 always, so the last two are their roundings
@@ -27,9 +27,13 @@ def run(args: argparse.Namespace) -> None:
     """Run it. Raises CheckpointError where more than rounding differs."""
     from rayneuron import SamplingParams
 
+    if args.max_tokens == 0 or (args.tolerance is not None and not args.tolerance >= 0):
+        raise ConfigError("--max-tokens must be at least 1, --tolerance a number from 0")
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, logprobs=0, prompt_logprobs=0)
     with offline.opened(args) as llm:
         most = llm.max_model_len - args.max_tokens
+        if most < 1:
+            raise ConfigError(f"--max-tokens {args.max_tokens}: prompt and reply together have at most {llm.max_model_len} tokens")
         prompts = [{"prompt": text, "prompt_token_ids": llm.text.encode(text)[:most]} for text in args.prompt or PROMPTS]
         outputs, path, dtype = llm.generate(prompts, params), llm.path, llm.chosen["dtype"]
         quantised = llm.config.quantization is not None or llm.config.kv_dtype is not None

@@ -118,8 +118,8 @@ def _name(body: bytes) -> str | None:
     try:
         return msgspec.json.decode(body, type=Named).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        openai.decode(body)  # says what is wrong with it
-        return None  # a model that is no text: whoever reads the body says so
+        named = openai.decode(body).get("model")  # says what is wrong with it, but for a mark before UTF-8
+        return named if isinstance(named, str) else None  # a model that is no text: whoever reads the body says so
 
 
 async def _models(catalogue: Catalogue, exchange: Exchange) -> None:

@@ -26,6 +26,8 @@ def lmi(folder: Path | None, variables: Mapping[str, str], assigned: Mapping[str
 
 def read(path: Path) -> Translated:
     """A folder or file of one of the other systems, and what is to be known of it. Raises ConfigError."""
+    if path.name == properties.FILE and path.is_file():
+        path = path.parent
     if path.is_dir() and (path / properties.FILE).is_file():
         return lmi(path, {}, {}, {})
     config = path / NXDI if path.is_dir() else path

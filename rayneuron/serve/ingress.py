@@ -230,6 +230,7 @@ def _near(path: str, known: list[str]) -> str:
 
 ROUTES: tuple[tuple[str, Endpoint, tuple[str, ...]], ...] = (
     *((path, partial(generate, dialect), ("POST",)) for path, dialect in SPOKEN.items()),
+    ("/v1/responses/input_tokens", partial(_tokens, responses.count_tokens), ("POST",)),
     ("/v1/responses/{id}", _no_response, ("GET", "DELETE")),
     ("/v1/responses/{id}/cancel", _no_response, ("POST",)),
     ("/v1/messages/count_tokens", partial(_tokens, anthropic.count_tokens), ("POST",)),

@@ -318,7 +318,12 @@ def test_conversations_are_told_as_openais(byte_level: Text) -> None:
         {"type": "function_call_output", "call_id": "t1", "output": "warm"},
         {"type": "message", "role": "user", "content": "and?"},
     ]
-    assert ids(responses.CREATE, {"instructions": "be brief", "input": items}) == ids(openai.CHAT, {"messages": plain})
+    told = {"instructions": "be brief", "input": items}
+    assert (prompt := ids(responses.CREATE, told)) == ids(openai.CHAT, {"messages": plain})
+    counted = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+    assert responses.count_tokens(told, playing.context(byte_level)) == counted
+    with pytest.raises(UnknownModel):
+        responses.count_tokens(told | {"model": "other"}, playing.context(byte_level))
 
 
 def test_the_formatter_decides_whether_lmi_streams(byte_level: Text) -> None:

@@ -37,6 +37,7 @@ READ: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6, 7]},
     "/chat_tokenize": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/responses/input_tokens": {"input": "hello"},
 }
 WRONG: dict[str, bytes] = {
     "no JSON": b"{nope", "no object": b"[]", "empty": b"{}", "field": b'{"prompt": 5, "inputs": 5, "messages": 5, "input": 5}',

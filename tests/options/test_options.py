@@ -269,6 +269,13 @@ def test_errors_say_file_and_line(tmp_path: Path, text: str, said: str, capsys: 
     assert f"{properties.FILE}{said}" in capsys.readouterr().err
 
 
+def test_the_file_may_be_named_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "serving.properties").write_text("option.model_id=demo:smollm2\n")
+    assert cli.main(["translate", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert cli.main(["translate", str(tmp_path / "serving.properties")]) == 0 and capsys.readouterr().out == told
+
+
 def test_nothing_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["translate", str(tmp_path)]) == 2
     assert "holds neither serving.properties nor neuron_config.json" in capsys.readouterr().err

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rayneuron.api.call import Dialect
-from rayneuron.api.responses.request import parse, unknown
+from rayneuron.api.responses.request import count_tokens, parse, unknown
 
 CREATE = Dialect(parse)
 
-__all__ = ["CREATE", "unknown"]
+__all__ = ["CREATE", "count_tokens", "unknown"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rayneuron.api.body import read_head
 from rayneuron.api.call import Call, Context, Json
 from rayneuron.api.fields import Fields, wrong
 from rayneuron.api.openai import chat
@@ -45,6 +46,17 @@ def parse(body: Mapping[str, Any], context: Context, *, request_id: str, created
     shell = {"instructions": instructions, "metadata": metadata, "max_output_tokens": most}
     shell |= {"tools": given or [], "tool_choice": chosen or "auto", "parallel_tool_calls": call.scan.many}
     return call._replace(id=f"resp_{client_id or request_id}", answer=answer(shell))
+
+
+def count_tokens(body: Mapping[str, Any], context: Context) -> Json:
+    """How long the prompt of such a body is. UnknownModel (404) for a model that is not served here."""
+    fields = Fields(body)
+    _refuse(fields)
+    read_head(fields, context)
+    told = {"messages": _conversation(fields.take("input"), fields.string("instructions")), **_tools(fields)}
+    with said_as(NAMES):
+        ids, _ = chat.render(Fields(told), context)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 def unknown(name: str) -> NotFound:
