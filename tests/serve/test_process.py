@@ -266,6 +266,25 @@ def test_a_model_alone_starts_only_what_serves_it(tiny: Path, token: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_root_path_and_https_start_and_end_like_others(tiny: Path, tmp_path: Path, secure: bool) -> None:
+    """It says that it is ready when it is, answers with the prefix and without, and ends in order."""
+    words = ["--root-path", "/api"]
+    if secure:
+        made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-days", "1"]
+        subprocess.run([*made, "-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "cert")], check=True, capture_output=True)
+        words += ["--ssl-keyfile", str(tmp_path / "key"), "--ssl-certfile", str(tmp_path / "cert")]
+    with serving(tiny, *words, alone=True) as running:
+        url = running.url.replace("http:", "https:") if secure else running.url
+        eventually(lambda: "tiny is ready" in running.said("out") or running.process.poll() is not None, 200)
+        assert f"tiny is ready: {url}/api/ (chat), {url}/api/v1 (OpenAI); cpu, fp32" in running.said("out"), running.said("err")
+        for prefix in ("", "/api"):
+            assert httpx.get(f"{url}{prefix}/v1/models", verify=False).json()["data"][0]["id"] == "tiny"
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.process.wait(2 * GRACE_S) == 0, running.said("err")
+
+
+@pytest.mark.slow
 def test_ctrl_c_lets_streams_end(tiny: Path) -> None:
     with serving(tiny) as running:
         await_ready(running)
