@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heappop, heappush, heapreplace
 from operator import attrgetter
+from typing import Any
 
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.sequence import Plan, Work
 from rayneuron.engine.sequence import Sequence as Running
 from rayneuron.policies.chunks import Chunks
-from rayneuron.sim.host import TracedScheduler
+from rayneuron.sim.host import Simulated, TracedScheduler
 
 _ORDER = attrgetter("order")
 
@@ -20,7 +21,7 @@ class _Member:
 
     __slots__ = ("sequence", "since")
 
-    def __init__(self, sequence: Running, since: int) -> None:
+    def __init__(self, sequence: Simulated, since: int) -> None:
         self.sequence = sequence
         self.since = since
 
@@ -63,14 +64,14 @@ class Grouped(TracedScheduler):
         if not self._pass(2 * self.steps + 1):
             self.disband()  # somebody is preempted
             return super()._grow()
-        self.together = [Work.of(one, one.computed, 1) for one in decoding[:1]]
+        self.together = [Work.of(decoding[0], decoding[0].computed, 1)] if decoding else []
         return self.together
 
     def remove(self, sequence: Running) -> None:
         """Forget it, in the group and elsewhere."""
         member = self.members.pop(sequence, None)
-        if member is not None and sequence.computed - member.since == self.lead:
-            self._lead()
+        if member is not None and self.members and sequence.computed - member.since == self.lead:
+            self.lead = max([s.computed - m.since for s, m in self.members.items()])
         super().remove(sequence)
 
     def alike(self) -> int:
@@ -99,16 +100,18 @@ class Grouped(TracedScheduler):
         self.steps += count
         passed = self._pass(2 * self.steps, self._apart())
         assert passed, "a leap was longer than there are blocks"
-        told, self.fresh = [m for m in self.fresh if m.sequence in self.members], []
-        while self._ends and self._ends[0][0] <= self.steps:
-            member = heappop(self._ends)[2]
-            if self.members.get(member.sequence) is member and member not in told:
-                told.append(member)
-        for member in told:
-            self._catch_up(member)
-        if self.blocks.log is not None and self.blocks.log.open:
-            self.blocks.log.flush()
-        return sorted([member.sequence for member in told], key=_ORDER)
+        members, ends, told = self.members, self._ends, list[Running]()
+        if self.fresh:
+            told, self.fresh = [m.sequence for m in self.fresh if m.sequence in members], []
+        while ends and ends[0][0] <= self.steps:
+            member = heappop(ends)[2]
+            if members.get(member.sequence) is member and member.sequence not in told:
+                told.append(member.sequence)
+        for sequence in told:
+            self._catch_up(members[sequence])
+        if (log := self.blocks.log) is not None and log.open:
+            log.flush()
+        return sorted(told, key=_ORDER) if len(told) > 1 else told
 
     def catch_up(self, sequence: Running) -> None:
         """Let one say itself what it has."""
@@ -130,36 +133,36 @@ class Grouped(TracedScheduler):
     def _catch_up(self, member: _Member) -> None:
         sequence, count = member.sequence, self.steps - member.since
         if count:
-            sequence.ids += bytes(count)
-            sequence.run(sequence.computed + count)
-            sequence.settled, member.since = sequence.computed, self.steps
+            sequence.ids.extend(bytes(count))
+            sequence.computed = sequence.settled = sequence.computed + count
+            member.since = self.steps
 
-    def _join(self, decoding: list[Running]) -> None:
-        size = self.capacity.block
+    def _join(self, decoding: list[Any]) -> None:
+        size, steps, members = self.capacity.block, self.steps, self.members
         for sequence in decoding:
-            if sequence not in self.members:
-                self.members[sequence] = member = _Member(sequence, self.steps)
-                computed, order = sequence.computed, sequence.order
-                assert sequence.hold is not None
-                if computed >= len(sequence.hold.blocks) * size:
-                    heappush(self._due, (2 * self.steps + 1, order, member))
-                else:
-                    heappush(self._due, (2 * (self.steps + (computed // size + 1) * size - computed), order, member))
-                heappush(self._ends, (self.steps + sequence.max_tokens - sequence.generated, order, member))
-                if not sequence.generated:
+            if sequence not in members:
+                computed, order, generated = sequence.computed, sequence.order, sequence.generated
+                if not members or computed - steps > self.lead:
+                    self.lead = computed - steps
+                members[sequence] = member = _Member(sequence, steps)
+                needs = computed >= len(sequence.hold.blocks) * size
+                heappush(self._due, (2 * steps + 1 if needs else 2 * (steps + size - computed % size), order, member))
+                heappush(self._ends, (steps + sequence.max_tokens - generated, order, member))
+                if not generated:
                     self.fresh.append(member)
-        self._lead()
-
-    def _lead(self) -> None:
-        self.lead = max([s.computed - m.since for s, m in self.members.items()], default=0)
 
     def _apart(self) -> bool:
         """Whether nobody has filled a block that there was already, or that another has filled too: then the order tells nothing."""
-        first, until = list[bytes](), 2 * self.steps
-        for when, order, member in self._due if self.caching else ():
-            if when <= until and self.members.get(member.sequence) is member and (hold := member.sequence.hold) is not None:
-                first += self.hashes[order][hold.shared : hold.shared + 1]
-        return len({*first}) == len(first) and all([self.blocks.registered.get(digest) is None for digest in first])
+        filled, until = set[bytes](), 2 * self.steps
+        for when, _, member in self._due if self.caching else ():
+            names, hold = member.sequence.names, member.sequence.hold
+            if when > until or hold is None or hold.shared >= len(names) or self.members.get(member.sequence) is not member:
+                continue
+            digest = names[hold.shared]
+            if digest in filled or self.blocks.registered.get(digest) is not None:
+                return False
+            filled.add(digest)
+        return True
 
     def _pass(self, until: int, apart: bool = False) -> bool:
         """What happens up to then: blocks that are full are registered, those that are needed taken; False where there is none for one.
@@ -176,7 +179,7 @@ class Grouped(TracedScheduler):
             if not blocks.extend(hold, computed + (at & 1)):
                 return False
             if self.caching and computed // size > hold.shared:
-                blocks.fill(hold, computed // size, self.hashes[order])
+                blocks.fill(hold, computed // size, sequence.names)
             needs = computed >= len(hold.blocks) * size
             heapreplace(due, (at + 1 if needs else (at & ~1) + 2 * (size - computed % size), order, member))
         return True

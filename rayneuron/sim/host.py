@@ -25,7 +25,18 @@ from rayneuron.sim.kept import TracedBlocks
 from rayneuron.types import Request, SamplingParams
 
 _REQUEST = Request(id="", prompt_ids=[], params=SamplingParams(max_tokens=None, temperature=0.0))
-_BLANK: Any = Running(_REQUEST, 0, [], 0, 0, 0)  # what all that are simulated have in common
+
+
+class Simulated(Running, eq=False):
+    """One of a fleet, under the `key` its gateway knows it by. `had`: output tokens that the listener knows of; `names`: hashes of the
+    first blocks it will ever fill."""
+
+    key: int = 0
+    had: int = 0
+    names: Sequence[bytes] = ()
+
+
+_BLANK: Any = Simulated(_REQUEST, 0, [], 0, 0, 0)  # what all have in common
 
 
 class Gained(Struct, frozen=True):
@@ -44,13 +55,13 @@ class TracedScheduler(Scheduler):
 
     def __init__(self, capacity: Capacity, model: str | None, chunks: Chunks | None) -> None:
         super().__init__(capacity, model, chunks, blocks=TracedBlocks(capacity, model is not None))
-        self.hashes: dict[int, Sequence[bytes]] = {}  # of the first blocks a sequence will ever fill, by its order
 
-    def _hashes(self, sequence: Running) -> list[bytes]:
-        have, all_ = len(sequence.hashes), self.hashes[sequence.order]
-        if have < len(all_) and (need := len(sequence.ids) // self.capacity.block) > have:
-            sequence.hashes += all_[have:need]
-        return sequence.hashes
+    def _hashes(self, sequence: Any) -> list[bytes]:
+        hashes: list[bytes] = sequence.hashes
+        have, names = len(hashes), sequence.names
+        if have < len(names) and (need := len(sequence.ids) // self.capacity.block) > have:
+            hashes += names[have:need]
+        return hashes
 
     def _settle(self, sequence: Running, hold: Hold) -> None:
         self.blocks.fill(hold, sequence.settled // self.capacity.block, self._hashes(sequence))
@@ -83,9 +94,7 @@ class ExactHost:
         self._listener = listener
         self._prefill = prefill_grid(profile)
         self._known: dict[Shape, float] = {}
-        self._sequences: dict[int, Running] = {}
-        self._keys: dict[int, int] = {}  # by the order of a sequence
-        self._had: dict[int, int] = {}  # by the same: output tokens that the listener knows of
+        self._sequences: dict[int, Simulated] = {}  # by key
         self._orders = 0
         self._running = False
         self._unwanted: list[int] = []
@@ -110,9 +119,8 @@ class ExactHost:
         sequence.ids, sequence.hashes = cast("list[int]", bytearray(prompt + done)), []  # ids are only counted
         sequence.prompt_len, sequence.max_tokens, sequence.loan = prompt, output, loan
         sequence.order, sequence.rank = order, (0, order)
-        self.scheduler.hashes[order] = hashes
+        sequence.key, sequence.had, sequence.names = key, done, hashes
         self._sequences[key] = sequence
-        self._keys[order], self._had[order] = key, done
         self.scheduler.add(sequence)
         self.interrupt()
 
@@ -124,7 +132,8 @@ class ExactHost:
 
     def prompt(self, asked: str) -> int:
         """Tokens of the prompt that the scheduler asks others for under this key."""
-        return self._asked(asked).prompt_len
+        order = int(asked.rpartition("/")[2])
+        return next(sequence.prompt_len for sequence in self._sequences.values() if sequence.order == order)
 
     def unpin(self, ticket: bytes) -> None:
         """What it has computed for another engine is there."""
@@ -199,9 +208,6 @@ class ExactHost:
         if told:
             self._listener(self, told)
 
-    def _asked(self, asked: str) -> Running:
-        return self._sequences[self._keys[int(asked.rpartition("/")[2])]]
-
     def _begin(self, plan: Plan, step_s: float) -> None:
         self.busy_s += step_s
         self.clock.at(self.clock.now_s + step_s, self._end, plan)
@@ -226,24 +232,21 @@ class ExactHost:
                 told.append(self._progress(sequence))
         return told
 
-    def _progress(self, sequence: Running) -> Gained:
+    def _progress(self, sequence: Any) -> Gained:
         """What a sequence has that the listener does not know of."""
-        order, generated = sequence.order, sequence.generated
-        key, at = self._keys[order], self._had[order]
-        self.tokens += generated - at
-        ended = generated >= sequence.max_tokens
+        at, generated = sequence.had, sequence.generated
+        count, ended = generated - at, generated >= sequence.max_tokens
+        self.tokens += count
+        sequence.had = generated
         if ended:
             self._output = moved(self._output, generated)
-            self._forget(key)
-        else:
-            self._had[order] = generated
-        return Gained(key, at, generated - at, ended)
+            self._forget(sequence.key)
+        return Gained(sequence.key, at, count, ended)
 
     def _forget(self, key: int) -> None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             sequence.finish_reason = "stop"
-            del self._keys[sequence.order], self._had[sequence.order], self.scheduler.hashes[sequence.order]
             if sequence.loan is None or sequence.hold is None:
                 self.scheduler.remove(sequence)
             else:

@@ -126,7 +126,7 @@ class JumpHost(ExactHost):
         self.steps += count
         told = []
         for sequence in self.scheduler.leap(count):
-            if not self._had[sequence.order]:
+            if not sequence.had:
                 self.cached_tokens += sequence.cached
             told.append(self._progress(sequence))
         self._turn()
