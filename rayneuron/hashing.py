@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,6 +13,7 @@ _SIZE, _FORMAT = 16, b"rayneuron kv 1"  # bytes of a hash; what every root begin
 _HEAD, _PAGE, _PAGES = 65_536, 4096, 16
 
 
+@lru_cache(maxsize=256)  # asked for with every block that is filled
 def root(model: str, adapter: str = "", salt: str = "") -> bytes:
     """Where the chains of one model (`fingerprint`), one adapter's content and one salt begin: others never share a block with them."""
     return _hashed(_FORMAT, *(part.encode("utf-8", "surrogatepass") for part in (model, adapter, salt)))

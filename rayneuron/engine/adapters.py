@@ -99,7 +99,7 @@ class Adapters:
 
     def installs(self) -> list[tuple[int, str]]:
         """(slot, adapter): what the next step needs to be put before it."""
-        return list(self._installs.items())
+        return list(self._installs.items()) if self._installs else []
 
     def installed(self) -> None:
         """It has been."""

@@ -91,24 +91,23 @@ class Blocks:
         return self.space.blocks * self.space.block
 
     def admit(self, tokens: int, hashes: Sequence[bytes] = (), like: Hold | None = None, known: int = 0) -> Hold | None:
-        """A row with room for `tokens`, or None, and nothing changed.
-
-        It begins with the registered blocks that `hashes` name from the first on. Where `like`, which has KV of the same first `known`
-        positions, goes further, its whole blocks are shared and the rest is copied.
+        """A row with room for `tokens`, or None, and nothing changed. It begins with the registered blocks that `hashes` name from the first
+        on. Where `like`, which has KV of the same first `known` positions, goes further, its whole blocks are shared and the rest is copied.
         """
         size, found = self.space.block, self.registered.chain(hashes)
         further = like is not None and known > len(found) * size
         if like is not None and further:
             found = like.blocks[: known // size]
         shared, need = len(found), -(-tokens // size) - len(found)
-        nobodys = [block for block in found if not self._holders[block] and block not in self.limbo]
+        nobodys = [block for block in found if not self._holders[block] and block not in self.limbo] if found else ()
         if not self._rows or need > self._free.count + self.cached.count - len(nobodys):
             return None
         age = like.age if like is not None and further else self._resets
         hold = Hold(heapq.heappop(self._rows), found, self._table, age, shared, known if further else shared * size)
-        for block in found:
-            self._take(block)
-        self._table[hold.row, :shared] = found
+        if found:
+            for block in found:
+                self._take(block)
+            self._table[hold.row, :shared] = found
         self.extend(hold, tokens)
         if like is not None and further:
             like.shared = max(like.shared, shared)
@@ -271,7 +270,7 @@ class Blocks:
         free, cached = self._free, self.cached
         if (short := count - free.count) > cached.count:
             return []
-        taken = free.take(min(count, free.count))
+        taken = free.take(count if short < 0 else free.count)
         if short > 0:
             taken += (old := cached.take(short))
             gone, self.evictions = self.registered.leave(old), self.evictions + short

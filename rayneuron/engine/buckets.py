@@ -6,7 +6,7 @@ Shapes: B rows, T new tokens, L attended positions.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log2
 from typing import Any, Literal
@@ -232,13 +232,13 @@ def fill_shape(c: Capacity, counts: Sequence[int], length: int) -> Shape:
     return replace(prefill_shape(c, counts, length, NOTHING), tag="fill")
 
 
-def pack_prefill(c: Capacity, remaining: Iterable[int], most: int) -> list[int]:
+def pack_prefill(c: Capacity, remaining: Sequence[int], most: int) -> list[int]:
     """How many new tokens of each waiting prefill, in order, one step should take: `most` (at least the smallest bucket) in all its rows.
 
     The first sequence is always served. Others join it when that computes fewer padded tokens than serving each alone would:
     rows are padded to the largest count's bucket and to a row bucket.
     """
-    counts = list(remaining)[: c.prefill_rows[-1]]
+    counts = remaining[: c.prefill_rows[-1]]
     first = min(counts[0], most)
     if len(counts) < 2:
         return [first]

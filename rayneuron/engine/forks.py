@@ -32,18 +32,15 @@ class Forks:
         sequence.hold = None
         self._running.remove(sequence)
 
-    def seats(self, search: Search | None) -> bool:
+    def seats(self, search: Search) -> bool:
         """Whether there are rows for all that a search may come to, and more blocks than those with which it has been preempted."""
-        if search is None:
-            return True
         blocks = self._blocks
         room = blocks.space.blocks - blocks.used - len(blocks.limbo)
         return blocks.free_rows >= search.width and room >= search.needs
 
-    def reserve(self, search: Search | None) -> None:
+    def reserve(self, search: Search) -> None:
         """Take those rows, once its leader has one."""
-        if search is not None:
-            search.spare = [self._row() for _ in range(search.width - 1)]
+        search.spare = [self._row() for _ in range(search.width - 1)]
 
     def advance(self, search: Search, host: ReadsLogits, now: float) -> list[TokenDelta]:
         """Go on where every beam's step has ended, or answer."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
+from heapq import heappop, heappush
 
 
 class Free:
@@ -30,7 +30,7 @@ class Free:
         """So many, which there are."""
         back, held = self._back, self._held
         self.count -= count
-        taken = [heapq.heappop(back) for _ in range(min(count, len(back)))]
+        taken = [heappop(back) for _ in range(min(count, len(back)))] if back else []
         if count > len(taken):
             self._held += count - len(taken)
             taken += self._all[held : self._held]
@@ -38,7 +38,7 @@ class Free:
 
     def give(self, block: int) -> None:
         """Nobody holds it any more."""
-        heapq.heappush(self._back, block)
+        heappush(self._back, block)
         self.count += 1
 
 

@@ -72,7 +72,8 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to do."""
-        self._admit()
+        if self.waiting:
+            self._admit()
         prefills = [s for s in self.running if s.phase == "prefill"]
         if prefills and not (self._prefilled_last and any(s.phase == "decode" for s in self.running)):
             if works := self._chunks(prefills):  # none where all that was left has been found in the cache
@@ -158,19 +159,19 @@ class Scheduler:
         self._fresh.add(sequence)
         return sequence
 
-    def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()]) -> bool:
+    def _asks(self, sequence: Sequence, hold: Hold, hashes: list[bytes] | tuple[()], prefills: Prefills) -> bool:
         """Whether another pool computes a prompt that has just been given its blocks. All who wait so hold at most half of them, so that
         who runs and grows finds room."""
         prompt, here = sequence.prompt_len, sequence.search or sequence.loan or sequence.generated or sequence.preemptions
-        if self.prefills is None or here or not sequence.max_tokens:
+        if here or not sequence.max_tokens:
             return False
         held = sum(len(other.blocks) for other, _ in self.remote.values())
         if hold.known >= prompt - 1 or held + len(hold.blocks) > self.capacity.blocks // 2:
-            self.prefills.kept("cached" if hold.known >= prompt - 1 else "room")
+            prefills.kept("cached" if hold.known >= prompt - 1 else "room")
             return False
         key = f"{sequence.request.id}/{sequence.order}"
         blocks = tuple(hold.blocks[: self.capacity.space.width(prompt)])
-        if not self.prefills.ask(Prefill(key, sequence.request, hold.known, blocks, hashes)):
+        if not prefills.ask(Prefill(key, sequence.request, hold.known, blocks, hashes)):
             return False
         sequence.phase, sequence.asked = "remote", key
         self.remote[key] = hold, sequence
@@ -183,7 +184,8 @@ class Scheduler:
             reads = self.caching and not (head.whole or wants_scores(head))
             hashes = self._hashes(head) if reads else ()
             most = min(len(head.ids) + 1, head.prompt_len + head.max_tokens)
-            hold = self.blocks.admit(most, hashes, *shareable(head)) if self.forks.seats(head.search) else None
+            search = head.search
+            hold = self.blocks.admit(most, hashes, *shareable(head)) if search is None or self.forks.seats(search) else None
             if hold is None:
                 victim = self._victim()
                 if victim is None or victim.request.priority <= head.request.priority:
@@ -193,10 +195,11 @@ class Scheduler:
             self.waiting.remove(head)
             self.waiting_tokens -= head.remaining
             head.hold = hold
-            self.forks.reserve(head.search)
+            if search is not None:
+                self.forks.reserve(search)
             self.adapters.seat(head)
             head.skip_to(hold.known)
-            if not self._asks(head, hold, hashes):
+            if self.prefills is None or not self._asks(head, hold, hashes, self.prefills):
                 if reads and begins_alike(head, self.blocks, self._root):
                     head.skip_to(hold.known)
                 insort(self.running, head, key=_RANK)
@@ -214,8 +217,8 @@ class Scheduler:
     def _chunks(self, prefills: list[Sequence]) -> list[Work]:
         """What a prefill step computes: the next ids of the first in order, and of some behind it. A block is filled by one of them: the
         others wait for it, and take it."""
-        works = self._under_way.works if self._under_way is not None else ()
-        filling = {h: w.sequence for w in works if (h := self._next(w.sequence, w.start)) is not None}
+        size, works = self.capacity.block, self._under_way.works if self._under_way is not None else ()
+        filling = {h: w.sequence for w in works if (h := w.sequence.named(w.start // size)) is not None} if works else {}
         alike: list[Sequence] = []
         for sequence in prefills:
             if alike and (sequence.request.pooling is None) != (alike[0].request.pooling is None):
@@ -228,24 +231,19 @@ class Scheduler:
             hold = sequence.hold
             if hold is not None and not sequence.whole and (found := self.blocks.rematch(hold, sequence.hashes)) > sequence.computed:
                 sequence.skip_to(found)
-            digest = self._next(sequence, sequence.computed)
+            digest = sequence.named(sequence.computed // size)
             if sequence.phase == "prefill" and (digest is None or filling.setdefault(digest, sequence) is sequence):
                 alike.append(sequence)
                 if len(alike) == self.capacity.prefill_rows[-1]:
                     break
-        counts = pack_prefill(self.capacity, (s.remaining for s in alike), self._most(alike)) if alike else []
+        counts = pack_prefill(self.capacity, [s.remaining for s in alike], self._most(alike)) if alike else []
         return [Work.of(s, s.computed, n) for s, n in zip(alike, counts, strict=False)]
 
     def _most(self, prefills: list[Sequence]) -> int:
         """New tokens of a prefill step: those who decode wait for it no longer than they are asked to."""
-        if self.chunks is None or not any(s.phase in ("decode", "due") for s in self.running):
+        if self.chunks is None or not any([s.phase in ("decode", "due") for s in self.running]):
             return self.capacity.chunk
         return self.chunks.most(max(s.computed for s in prefills))
-
-    def _next(self, sequence: Sequence, start: int) -> bytes | None:
-        """The hash of the block that position `start` lies in, where its ids are known to fill it."""
-        at = start // self.capacity.block
-        return sequence.hashes[at] if at < len(sequence.hashes) else None
 
     def _grow(self) -> list[Work]:
         """A token more for all that decode, in order of service; the last in order makes room for those before it."""

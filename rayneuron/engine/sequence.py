@@ -96,6 +96,10 @@ class Sequence(Struct, eq=False):
         """Ids that have no KV yet."""
         return len(self.ids) + self.unseen - self.computed
 
+    def named(self, at: int) -> bytes | None:
+        """The hash of its block at a place, where its ids are known to fill that."""
+        return self.hashes[at] if at < len(self.hashes) else None
+
     def run(self, computed: int) -> None:
         """It holds blocks, and its first `computed` ids have KV or will when the steps under way have ended."""
         self.computed = computed
@@ -104,9 +108,10 @@ class Sequence(Struct, eq=False):
 
     def skip_to(self, known: int) -> None:
         """The first `known` ids have KV that others have computed; the last id is computed anyhow, for its logits."""
-        known = min(known, len(self.ids) - 1)
-        if self.leader is None and not self.preemptions:
-            self.cached += min(known, self.prompt_len) - min(self.computed, self.prompt_len)
+        if known:
+            known = min(known, len(self.ids) - 1)
+            if self.leader is None and not self.preemptions:
+                self.cached += min(known, self.prompt_len) - min(self.computed, self.prompt_len)
         self.run(known)
 
     def append(self, token: int) -> None:
@@ -201,9 +206,11 @@ def keep_end(sequence: Sequence, blocks: Blocks) -> None:
     """Of one that gives back what it holds: who goes on from there finds the block it has filled in part, behind full ones, too. KV of
     the last id is not sure, nor what steps under way still write behind it."""
     hold, size, known = sequence.hold, blocks.space.block, blocks.registered
+    if known.part is None or sequence.search is not None:
+        return
     assert hold is not None
     at, end = hold.shared, min(sequence.settled, len(sequence.ids) - 1)
-    if sequence.search is not None or known.part is None or end % size < known.part:
+    if end % size < known.part:
         return
     if 0 < at == end // size <= len(sequence.hashes) and known.get(sequence.hashes[at - 1]) == hold.blocks[at - 1]:
         known.enter_part(hold.blocks[at], sequence.hashes[at - 1], sequence.ids[at * size : end])

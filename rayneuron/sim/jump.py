@@ -19,7 +19,7 @@ class JumpHost(ExactHost):
     _leap: tuple[float, float, int] | None = None  # from when, how long a step is, how many steps
     _leaps = 0
     _begun: Plan | None = None  # whose only work is the step under way of those in `_ahead`
-    _ahead: list[tuple[Work, float, float]] = []  # steps of a prompt, how long each is and when it ends
+    _ahead: list[tuple[int, int, float, float]] = []  # steps of a prompt: from where, how much, how long each is and when it ends
 
     def kill(self) -> list[Gained]:
         """It is gone; what its steps gave up to now is on its way."""
@@ -64,30 +64,33 @@ class JumpHost(ExactHost):
 
     def _look_ahead(self, plan: Plan) -> None:
         """Take all steps of a prompt in one that nobody else waits for or decodes beside."""
-        (work,), end_s, most = plan.works, self.clock.now_s, self.scheduler.capacity.chunk
-        sequence, start, end = work.sequence, work.start, len(work.sequence.ids)
-        self._begun, self._ahead = plan, []
-        while not self._ahead or start < end - 1:  # what is left of one token is a decode
-            count = min(end - start, most)
-            step_s = self.costs.step_ms(count, start) * self.slow / 1e3
+        (work,), end_s, most, slow = plan.works, self.clock.now_s, self.scheduler.capacity.chunk, self.slow
+        start, end, step_ms = work.start, len(work.sequence.ids), self.costs.step_ms
+        self._begun, self._ahead = plan, (ahead := [])
+        while not ahead or start < end - 1:  # what is left of one token is a decode
+            count = end - start if end - start < most else most
+            step_s = step_ms(count, start) * slow / 1e3
             end_s += step_s
-            self._ahead.append((Work.of(sequence, start, count), step_s, end_s))
+            ahead.append((start, count, step_s, end_s))
             start += count
-        self.busy_s += self._ahead[0][1]
+        self.busy_s += ahead[0][2]
         self._leaps += 1
         self.clock.at(end_s, self._reach, self._leaps)
 
     def _advance(self) -> None:
         """Let the step be under way of those ahead that would be."""
+        if self._begun is None:
+            return
         ahead, now_s, at = self._ahead, self.clock.now_s, 0
-        while at < len(ahead) - 1 and ahead[at][2] < now_s:
+        while at < len(ahead) - 1 and ahead[at][3] < now_s:
             at += 1
-        if at and self._begun is not None:
-            self.busy_s += sum([step_s for _, step_s, _ in ahead[1 : at + 1]])
+        if at:
+            self.busy_s += sum([step_s for _, _, step_s, _ in ahead[1 : at + 1]])
             self.steps += at
-            work, self._ahead = ahead[at][0], ahead[at:]
-            self._begun.works = [work]
-            self.scheduler.skip(work.sequence, work.start, work.start + work.count)
+            self._ahead = ahead[at:]
+            sequence, (start, count, _, _) = self._begun.works[0].sequence, ahead[at]
+            self._begun.works = [Work.of(sequence, start, count)]
+            self.scheduler.skip(sequence, start, start + count)
 
     def _reach(self, leap: int) -> None:
         if leap != self._leaps or not self.alive or self._begun is None:
@@ -107,7 +110,7 @@ class JumpHost(ExactHost):
         """Something is to be looked at when a step ends."""
         if self._begun is not None:
             self._advance()
-            self.clock.at(self._ahead[0][2], self._end, self._begun)
+            self.clock.at(self._ahead[0][3], self._end, self._begun)
             self._begun, self._ahead, self._leaps = None, [], self._leaps + 1
         if self._leap is None:
             super().interrupt()

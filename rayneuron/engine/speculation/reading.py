@@ -43,7 +43,7 @@ class Readings:
         if not queue:
             return []
         most = self._capacity.chunk if self._chunks is None else self._chunks.most(max(read.count for _, read, _ in queue))
-        counts = pack_prefill(self._capacity, (until - read.count for _, read, until in queue), most)
+        counts = pack_prefill(self._capacity, [until - read.count for _, read, until in queue], most)
         works = []
         for (sequence, read, _), count in zip(queue, counts, strict=False):
             works.append(Work.of(sequence, read.count, count))
