@@ -24,7 +24,7 @@ RING_BLOCKS, _RING_LOAD = 4, 1.25  # where nobody says what has been kept: promp
 _SESSIONS = 100_000
 
 _COST = itemgetter(0)
-_Price = tuple[float, KnownWorker, float, float, float, int]  # cost, worker, queue, prefill, added, overlap
+_Price = tuple[float, KnownWorker, float, float, float, int, float]  # cost, worker, queue, prefill, added, overlap, `waits_ms`
 
 
 class GatewayAsk(Struct, frozen=True):
@@ -200,15 +200,18 @@ class Chooser:
                 added = LATER * steps_there * (after[there if there > at else at] - before)
             else:
                 added = LATER * added_ms(worker.beside, stretches)
-            queue, until_s = worker.behind_ms, worker.until_s
-            queue += 1e3 * (until_s - now_s) if until_s > now_s else worker.turn_ms
+            waits_ms, until_s = worker.behind_ms, worker.until_s
+            if until_s > now_s:
+                queue = waits_ms = waits_ms + 1e3 * (until_s - now_s)
+            else:
+                queue = waits_ms + worker.turn_ms
             if rows_asked > 1:
                 added *= rows_asked
             # No price is put on what another replica has: with one, sessions wait longer for theirs than computing it takes (tests/sim)
             cost = queue + prefill + added
             if room < _SPARE * worker.kv_tokens:
                 cost *= _CROWDED_COSTS
-            (free if worker.extra < in_hand else full).append((cost, worker, queue, prefill, added, prompt - new))
+            (free if worker.extra < in_hand else full).append((cost, worker, queue, prefill, added, prompt - new, waits_ms))
         return free or full
 
     def _best(
@@ -229,8 +232,8 @@ class Chooser:
         else:
             if not groups:
                 soon_ms = _SOON * min([p[2] + p[3] for p in priced])
-                late = [p for p in priced if p[2] + p[3] > soon_ms]
-                priced = [p for p in priced if p[2] + p[3] <= soon_ms]
+                if late := [p for p in priced if p[2] + p[3] > soon_ms]:
+                    priced = [p for p in priced if p[2] + p[3] <= soon_ms]
             priced.sort(key=_COST)
             same, ties = (1 + _TIE) * priced[0][0], 1
             while ties < len(priced) and priced[ties][0] <= same:
@@ -238,8 +241,8 @@ class Chooser:
             best = priced[int(self._random.random() * ties)] if ties > 1 else priced[0]
             if ask.hashes and not groups and (alike := self._alike(ask, priced, output, now_s)) is not None:
                 best, why = alike, why or "ring"
-        cost, worker, queue, prefill, added, overlap = best
-        least_ms = min([p[1].waits_ms(now_s) for p in priced]) if free else 1e9
+        cost, worker, queue, prefill, added, overlap, _ = best
+        least_ms = min([p[6] for p in priced]) if free else 1e9
         others = priced if len(priced) > 1 else [*priced, *sorted(late, key=_COST)]
         other = others[others[0][1] is worker] if len(others) > 1 else None
         second = None if other is None else (other[1].name, other[0] - cost)
@@ -270,7 +273,7 @@ def _by_goals(ask: GatewayAsk, priced: list[_Price]) -> list[_Price]:
     """Those that meet both goals first, with the least to spare, so that others stay free; then those that miss them by least."""
 
     def order(p: _Price) -> tuple[bool, float]:
-        _, worker, queue, prefill, _, _ = p
+        _, worker, queue, prefill, _, _, _ = p
         step_ms = worker.costs.decode_ms(worker.rows + ask.rows, max(worker.load.longest, ask.prompt + 1))
         first_ms = queue + worker.pace.later_ms(prefill) + prefill
         used = (first_ms / ask.ttft_ms if ask.ttft_ms else 0.0, step_ms / ask.tpot_ms if ask.tpot_ms else 0.0)

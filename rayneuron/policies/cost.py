@@ -161,7 +161,7 @@ class Costs:
     def work_ms(self, new: int, cached: int, output: float, rows: int = 1) -> float:
         """What a request takes of a device that is full: its prefill, and the share of its rows in the decode steps of all."""
         length = int(new + cached + output / 2)
-        return self.prefill(new, cached)[0] + rows * output * self.decode_ms(self._rows, length) / self._rows
+        return self.prefill(new, cached)[0] + rows * output * self._decode[-1][bisect_left(self._lengths, length)] / self._rows
 
     def backlog_ms(self, remaining: Iterable[tuple[int, int]], rows: int, longest: int) -> float:
         """Until a prompt that comes now would begin: (new, done) tokens of those before it, their chunks between decode steps."""

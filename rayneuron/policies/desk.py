@@ -84,7 +84,7 @@ class GatewayDesk:
         self._costs: WeakValueDictionary[Profile, Costs] = WeakValueDictionary()  # replicas that are alike share what was worked out
         self._back: list[tuple[float, int]] = []  # when, whose turn it is again
         self._admit_ms = _ADMIT_MS
-        self._refused: int | None = None  # whom nobody would take, until some time
+        self._refused: int | None = None  # whom nobody would take, until some time, or something changes
         self._again_s = 0.0
         self._tokens = 0  # of prompts that wait
         self._speed = QueueSpeed()
@@ -131,7 +131,7 @@ class GatewayDesk:
         found = self.chooser.workers.all.get(worker)
         if found is not None:
             self.chooser.workers.heard(found, load, now_s)
-            since = found.waits_since()
+            since = found.waits_since
             found.accepting = since is None or now_s - since <= self.limits.suspect_s
             self._changed(found, now_s)
 
@@ -217,7 +217,7 @@ class GatewayDesk:
                 self._wait(found.ask, found.ms, first=True)
         sends: list[Send] = []
         self.chooser.in_hand = int(self.queue.alone)  # who waits for a row there would be before others whose turn it is then
-        while (head := self.queue.head()) is not None and not self._waits(head, now_s):
+        while (head := self.queue.head()) is not None and not (head == self._refused and now_s < self._again_s):
             found = self._open[head]
             left_ms = self.chooser.workers.busy_ms(now_s) - self._admit_ms  # who knows that without a choice makes none
             terms = None if left_ms > 0.0 else self.chooser.choose(found.ask, found.output, now_s)
@@ -228,7 +228,7 @@ class GatewayDesk:
                 break
             sends.append(self._send(head, found, terms, now_s))
         self.due_s = min(inf if head is None else self._again_s, self._back[0][0] if self._back else inf)
-        self._speed.measure(bool(self.queue), self.chooser.workers.placed, now_s)
+        self._speed.measure(bool(self.queue.waiting), self.chooser.workers.placed, now_s)
         self.chooser.index.sweep()
         return sends
 
@@ -236,7 +236,7 @@ class GatewayDesk:
         """Replicas to give up, since they acknowledge nothing; those that are only late get no more orders until they do."""
         given_up = []
         for worker in self.chooser.workers.all.values():
-            since = worker.waits_since()
+            since = worker.waits_since
             if since is not None and now_s - since > self.limits.silent_s:
                 given_up.append(worker.number)
             elif since is not None and now_s - since > self.limits.suspect_s and worker.accepting:
@@ -249,10 +249,6 @@ class GatewayDesk:
         """What is not over yet: all 0 when nothing is to do."""
         workers = self.chooser.workers.all.values()
         return {"calls": len(self._open), "waiting": len(self.queue), "bookings": sum(len(w.bookings) for w in workers)}
-
-    def _waits(self, head: int, now_s: float) -> bool:
-        """Whether nobody would take it just now, and nothing has changed since."""
-        return head == self._refused and now_s < self._again_s
 
     def _changed(self, worker: KnownWorker, now_s: float) -> None:
         """Something about a replica has: look for its place, and whether it takes what nobody took."""
@@ -288,10 +284,9 @@ class GatewayDesk:
         near = workers.least(8, 0)
         if not near:
             return 0.0 if ask.again else self.limits.silent_s
-        queue = near[0].waits_ms(now_s)
+        queue = inf
         for worker in near:
-            if not queue:
+            if not (queue := min(queue, worker.waits_ms(now_s))):
                 break
-            queue = min(queue, worker.waits_ms(now_s))
-        ahead = self.queue.ahead_ms(ask.account, ms) if len(self.queue) else 0.0
+        ahead = self.queue.ahead_ms(ask.account, ms) if self.queue.waiting else 0.0
         return (queue + ahead / (workers.placed * (self._speed.ms or 1.0))) / 1e3

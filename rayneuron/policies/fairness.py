@@ -70,7 +70,7 @@ class _Tier:
 
 
 class Fairness:
-    """The queue of one gateway for one model. `shares` by account; who is not in it has `other`, each for itself."""
+    """The queue of one gateway for one model. `shares` by account; who is not in it has `other`, each for itself. `waiting`: by key."""
 
     def __init__(self, shares: Mapping[str, AccountShare], other: AccountShare) -> None:
         self._shares = shares
@@ -78,19 +78,19 @@ class Fairness:
         self._accounts: dict[str, _Account] = {}
         self._tiers: dict[int, _Tier] = {}
         self._order: list[int] = []
-        self._entries: dict[int, Waiter] = {}
+        self.waiting: dict[int, Waiter] = {}  # for others to read
         self._tickets = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.waiting)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._entries
+        return key in self.waiting
 
     @property
     def waiting_ms(self) -> float:
         """Of a device, of all that wait."""
-        return sum(tier.waiting_ms for tier in self._tiers.values()) if self._entries else 0.0
+        return sum(tier.waiting_ms for tier in self._tiers.values()) if self.waiting else 0.0
 
     @property
     def alone(self) -> bool:
@@ -111,7 +111,7 @@ class Fairness:
         """Let a request wait; `first`: before the others of its account."""
         a = self._account(entry.account)
         tier = self._tiers[a.share.tier]
-        self._entries[entry.key] = entry
+        self.waiting[entry.key] = entry
         tier.waiting_ms += entry.ms
         if entry.again:
             tier.again[entry.key] = entry
@@ -141,7 +141,7 @@ class Fairness:
 
     def take(self, key: int) -> bool:
         """A request goes, and its account is charged for it; whether it waited."""
-        if (entry := self._entries.get(key)) is None:
+        if (entry := self.waiting.get(key)) is None:
             return False
         a, tier = self._drop(entry)
         a.running += 1
@@ -153,13 +153,13 @@ class Fairness:
 
     def drop(self, key: int) -> bool:
         """A request does not wait any more; whether it did."""
-        if (entry := self._entries.get(key)) is None:
+        if (entry := self.waiting.get(key)) is None:
             return False
         self._drop(entry)
         return True
 
     def _drop(self, entry: Waiter) -> tuple[_Account, _Tier]:
-        del self._entries[entry.key]
+        del self.waiting[entry.key]
         a = self._accounts[entry.account]
         tier = self._tiers[a.share.tier]
         tier.waiting_ms -= entry.ms

@@ -29,7 +29,7 @@ class KnownWorker:
     __slots__ = (
         *("_added_ms", "_prompt_ms", "accepting", "at_s", "behind_ms", "beside", "bit", "booked_ms", "booked_rows"),
         *("booked_tokens", "bookings", "costs", "extra", "free", "keys", "kv_tokens", "level", "load", "ms", "name", "now", "number"),
-        *("orders", "pace", "place", "pooled", "rows", "step_ms", "turn_ms", "until_s"),
+        *("orders", "pace", "place", "pooled", "rows", "step_ms", "turn_ms", "until_s", "waits_since"),
     )
 
     def __init__(
@@ -48,6 +48,7 @@ class KnownWorker:
         self.accepting = True
         self.orders = 0
         self.bookings: OrderedDict[int, Booking] = OrderedDict()  # by the order's number
+        self.waits_since: float | None = None  # when the oldest of these was sent
         self.booked_ms = 0.0
         self.booked_rows = self.booked_tokens = 0
         self.keys: set[int] = set()  # all that is there, acknowledged or not
@@ -95,6 +96,8 @@ class KnownWorker:
     def book(self, key: int, ms: float, rows: int, tokens: int, now_s: float) -> int:
         """An order goes there; its number."""
         self.orders += 1
+        if self.waits_since is None:
+            self.waits_since = now_s
         self.bookings[self.orders] = Booking(key, ms, rows, tokens, now_s)
         self.booked_ms += ms
         self.booked_rows += rows
@@ -127,9 +130,7 @@ class KnownWorker:
         self.booked_ms -= booking.ms
         self.booked_rows -= booking.rows
         self.booked_tokens -= booking.tokens
-        if not self.bookings:
-            self.booked_ms = 0.0
-
-    def waits_since(self) -> float | None:
-        """When the oldest order was sent that it has not acknowledged."""
-        return next(iter(self.bookings.values())).at_s if self.bookings else None
+        if self.bookings:
+            self.waits_since = next(iter(self.bookings.values())).at_s
+        else:
+            self.booked_ms, self.waits_since = 0.0, None

@@ -94,15 +94,15 @@ class PrefixIndex:
 
     def depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """(blocks, who has so many at least), the deepest first, and not too many; each set holds the one before it."""
+        low, high = 1, len(hashes)  # blocks that somebody has, and one more than anybody may
+        if not high or not (most := self._have(hashes[0])):
+            return []
         shards, live, key_of = self._shards, self._live, _NUMBER
 
         def have(digest: bytes) -> int:  # `_have`, of what does not change meanwhile
             key: int = key_of(digest)[0] & _KEY
             return shards[key >> _SHARD].get(key, 0) & live
 
-        low, high = 1, len(hashes)  # blocks that somebody has, and one more than anybody may
-        if not high or not (most := have(hashes[0])):
-            return []
         deepest, middle = most, high  # who comes back has all of it there
         while low < high:
             if some := have(hashes[middle - 1]):
@@ -199,21 +199,27 @@ class Coming:
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """A request has come."""
+        counts = self._counts
         for at in _places(len(hashes)):
-            self._counts[hashes[at - 1]] = self._counts.get(hashes[at - 1], 0) + 1
+            digest = hashes[at - 1]
+            counts[digest] = counts.get(digest, 0) + 1
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """One that was added is over."""
+        counts = self._counts
         for at in _places(len(hashes)):
-            left = self._counts[hashes[at - 1]] - 1
+            digest = hashes[at - 1]
+            left = counts.pop(digest) - 1
             if left:
-                self._counts[hashes[at - 1]] = left
-            else:
-                del self._counts[hashes[at - 1]]
+                counts[digest] = left
 
     def depth(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's blocks, from its beginning, some request has too, or a few less."""
-        return next((at for at in reversed(_places(len(hashes))) if hashes[at - 1] in self._counts), 0)
+        counts = self._counts
+        for at in reversed(_places(len(hashes))):
+            if hashes[at - 1] in counts:
+                return at
+        return 0
 
     def __len__(self) -> int:
         return len(self._counts)

@@ -55,7 +55,7 @@ class Workers:
 
     def heard(self, worker: KnownWorker, load: Pressure, now_s: float) -> None:
         """A replica says how busy it is."""
-        since = worker.waits_since()
+        since = worker.waits_since
         if since is not None and load.seen > worker.load.seen:
             self._late_ms += _LATELY * (1e3 * (now_s - since) - self._late_ms)
         worker.heard(load, now_s)

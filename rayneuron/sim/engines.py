@@ -74,7 +74,7 @@ class FleetEngines:
         node, now_s, setup = self._by_host[host], self.clock.now_s, self.setup
         there_s, turns = now_s + setup.hop_s, setup.route == "turns"
         news = host.news() if setup.route == "kv" else None
-        ended = bool(told) and any([progress.ended for progress in told])
+        ended = any([progress.ended for progress in told]) if told else False
         for i, gateway in enumerate(self._gateways):
             new = news if news is None or not setup.event_loss or self._random.random() >= setup.event_loss else None
             due = not turns and (ended or now_s - node.told.get(i, -1.0) >= setup.load_s)
@@ -103,7 +103,7 @@ class FleetEngines:
     def _pressed(self, gateway: FleetGateway, worker: int, load: Pressure) -> None:
         if worker in self.nodes:
             gateway.desk.heard(worker, load, self.clock.now_s)
-            if len(gateway.desk.queue):
+            if gateway.desk.queue.waiting:
                 self._pumps(gateway)
 
     def _kill(self, some: int, back_s: float) -> None:

@@ -82,7 +82,7 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         self.report.arrived += 1
         gateway = self._gateways[arrival.number % len(self._gateways)]
-        self._offer(FleetCall(arrival, gateway, self.setup.hashes(arrival), self.setup.named(arrival)))
+        self._offer(FleetCall(arrival, gateway, *self.setup.hashes(arrival)))
         self._arrive_next()
 
     def _offer(self, call: FleetCall) -> None:
@@ -116,7 +116,7 @@ class Simulation:
             self._sent(self._calls[send.key], send)
         for worker in gateway.desk.overdue(now_s) if self.setup.kills else ():
             self._mourn(gateway, worker)
-        if len(gateway.desk.queue) and not gateway.ticking:
+        if gateway.desk.queue.waiting and not gateway.ticking:
             gateway.ticking = True
             self.clock.at(now_s + _TICK_S, self._pump, gateway, True)
 
@@ -141,7 +141,8 @@ class Simulation:
     def _place(self, call: FleetCall, worker: int, number: int) -> None:
         call.replay.placed()
         call.worker = worker
-        call.lost_on |= {worker} if self.setup.kills else frozenset()
+        if self.setup.kills:
+            call.lost_on |= {worker}
         if worker in self._nodes:
             self._nodes[worker].under_way += 1
         self.clock.at(self.clock.now_s + self.setup.hop_s, self._ordered, call, call.key, worker, number)
@@ -188,7 +189,7 @@ class Simulation:
         del self._calls[call.key]
         if self.setup.route != "turns":
             call.gateway.desk.ended(call.key, len(call.replay.ids), self.clock.now_s)
-            if len(call.gateway.desk.queue):
+            if call.gateway.desk.queue.waiting:
                 self._pump(call.gateway)
 
     # Death.

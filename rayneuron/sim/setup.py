@@ -85,11 +85,11 @@ class Setup:
         """Whether nobody comes back for what was its own: as a sequence does that is preempted, or moves."""
         return self.pool is None and not self.kills and self.capacity.holds_all
 
-    def named(self, arrival: Arrival) -> int:
-        """Blocks of a request that need names: those that others have too, and one more, so that gateways hear of an engine with none but
-        its own."""
-        return (arrival.prompt + arrival.output - (arrival.own if self.unasked else 0)) // self.capacity.block + 1
-
-    def hashes(self, arrival: Arrival) -> tuple[bytes, ...]:
-        """Of the blocks of a request that need names, and of those by which a ring tells prompts; none where no prefix is kept."""
-        return arrival.hashes(self.capacity.block, max(self.named(arrival), RING_BLOCKS)) if self.caching else ()
+    def hashes(self, arrival: Arrival) -> tuple[tuple[bytes, ...], int]:
+        """Of the blocks of a request that need names, and how many these are: those that others have too, and one more, so that gateways
+        hear of an engine with none but its own. Behind them, of those by which a ring tells prompts. None where no prefix is kept."""
+        if not self.caching:
+            return (), 0
+        block = self.capacity.block
+        named = (arrival.prompt + arrival.output - (arrival.own if self.unasked else 0)) // block + 1
+        return arrival.hashes(block, named if named > RING_BLOCKS else RING_BLOCKS), named

@@ -55,7 +55,7 @@ class Conversation(Simulation):
         arrival = Arrival(number, self.clock.now_s, prompt, talks.output, talks.output, parts=parts, own=own)
         self._said[number] = session, turn
         self.report.arrived += 1
-        self._offer(FleetCall(arrival, self._gateways[0], self.setup.hashes(arrival), self.setup.named(arrival)))
+        self._offer(FleetCall(arrival, self._gateways[0], *self.setup.hashes(arrival)))
 
     def _done(self, call: FleetCall) -> None:
         session, turn = self._said[call.arrival.number]
