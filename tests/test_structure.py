@@ -121,7 +121,7 @@ TORCH_FREE = (
     *("policies/", "api/", "options/", "sim/", "serve/", "devices/base.py", "devices/neuron/targets.py", "placement/", "transfer/"),
     *("wire.py", "dialect_config.py", "config_features.py", "engine/speculation/"),
     *(f"engine/{name}.py" for name in ("sequence", "commit", "scheduler", "blocks", "idle", "remote", "buckets", "kv_events", "pressure")),
-    *("engine/grammar.py", "constraints.py", "structured.py", "models/safe_header.py"),
+    *("engine/hold.py", "engine/grammar.py", "constraints.py", "structured.py", "models/safe_header.py"),
     *("demo/gguf_reader.py", "demo/smollm2.py"),
 )
 NO_PICKLE = ("api/", "transfer/", "group/", "gateway/", "host/", "wire.py", "frames.py", "serve/hub.py", "serve/peer.py")

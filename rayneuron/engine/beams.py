@@ -13,8 +13,8 @@ from rayneuron.types import FinishReason, SamplingParams, TokenDelta, TokenLogpr
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rayneuron.engine.blocks import Hold
     from rayneuron.engine.commit import ReadsLogits
+    from rayneuron.engine.hold import Hold
     from rayneuron.engine.sequence import Sequence
 
 Branch = tuple[float, int, int]  # sum of log-probabilities, its beam, the token

@@ -11,32 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from msgspec import Struct
-from numpy.typing import NDArray
 
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.idle import Cached, Free
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.registered import Registered
 from rayneuron.models.kv import KvSpace
 from rayneuron.news import Cleared, KvNews, Removed, Stored
-
-
-class Hold(Struct, eq=False):
-    """What one sequence holds: a row, blocks in the order of its positions, and the `slot` of its adapter in the device.
-
-    `shared`: how many of the first nobody may write, since others read them or may: with hashes, those that are registered. `known`:
-    positions whose KV was there at admission. `table`: the store's, int32 [rows, width]; line `row` has the blocks, null behind the last.
-    `age`: resets of the store before it was admitted; what has been forgotten since must not be built upon. `changes` of its blocks since.
-    """
-
-    row: int
-    blocks: list[int]
-    table: NDArray[np.int32]
-    age: int
-    shared: int = 0
-    known: int = 0
-    slot: int = -1
-    changes: int = 0
 
 
 class Blocks:
@@ -91,8 +72,10 @@ class Blocks:
         return self.space.blocks * self.space.block
 
     def admit(self, tokens: int, hashes: Sequence[bytes] = (), like: Hold | None = None, known: int = 0) -> Hold | None:
-        """A row with room for `tokens`, or None, and nothing changed. It begins with the registered blocks that `hashes` name from the first
-        on. Where `like`, which has KV of the same first `known` positions, goes further, its whole blocks are shared and the rest is copied.
+        """A row with room for `tokens`, or None, and nothing changed.
+
+        It begins with the registered blocks that `hashes` name from the first on. Where `like`, which has KV of the same first `known`
+        positions, goes further, its whole blocks are shared and the rest is copied.
         """
         size, found = self.space.block, self.registered.chain(hashes)
         further = like is not None and known > len(found) * size
@@ -104,10 +87,8 @@ class Blocks:
             return None
         age = like.age if like is not None and further else self._resets
         hold = Hold(heapq.heappop(self._rows), found, self._table, age, shared, known if further else shared * size)
-        if found:
-            for block in found:
-                self._take(block)
-            self._table[hold.row, :shared] = found
+        for block in found:
+            self._take(block)
         self.extend(hold, tokens)
         if like is not None and further:
             like.shared = max(like.shared, shared)
@@ -118,13 +99,11 @@ class Blocks:
 
     def extend(self, hold: Hold, tokens: int) -> bool:
         """Make room for `tokens` positions; False, and nothing changed, where too few blocks can be had."""
-        have = len(hold.blocks)
-        if (more := -(-tokens // self.space.block) - have) <= 0:
+        if (more := -(-tokens // self.space.block) - len(hold.blocks)) <= 0:
             return True
         taken = self._fresh(more)
         hold.blocks += taken
         hold.changes += 1
-        hold.table[hold.row, have : len(hold.blocks)] = taken
         return len(taken) >= more
 
     def rematch(self, hold: Hold, hashes: Sequence[bytes]) -> int:
@@ -229,7 +208,7 @@ class Blocks:
         self._drop(reversed(given))
 
     def _vacate(self, hold: Hold) -> None:
-        hold.table[hold.row] = self.space.null
+        hold.lift(self.space.null)
         heapq.heappush(self._rows, hold.row)
 
     def _take(self, block: int) -> None:
@@ -241,8 +220,7 @@ class Blocks:
     def _swap(self, hold: Hold, at: int, block: int) -> None:
         if (own := hold.blocks[at]) != block:
             self._take(block)
-            hold.changes += 1
-            hold.blocks[at] = hold.table[hold.row, at] = block
+            hold.swap(at, block)
             self._drop([own])
 
     def _drop(self, blocks: Iterable[int]) -> None:
@@ -293,7 +271,7 @@ class Blocks:
         self.registered.check()
         assert {*self.cached} <= known.keys() and known.keys().isdisjoint(self._free)
         for hold in holds:
-            width, line = len(hold.blocks), hold.table[hold.row]
-            assert line[:width].tolist() == hold.blocks and (line[width:] == self.space.null).all(), hold
+            laid, line = hold.laid, hold.table[hold.row]
+            assert line[:laid].tolist() == hold.blocks[:laid] and (line[laid:] == self.space.null).all(), hold
             written = [block for block in hold.blocks[hold.shared :] if block not in self._copies.values()]
             assert all(counted[block] == 1 and block not in known for block in written), "a block that others read may be written"

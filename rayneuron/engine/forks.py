@@ -8,8 +8,9 @@ from operator import attrgetter
 
 from rayneuron.engine.adapters import Adapters
 from rayneuron.engine.beams import Beam, Branch, Search, forked
-from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.commit import ReadsLogits
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.sequence import Sequence, keep_end
 from rayneuron.types import TokenDelta, TokenLogprobs
 

@@ -30,8 +30,8 @@ from rayneuron.devices.base import (
     Weights,
     blank,
 )
-from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, decode_shape, fill_shape, inventory, prefill_shape, verify_shape
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.sequence import Plan, Work, wants_scores
 from rayneuron.engine.shelf import Keeps, Shelf
@@ -262,6 +262,8 @@ class _Kept:
 
     def lay(self, idle: NDArray[Any], holds: Sequence[Hold], changes: int) -> None:
         """Other blocks, in an array of their own: a step under way may still read the last one."""
+        for hold in holds:
+            hold.lay()
         blocks = idle.copy()
         blocks[: len(holds)] = holds[0].table[[hold.row for hold in holds], : blocks.shape[1]]
         self.tensors["blocks"], self.changes = torch.from_numpy(blocks), changes

@@ -8,9 +8,10 @@ from operator import attrgetter
 from rayneuron import hashing
 from rayneuron.engine.adapters import Adapters
 from rayneuron.engine.beams import Search
-from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity, pack_prefill
 from rayneuron.engine.forks import Forks
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.remote import Lent, Prefill, Prefills
 from rayneuron.engine.sequence import Plan, Sequence, Work, begins_alike, shareable, wants_scores

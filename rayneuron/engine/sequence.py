@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.remote import Loan
 from rayneuron.types import FinishReason, Request, SamplingParams, Stamps, TokenLogprobs
 

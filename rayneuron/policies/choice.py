@@ -200,13 +200,10 @@ class Chooser:
                 added = LATER * steps_there * (after[there if there > at else at] - before)
             else:
                 added = LATER * added_ms(worker.beside, stretches)
-            waits_ms, until_s = worker.behind_ms, worker.until_s
-            if until_s > now_s:
-                queue = waits_ms = waits_ms + 1e3 * (until_s - now_s)
-            else:
-                queue = waits_ms + worker.turn_ms
-            if rows_asked > 1:
-                added *= rows_asked
+            added *= rows_asked
+            done = worker.until_s <= now_s  # all that it told of
+            waits_ms = worker.behind_ms if done else worker.behind_ms + 1e3 * (worker.until_s - now_s)
+            queue = waits_ms + worker.turn_ms if done else waits_ms
             # No price is put on what another replica has: with one, sessions wait longer for theirs than computing it takes (tests/sim)
             cost = queue + prefill + added
             if room < _SPARE * worker.kv_tokens:

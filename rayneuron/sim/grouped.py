@@ -95,12 +95,12 @@ class Grouped(TracedScheduler):
         """Positions that the next step attends."""
         return self.lead + self.steps + 1
 
-    def leap(self, count: int) -> list[Running]:
+    def leap(self, count: int) -> list[Simulated]:
         """So many steps have ended: who has its first token, or its last one."""
         self.steps += count
         passed = self._pass(2 * self.steps, self._apart())
         assert passed, "a leap was longer than there are blocks"
-        members, ends, told = self.members, self._ends, list[Running]()
+        members, ends, told = self.members, self._ends, list[Simulated]()
         if self.fresh:
             told, self.fresh = [m.sequence for m in self.fresh if m.sequence in members], []
         while ends and ends[0][0] <= self.steps:

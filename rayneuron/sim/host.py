@@ -9,8 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rayneuron.devices.base import LIKELIEST, Shape
-from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, prefill_shape
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.pressure import pressure
 from rayneuron.engine.remote import First, Loan
 from rayneuron.engine.scheduler import Scheduler

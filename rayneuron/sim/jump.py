@@ -66,7 +66,8 @@ class JumpHost(ExactHost):
         """Take all steps of a prompt in one that nobody else waits for or decodes beside."""
         (work,), end_s, most, slow = plan.works, self.clock.now_s, self.scheduler.capacity.chunk, self.slow
         start, end, step_ms = work.start, len(work.sequence.ids), self.costs.step_ms
-        self._begun, self._ahead = plan, (ahead := [])
+        self._begun, self._ahead = plan, []
+        ahead = self._ahead
         while not ahead or start < end - 1:  # what is left of one token is a decode
             count = end - start if end - start < most else most
             step_s = step_ms(count, start) * slow / 1e3

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.buckets import Capacity
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.kv_events import KvLog
 from rayneuron.engine.registered import NAMELESS
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayneuron import hashing
-from rayneuron.engine.blocks import Blocks, Hold
+from rayneuron.engine.blocks import Blocks
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
 from rayneuron.models.kv import KvSpace
 

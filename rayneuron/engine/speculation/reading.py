@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rayneuron.engine.blocks import Hold
 from rayneuron.engine.buckets import Capacity, pack_prefill
+from rayneuron.engine.hold import Hold
 from rayneuron.engine.sequence import Sequence, Work
 from rayneuron.policies.chunks import Chunks
 
