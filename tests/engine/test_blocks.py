@@ -303,7 +303,7 @@ IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=LIMIT - 2)
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_the_store_is_a_trie(data: st.DataObject) -> None:
-    actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "pin", "unpin", "step", "end", "end"]
+    actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "lay", "pin", "unpin", "step", "end", "end"]
     both = Both(blocks=data.draw(st.integers(LIMIT // SIZE, 16)), rows=data.draw(st.integers(1, 5)))
     model = both.model
     for _ in range(data.draw(st.integers(1, 40))):
@@ -326,6 +326,9 @@ def test_the_store_is_a_trie(data: st.DataObject) -> None:
             getattr(both, action)(run)
         elif run is not None and action == "unpin":
             both.release(run)
+        elif run is not None and action == "lay":
+            run.hold.lay()
+            assert run.hold.laid == len(run.hold.blocks)  # and `check` looks at the line
         both.check()
         if data.draw(st.booleans()):
             both.follower.hear(both.store.news(both.follower.epoch, both.follower.number))
