@@ -269,9 +269,13 @@ class Blocks:
         nobodys = [block for block, n in enumerate(self._holders) if not n]
         assert sorted([*self._free, *self.cached, *self.limbo]) == nobodys, (self._free, self.cached, self.limbo)
         self.registered.check()
-        assert {*self.cached} <= known.keys() and known.keys().isdisjoint(self._free)
+        assert known.keys().isdisjoint(self._free)
+        self._check_cached()
         for hold in holds:
             laid, line = hold.laid, hold.table[hold.row]
             assert line[:laid].tolist() == hold.blocks[:laid] and (line[laid:] == self.space.null).all(), hold
             written = [block for block in hold.blocks[hold.shared :] if block not in self._copies.values()]
             assert all(counted[block] == 1 and block not in known for block in written), "a block that others read may be written"
+
+    def _check_cached(self) -> None:
+        assert {*self.cached} <= self.registered.hashes.keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -67,8 +67,8 @@ class Registered:
             self._after.setdefault(before, {})[block] = None
 
     def leave(self, blocks: Sequence[int]) -> list[bytes]:
-        """Blocks are known no more; the hashes they had."""
-        digests, at = [digest for digest in map(self.hashes.pop, blocks) if digest], self._at
+        """Blocks are known no more, where they were; the hashes they had."""
+        digests, at = [digest for digest in map(self.hashes.pop, blocks, repeat(NAMELESS)) if digest], self._at
         for digest in digests:
             del at[digest]
         for block in blocks if self._ids else ():
