@@ -81,7 +81,7 @@ class GatewayDesk:
         self.queue = Fairness(shares or {}, other or AccountShare())
         self.recent: deque[Send] = deque(maxlen=REMEMBERED)
         self._open: dict[int, _Open] = {}
-        self._costs: WeakValueDictionary[Profile, Costs] = WeakValueDictionary()  # replicas that are alike share what was worked out
+        self.costs: WeakValueDictionary[Profile, Costs] = WeakValueDictionary()  # replicas that are alike share what was worked out
         self._back: list[tuple[float, int]] = []  # when, whose turn it is again
         self._admit_ms = _ADMIT_MS
         self._refused: int | None = None  # whom nobody would take, until some time, or something changes
@@ -95,9 +95,9 @@ class GatewayDesk:
     ) -> None:  # fmt: skip
         """A replica is there. `worker`: never used before; `name`: what other gateways call it too; `pooled`: others compute its prompts,
         so that its first tokens say nothing of its own pace."""
-        costs = self._costs.get(profile)
+        costs = self.costs.get(profile)
         if costs is None:
-            costs = self._costs[profile] = Costs(profile)
+            costs = self.costs[profile] = Costs(profile)
         made = KnownWorker(worker, name, costs, kv_tokens, load, now_s, pooled)
         chunk_ms = min(_ADMIT_MS, made.costs.prefill(profile.chunk, 0)[0])
         self._admit_ms = chunk_ms if self.limits.admit_ms is None else self.limits.admit_ms

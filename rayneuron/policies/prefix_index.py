@@ -23,7 +23,7 @@ _PLACES = 32  # in a chain of hashes that are kept of a prompt under way, or som
 class PrefixIndex:
     """Sets of workers are integers of a bit each. A bit that was given up is another's only after its last entry has been swept."""
 
-    __slots__ = ("_bits", "_dying", "_edges", "_free", "_known", "_live", "_shards", "_slots", "_sweep", "_sweeping")
+    __slots__ = ("_asked", "_bits", "_dying", "_edges", "_found", "_free", "_known", "_live", "_shards", "_slots", "_sweep", "_sweeping")
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
@@ -34,6 +34,8 @@ class PrefixIndex:
         self._known: dict[int, tuple[int, int]] = {}  # worker: up to which number of which epoch
         self._dying = self._sweeping = 0  # bits that nobody has any more
         self._sweep = _SHARDS
+        self._asked: tuple[bytes, ...] | None = None  # last, and nothing has changed since: a desk asks when one comes, and when it goes
+        self._found: list[tuple[int, int]] = []
         self._edges: dict[bytes, int] = {}  # by a first block: where a set grew of late, as it may again: prompts share their beginnings
 
     def __len__(self) -> int:
@@ -41,6 +43,7 @@ class PrefixIndex:
 
     def hear(self, worker: int, news: KvNews) -> bool:
         """What a worker has registered and forgotten. False where something before it is missing: then nothing is known of that worker."""
+        self._asked = None
         if news.held is not None:
             self.forget(worker)
             self._store(worker, news.held)
@@ -69,6 +72,7 @@ class PrefixIndex:
 
     def forget(self, worker: int) -> None:
         """A worker has nothing, or nobody knows what."""
+        self._asked = None
         self._known.pop(worker, None)
         bit = self._bits.pop(worker, 0)
         self._live &= ~bit
@@ -94,6 +98,11 @@ class PrefixIndex:
 
     def depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """(blocks, who has so many at least), the deepest first, and not too many; each set holds the one before it."""
+        if hashes is not self._asked:
+            self._asked, self._found = hashes if isinstance(hashes, tuple) else None, self._depths(hashes)  # a list may grow
+        return self._found
+
+    def _depths(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         low, high = 1, len(hashes)  # blocks that somebody has, and one more than anybody may
         if not high or not (most := self._have(hashes[0])):
             return []

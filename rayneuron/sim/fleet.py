@@ -40,6 +40,8 @@ class Simulation:
         self._gateways = [
             FleetGateway(i, GatewayDesk(setup.limits, Random(self._random.random()), setup.shares)) for i in range(setup.gateways)
         ]
+        for gateway in self._gateways:  # and engines reckon with the same: what one has worked out, the others are asked for next
+            gateway.desk.costs[setup.profile] = self._costs
         self._keys = count(1)
         self._ids = tuple(range(setup.capacity.length))  # of every answer, its first ones
         self._calls: dict[int, FleetCall] = {}  # by key
@@ -111,7 +113,8 @@ class Simulation:
 
     def _pump(self, gateway: FleetGateway, ticked: bool = False) -> None:
         now_s = self.clock.now_s
-        gateway.ticking &= not ticked
+        if ticked:
+            gateway.ticking = False
         for send in gateway.desk.next(now_s):
             self._sent(self._calls[send.key], send)
         for worker in gateway.desk.overdue(now_s) if self.setup.kills else ():

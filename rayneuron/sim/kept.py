@@ -1,4 +1,4 @@
-"""Blocks whose hashes a trace says. Those behind the hashes hold what nobody will ever ask for: they are kept as any, and not registered."""
+"""Blocks whose hashes a trace says. Those behind the hashes, which nobody will ever ask for, are kept as any, and not registered."""
 
 from __future__ import annotations
 

@@ -101,6 +101,18 @@ def test_who_missed_something_knows_nothing_until_it_is_told_all() -> None:
     assert index.depths([a, b, c]) == []
     assert index.hear(7, KvNews(5, 3, [], [a, b])) and index.depths([a, b, c])[0][0] == 2
     assert index.hear(7, KvNews(5, 5, [[Stored(b, [c])], [Removed([c])]])) and index.depths([a, b, c])[0][0] == 2
+
+
+def test_who_asks_again_hears_what_has_changed() -> None:
+    index, (a, b, c) = PrefixIndex(), (bytes([i]) * 16 for i in range(3))
+    grows, asked = [a], (a, b, c)
+    assert index.hear(7, KvNews(5, 0, [], [a, b, c]))
+    assert [index.depths(asked)[0][0] for _ in range(2)] == [3, 3] and index.depths(grows)[0][0] == 1
+    grows.append(b)
+    assert index.depths(grows)[0][0] == 2
+    assert index.depths(asked)[0][0] == 3 and index.hear(7, KvNews(5, 1, [[Removed([c])]])) and index.depths(asked)[0][0] == 2
+    index.forget(7)
+    assert index.depths(asked) == []
     assert not index.hear(7, KvNews(6, 9, [[Removed([b])]]))  # another life
     assert not index.hear(8, KvNews(5, 9, [[Stored(b"", [a])]]))  # whose beginning nobody has heard
 
