@@ -38,7 +38,8 @@ class Blocks:
         self.evictions = 0
         self._rows = list(range(space.rows))
         self._free = Free(space.blocks)
-        self._holders = [0] * space.blocks
+        self._held: set[int] = set()  # that somebody holds
+        self._more: dict[int, int] = {}  # how many hold one of these beside the first: few are shared
         self.registered = Registered(part)
         self._copies: dict[int, int] = {}  # to: from, which is held until it has been copied
         self._tickets: dict[bytes, Hold] = {}
@@ -82,7 +83,7 @@ class Blocks:
         if like is not None and further:
             found = like.blocks[: known // size]
         shared, need = len(found), -(-tokens // size) - len(found)
-        nobodys = [block for block in found if not self._holders[block] and block not in self.limbo] if found else ()
+        nobodys = [block for block in found if block not in self._held and block not in self.limbo] if found else ()
         if not self._rows or need > self._free.count + self.cached.count - len(nobodys):
             return None
         age = like.age if like is not None and further else self._resets
@@ -94,7 +95,7 @@ class Blocks:
             like.shared = max(like.shared, shared)
             if known % size:
                 self._copies[hold.blocks[shared]] = source = like.blocks[shared]
-                self._holders[source] += 1
+                self._take(source)
         return hold
 
     def extend(self, hold: Hold, tokens: int) -> bool:
@@ -213,9 +214,12 @@ class Blocks:
 
     def _take(self, block: int) -> None:
         """One more holder of a block that is held, cached or in limbo."""
-        if not self._holders[block] and self.limbo.pop(block, None) is None:
+        if block in self._held:
+            self._more[block] = self._more.get(block, 0) + 1
+            return
+        if self.limbo.pop(block, None) is None:
             self.cached.leave(block)
-        self._holders[block] += 1
+        self._held.add(block)
 
     def _swap(self, hold: Hold, at: int, block: int) -> None:
         if (own := hold.blocks[at]) != block:
@@ -224,17 +228,25 @@ class Blocks:
             self._drop([own])
 
     def _drop(self, blocks: Iterable[int]) -> None:
-        holders, copies, over = self._holders, self._copies, []
-        for block in blocks:
-            left = holders[block] = holders[block] - 1
-            if not left:
-                if copies and block in copies:  # it is not needed any more
-                    self._drop([copies.pop(block)])
-                over.append(block)
+        over = self._unshared(blocks) if self._more or self._copies else list(blocks)
+        self._held.difference_update(over)
         if self._begun > self._ended:
             self.limbo.update(dict.fromkeys(over, self._begun))
         else:
             self._rest(over)
+
+    def _unshared(self, blocks: Iterable[int]) -> list[int]:
+        """Those of which the last holder goes; of the others one goes."""
+        over: list[int] = []
+        for block in blocks:
+            if more := self._more.pop(block, 0):
+                if more > 1:
+                    self._more[block] = more - 1
+                continue
+            if block in self._copies:  # it is not needed any more
+                self._drop([self._copies.pop(block)])
+            over.append(block)
+        return over
 
     def _rest(self, blocks: list[int]) -> None:
         known = self.registered.hashes
@@ -254,8 +266,7 @@ class Blocks:
             gone, self.evictions = self.registered.leave(old), self.evictions + short
             if self.log is not None and gone:
                 self.log.note(Removed(gone))
-        for block in taken:
-            self._holders[block] = 1
+        self._held.update(taken)
         return taken
 
     def check(self, holds: Iterable[Hold]) -> None:
@@ -265,8 +276,8 @@ class Blocks:
         counted = tickets + Counter(block for hold in holds for block in hold.blocks) + Counter(self._copies.values())
         assert tickets == self._pins, (tickets, self._pins)
         assert sorted([*self._rows, *(hold.row for hold in holds)]) == list(range(self.space.rows)), self._rows
-        assert [counted[block] for block in range(self.space.blocks)] == self._holders, (counted, self._holders)
-        nobodys = [block for block, n in enumerate(self._holders) if not n]
+        assert counted.keys() == self._held and {b: n - 1 for b, n in counted.items() if n > 1} == self._more, (counted, self._more)
+        nobodys = [block for block in range(self.space.blocks) if block not in self._held]
         assert sorted([*self._free, *self.cached, *self.limbo]) == nobodys, (self._free, self.cached, self.limbo)
         self.registered.check()
         assert known.keys().isdisjoint(self._free)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -48,16 +47,17 @@ class Cached:
     `count`: how many there are.
     """
 
-    __slots__ = ("_line", "_old", "count")
+    __slots__ = ("_first", "_line", "_old", "count")
 
     def __init__(self) -> None:
-        self._line: deque[int] = deque()
+        self._line: list[int] = []
+        self._first = 0  # of the line that is still there
         self._old: dict[int, int] = {}  # block: how many of its places, the first ones, are old
         self.count = 0
 
     def __iter__(self) -> Iterator[int]:
         old = dict(self._old)
-        for block in self._line:
+        for block in self._line[self._first :]:
             if old.get(block):
                 old[block] -= 1
             else:
@@ -72,30 +72,34 @@ class Cached:
         """Somebody holds one again."""
         self._old[block] = self._old.get(block, 0) + 1
         self.count -= 1
-        if len(self._line) > 2 * self.count + 64:
-            self._line, self._old = deque(self), {}
+        if len(self._line) - self._first > 2 * self.count + 64:
+            self._line, self._first, self._old = list(self), 0, {}
 
     def take(self, count: int) -> list[int]:
         """So many, which there are."""
         self.count -= count
-        line, old = self._line, self._old
-        if not old:
-            return [line.popleft() for _ in range(count)]
-        taken: list[int] = []
+        line, old, first = self._line, self._old, self._first
+        taken: list[int] = [] if old else line[first : first + count]
+        first += len(taken)
         while len(taken) < count:
-            block = line.popleft()
+            block = line[first]
+            first += 1
             if not (places := old.get(block)):
                 taken.append(block)
             elif places == 1:
                 del old[block]
             else:
                 old[block] = places - 1
+        self._first = first
+        if first > 64 + len(line) // 2:
+            del line[:first]
+            self._first = 0
         return taken
 
     def clear(self) -> list[int]:
         """Those there were; there are none any more."""
         there = list(self)
-        self._line.clear()
+        self._line, self._first = [], 0
         self._old.clear()
         self.count = 0
         return there

@@ -221,7 +221,8 @@ class Chooser:
     ) -> Terms | None:
         if not priced:
             return None
-        why, of, late = "again" if ask.again else "", len(priced), list[_Price]()
+        why, of = "again" if ask.again else "", len(priced)
+        late: list[_Price] = []
         free = priced[0][1].extra < self.in_hand
         if ask.ttft_ms is not None or ask.tpot_ms is not None:
             priced = _by_goals(ask, priced)

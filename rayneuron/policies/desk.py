@@ -227,7 +227,9 @@ class GatewayDesk:
                 self._refused, self._again_s = head, now_s + min(max(left_ms / 1e3, _AGAIN_S), _LATER_S)
                 break
             sends.append(self._send(head, found, terms, now_s))
-        self.due_s = min(inf if head is None else self._again_s, self._back[0][0] if self._back else inf)
+        self.due_s = inf if head is None else self._again_s
+        if self._back:
+            self.due_s = min(self.due_s, self._back[0][0])
         self._speed.measure(bool(self.queue.waiting), self.chooser.workers.placed, now_s)
         self.chooser.index.sweep()
         return sends

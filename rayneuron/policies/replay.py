@@ -78,11 +78,11 @@ class Replay:
         if attempt != self.attempt or self.state != "placed":
             self.dropped += 1
             return None
-        if at > len(self.ids):
+        skip, count = len(self.ids) - at, len(ids)
+        if skip < 0:
             return self.lost(attempt, "gap")
-        skip = len(self.ids) - at
-        self.ids += ids[skip:]
-        if end in ("stop", "length") and skip <= len(ids):
+        self.ids += ids[skip:] if skip else ids
+        if end in ("stop", "length") and skip <= count:
             self.state = "done"
             return PassOn(skip, True)
         if end == "error":
@@ -90,7 +90,7 @@ class Replay:
         if end == "abort":
             self._lost += 1  # nobody had asked for it
             return self.lost(attempt, "leave")
-        if skip >= len(ids):
+        if skip >= count:
             self.dropped += 1
             return None
         return PassOn(skip, False) if skip else _ALL  # the most frequent one by far

@@ -185,8 +185,9 @@ class Workers:
             low = filled & -filled
             filled ^= low
             here = levels[low.bit_length() - 1]
-            found += here if len(here) <= left else _some(here, left, start)
-            left -= len(here)
+            count = len(here)
+            found += here if count <= left else _some(here, left, start)
+            left -= count
         return found
 
     def fullest(self, most: int, start: int, ms: float) -> list[KnownWorker]:
@@ -217,10 +218,11 @@ def _level(ms: float) -> int:
 
 
 def _some(workers: list[KnownWorker], most: int, start: int) -> list[KnownWorker]:
-    if len(workers) <= most:
+    count = len(workers)
+    if count <= most:
         return workers
-    at = start % len(workers)
-    return (workers + workers)[at : at + most] if at + most > len(workers) else workers[at : at + most]
+    at = start % count
+    return workers[at : at + most] if at + most <= count else workers[at:] + workers[: at + most - count]
 
 
 def _hashed(data: bytes) -> int:

@@ -94,9 +94,8 @@ class FleetEngines:
         """What one step gave, in one message."""
         for progress in told:
             self._takes(progress)
-        node = self.nodes.get(worker)
-        if news is not None and node is not None and not gateway.desk.events(worker, news):  # it asks for everything
-            gateway.desk.events(worker, node.host.everything())
+        if news is not None and worker in self.nodes and not gateway.desk.events(worker, news):  # it asks for everything
+            gateway.desk.events(worker, self.nodes[worker].host.everything())
         if load is not None:
             self._pressed(gateway, worker, load)
 

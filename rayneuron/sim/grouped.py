@@ -100,7 +100,8 @@ class Grouped(TracedScheduler):
         self.steps += count
         passed = self._pass(2 * self.steps, self._apart())
         assert passed, "a leap was longer than there are blocks"
-        members, ends, told = self.members, self._ends, list[Simulated]()
+        members, ends = self.members, self._ends
+        told: list[Simulated] = []
         if self.fresh:
             told, self.fresh = [m.sequence for m in self.fresh if m.sequence in members], []
         while ends and ends[0][0] <= self.steps:
@@ -153,7 +154,8 @@ class Grouped(TracedScheduler):
 
     def _apart(self) -> bool:
         """Whether nobody has filled a block that there was already, or that another has filled too: then the order tells nothing."""
-        filled, until = set[bytes](), 2 * self.steps
+        filled: list[bytes] = []
+        until = 2 * self.steps
         for when, _, member in self._due if self.caching else ():
             names, hold = member.sequence.names, member.sequence.hold
             if when > until or hold is None or hold.shared >= len(names) or self.members.get(member.sequence) is not member:
@@ -161,7 +163,7 @@ class Grouped(TracedScheduler):
             digest = names[hold.shared]
             if digest in filled or self.blocks.registered.get(digest) is not None:
                 return False
-            filled.add(digest)
+            filled.append(digest)
         return True
 
     def _pass(self, until: int, apart: bool = False) -> bool:
