@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 
 import numpy as np
 
@@ -68,7 +68,8 @@ class Registered:
 
     def leave(self, blocks: Sequence[int]) -> list[bytes]:
         """Blocks are known no more, where they were; the hashes they had."""
-        digests, at = [digest for digest in map(self.hashes.pop, blocks, repeat(NAMELESS)) if digest], self._at
+        known, at = self.hashes, self._at
+        digests = [digest for block in blocks if block in known and (digest := known.pop(block))]
         for digest in digests:
             del at[digest]
         for block in blocks if self._ids else ():

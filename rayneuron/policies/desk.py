@@ -255,7 +255,7 @@ class GatewayDesk:
     def _changed(self, worker: KnownWorker, now_s: float) -> None:
         """Something about a replica has: look for its place, and whether it takes what nobody took."""
         self.chooser.workers.weigh(worker, now_s)
-        if worker.extra < self.chooser.in_hand and worker.waits_ms(now_s) <= self._admit_ms:
+        if self._refused is not None and worker.extra < self.chooser.in_hand and worker.waits_ms(now_s) <= self._admit_ms:
             self._refused = None
 
     def _send(self, key: int, found: _Open, terms: Terms, now_s: float) -> Send:

@@ -208,34 +208,32 @@ class Coming:
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """A request has come."""
-        counts = self._counts
-        for at in _places(len(hashes)):
-            digest = hashes[at - 1]
+        step, counts = _step(len(hashes)), self._counts
+        for digest in hashes[step - 1 :: step]:
             counts[digest] = counts.get(digest, 0) + 1
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """One that was added is over."""
-        counts = self._counts
-        for at in _places(len(hashes)):
-            digest = hashes[at - 1]
-            left = counts.pop(digest) - 1
-            if left:
+        step, counts = _step(len(hashes)), self._counts
+        for digest in hashes[step - 1 :: step]:
+            if left := counts.pop(digest) - 1:
                 counts[digest] = left
 
     def depth(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's blocks, from its beginning, some request has too, or a few less."""
-        counts = self._counts
-        for at in reversed(_places(len(hashes))):
-            if hashes[at - 1] in counts:
-                return at
-        return 0
+        step, counts = _step(len(hashes)), self._counts
+        left = len(hashes) // step * step
+        while left and hashes[left - 1] not in counts:
+            left -= step
+        return left
 
     def __len__(self) -> int:
         return len(self._counts)
 
 
-def _places(blocks: int) -> range:
+def _step(blocks: int) -> int:
+    """From one place to the next that is kept."""
     step = 1
     while blocks // step > _PLACES:
         step *= 2
-    return range(step, blocks + 1, step)
+    return step

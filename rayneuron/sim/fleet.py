@@ -43,7 +43,7 @@ class Simulation:
         for gateway in self._gateways:  # and engines reckon with the same: what one has worked out, the others are asked for next
             gateway.desk.costs[setup.profile] = self._costs
         self._keys = count(1)
-        self._ids = tuple(range(setup.capacity.length))  # of every answer, its first ones
+        self._ids = list(range(setup.capacity.length))  # of every answer, its first ones
         self._calls: dict[int, FleetCall] = {}  # by key
         self._turn, self._next_s = 0, 0.0
         self._pool = PrefillPool(self.clock, setup) if setup.pool is not None else None
@@ -185,7 +185,7 @@ class Simulation:
 
     def _done(self, call: FleetCall) -> None:
         arrival, ids, work_ms = call.arrival, call.replay.ids, self._costs.work_ms(call.arrival.prompt, 0, call.arrival.output)
-        self.report.answered(arrival, len(ids), ids != list(self._ids[: arrival.output]), call.first_s, self.clock.now_s, work_ms)
+        self.report.answered(arrival, len(ids), ids != self._ids[: arrival.output], call.first_s, self.clock.now_s, work_ms)
         self._forget(call)
 
     def _forget(self, call: FleetCall) -> None:

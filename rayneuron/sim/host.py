@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -116,7 +116,7 @@ class ExactHost:
         both, and nobody asks for those behind them. `loan`: it is computed for another engine."""
         self._orders = order = self._orders + 1
         sequence = _BLANK.__copy__()
-        sequence.ids, sequence.hashes = cast("list[int]", bytearray(prompt + done)), []  # ids are only counted
+        sequence.ids, sequence.hashes = bytearray(prompt + done), []  # ids are only counted
         sequence.prompt_len, sequence.max_tokens, sequence.loan = prompt, output, loan
         sequence.order, sequence.rank = order, (0, order)
         sequence.key, sequence.had, sequence.names = key, done, hashes
