@@ -128,6 +128,8 @@ class Fairness:
 
     def head(self) -> int | None:
         """The request whose turn it is."""
+        if not self.waiting:
+            return None
         for number in self._order:
             tier = self._tiers[number]
             if tier.again:
@@ -148,7 +150,8 @@ class Fairness:
         if not entry.again:
             tier.clock = max(tier.clock, a.clock)
             a.clock += entry.ms / a.share.weight
-            self._line_up(a, tier)
+            if a.queue:
+                self._line_up(a, tier)
         return True
 
     def drop(self, key: int) -> bool:

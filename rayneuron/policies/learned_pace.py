@@ -11,6 +11,7 @@ from math import exp, log, sqrt
 
 MOST_OFF = 5.0  # the multiple, or one part of it
 MOST_LATE_MS = 100.0
+_MOST_LOG = log(MOST_OFF)
 _OFF, _LATE_MS = 1.0, 10.0  # how far from none they are expected before the first order, of the multiple its logarithm
 _NOISE = 0.25  # of the time to a first token, what nobody can know
 _DOUBT = 0.0002  # of what is known, how much each first token leaves less sure
@@ -45,9 +46,9 @@ class LearnedPace:
         with_off = self._off_var * of_off + self._both * of_late
         with_late = self._both * of_off + self._late_var * of_late
         var = of_off * with_off + of_late * with_late + _NOISE**2
-        most = min(_ODD * sqrt(var), log(MOST_OFF))
+        most = min(_ODD * sqrt(var), _MOST_LOG)
         wrong = _within(log(max(actual_ms, 1e-3) / expected), -most, most)
-        self._off = _within(self._off + with_off / var * wrong, -log(MOST_OFF), log(MOST_OFF))
+        self._off = _within(self._off + with_off / var * wrong, -_MOST_LOG, _MOST_LOG)
         self._late = _within(self._late + with_late / var * wrong, 0.0, MOST_LATE_MS)
         self._off_var -= with_off * with_off / var
         self._late_var -= with_late * with_late / var

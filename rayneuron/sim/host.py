@@ -147,12 +147,11 @@ class ExactHost:
 
     def pressure(self, seen: int) -> Pressure:
         """How busy it says it is."""
-        return self._slowed(pressure(self.scheduler, self.costs, self._output, seen, self.accepting))
+        told = pressure(self.scheduler, self.costs, self._output, seen, self.accepting)
+        return told if self.slow == 1.0 else self._slowed(told)
 
     def _slowed(self, told: Pressure) -> Pressure:
         """By the times its steps take, which a real engine measures all the time."""
-        if self.slow == 1.0:
-            return told
         slow = self.slow
         return replace(told, backlog_ms=slow * told.backlog_ms, slot_ms=slow * told.slot_ms, step_ms=slow * told.step_ms)
 

@@ -37,7 +37,8 @@ class JumpHost(ExactHost):
         """How busy it says it is."""
         self._advance()
         longest = self.scheduler.longest if self.scheduler.members else 0
-        return self._slowed(pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest))
+        told = pressure(self.scheduler, self.costs, self._output, seen, self.accepting, longest)
+        return told if self.slow == 1.0 else self._slowed(told)
 
     def _turn(self) -> None:
         scheduler = self.scheduler
