@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,23 +14,19 @@ from rayneuron import cli
 SMOLLM2 = str(Path(__file__).parent.parent / "deployments" / "smollm2.yaml")
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, env={**os.environ, **environment}, timeout=400
-    )
+def test_version_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    said = capsys.readouterr().out
+    assert "\ntorch 2." in said and "torch-neuronx not installed" in said
 
 
-def test_version_names_what_matters() -> None:
-    done = run("version")
-    assert done.returncode == 0 and "\ntorch 2." in done.stdout and "torch-neuronx not installed" in done.stdout
-
-
-def test_demo_model_prints_the_directory(tmp_path: Path) -> None:
-    done = run("demo-model", "--random", "llama-tiny", RAYNEURON_CACHE=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    folder = Path(done.stdout.strip())
+def test_demo_model_prints_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RAYNEURON_CACHE", str(tmp_path))
+    assert cli.main(["demo-model", "--random", "llama-tiny"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
     assert folder.parent == tmp_path / "models" and (folder / "config.json").is_file()
-    assert run("demo-model", "--random", "tiny", "--out", str(tmp_path / "mine")).stdout.strip() == str(tmp_path / "mine")
+    assert cli.main(["demo-model", "--random", "tiny", "--out", str(tmp_path / "mine")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "mine")
 
 
 def test_config_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +94,7 @@ def test_generate_answers_and_is_deterministic(tiny: Path, capsys: pytest.Captur
         assert cli.main([*words, *more]) == 0
         return capsys.readouterr().out
 
-    streamed = run(*words)
+    streamed = subprocess.run([sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, timeout=400)
     assert streamed.returncode == 0 and streamed.stdout.strip(), streamed.stderr
     assert said("--prompt", "hello") == 2 * streamed.stdout
     assert said("--chat") != streamed.stdout, "the chat template is in the prompt"

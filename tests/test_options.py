@@ -33,7 +33,7 @@ def plain(tiny):
     "options",
     [
         {"fused_qkv": False},
-        {"tensor_parallel": 4, "shard_over_sequence": True},
+        pytest.param({"tensor_parallel": 4, "shard_over_sequence": True}, marks=pytest.mark.slow),  # tests/group/test_group.py does it too
         {"tensor_parallel": 4, "group_query_attention": "replicated-heads"},
     ],
     ids=str,
@@ -59,7 +59,7 @@ def test_auto_means_one_dtype_to_shard_and_to_run(tiny, tmp_path):
     assert runnable.dtype == "bf16"
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "f8e4m3"}, {"kv_dtype": "f8e4m3"}], ids=str)
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "f8e4m3", "kv_dtype": "f8e4m3"}], ids=str)
 def test_a_small_model_still_answers_in_eight_bits(smollm2, options):
     with LLM(smollm2, dtype="bf16", max_model_len=128, max_num_seqs=1, threads=1, buckets={"context_encoding": [16]}, **options) as llm:
         text = llm.generate("The capital of France is", {"temperature": 0, "max_tokens": 3})[0].outputs[0].text

@@ -62,7 +62,7 @@ def other() -> Path:
 
 
 @pytest.mark.parametrize("name", ["int8", "other"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_choice_is_told_what_it_is_told_alone(tiny, other, solo, name, seed):
     """With preemption, aborts, chunks, blocks and a prefix cache."""
     rng = random.Random(100 + seed)

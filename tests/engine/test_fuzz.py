@@ -127,12 +127,13 @@ def draw(rng: random.Random, i: int, families: list[list[int]] | None = None) ->
     return Request(id=f"r{i}", prompt_ids=prompt, params=SamplingParams(**params), priority=rng.choice([0, 0, 0, -1, 2]))
 
 
-WAYS = [
-    *((seed, False, (), False) for seed in range(8)),
-    *((seed, True, (), False) for seed in range(6)),
-    *((seed, seed % 2 == 1, (16, 48), False) for seed in range(20, 23)),
-    *((seed, seed % 2 == 1, () if seed % 3 else (16, 48), True) for seed in range(30, 42)),
+KINDS = [
+    [(seed, False, (), False) for seed in range(8)],
+    [(seed, True, (), False) for seed in range(6)],
+    [(seed, seed % 2 == 1, (16, 48), False) for seed in range(20, 23)],
+    [(seed, seed % 2 == 1, () if seed % 3 else (16, 48), True) for seed in range(30, 42)],
 ]
+WAYS = [pytest.param(*way, marks=() if i < 3 or i % 2 else pytest.mark.slow) for kind in KINDS for i, way in enumerate(kind)]
 
 
 @pytest.mark.parametrize(("seed", "ahead", "prefix", "cached"), WAYS)

@@ -104,8 +104,8 @@ def watch(engine: Engine) -> list[tuple[list[int], tuple[int, ...]]]:
 
 def check(seen, reader: published.Reader) -> int:
     """Every draft is the likeliest of its head, rounding aside; how many were looked at."""
-    for ids, drafts in seen:
-        for draft, logits in zip(drafts, reader(ids, list(drafts)), strict=True):
+    for ids, drafts in {(tuple(ids), drafts) for ids, drafts in seen}:
+        for draft, logits in zip(drafts, reader(list(ids), list(drafts)), strict=True):
             assert logits[draft] >= logits.max() - 1e-4, (len(ids), drafts)
     return sum(len(drafts) for _, drafts in seen)
 

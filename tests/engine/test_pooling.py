@@ -81,7 +81,7 @@ def test_every_family(tmp_path: Path, family: str) -> None:
         {"prefill_chunk_tokens": 32},
         {"kv_cache_tokens": 192, "block_size": 16},  # who decodes beside is preempted, and so are they
         {"enable_prefix_caching": False},
-        {"tensor_parallel": 2},
+        pytest.param({"tensor_parallel": 2}, marks=pytest.mark.slow),
         {"pipeline_parallel": 2},
         {"tensor_parallel": 2, "sequence_parallel": True},
         {"compile": {"async_mode": True}},

@@ -17,7 +17,10 @@ def greedy(name: str, prompt: list[int], most: int, **params) -> Request:
     return Request(id=name, prompt_ids=prompt, params=SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, **params))
 
 
-WAYS = [(seed, seed % 2 == 1, seed % 3 != 0, 0.5 if seed % 4 == 2 else 0.0) for seed in range(12)]
+WAYS = [
+    pytest.param(seed, seed % 2 == 1, seed % 3 != 0, 0.5 if seed % 4 == 2 else 0.0, marks=pytest.mark.slow if seed > 6 else ())
+    for seed in range(12)
+]
 
 
 @pytest.mark.parametrize(("seed", "ahead", "cached", "faults"), WAYS)

@@ -121,7 +121,7 @@ def draw(rng: random.Random, i: int, solo, families) -> Request:
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_every_choice_is_told_what_it_is_told_alone(tiny, solo, name, seed):
     """With preemption, aborts, chunks, blocks and a prefix cache."""
     rng = random.Random(seed)

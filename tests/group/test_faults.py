@@ -23,16 +23,15 @@ from rayneuron.placement.instances import instance
 from rayneuron.placement.ledger import Ledger
 from rayneuron.processes import process_started
 from tests.cluster.faults import held
-from tests.group.test_group import PATIENT, SMALL, children, nothing_stays  # noqa: F401
+from tests.group.test_group import PATIENT, SMALL, TOLD_S, children, nothing_stays  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
-ERROR_S, END_S = 2.0, 5.0
 PROMPT = [5] * 100  # seven chunks of 16
 WIDE = {**SMALL, "prefill_chunk_tokens": 16, "buckets": SMALL["buckets"] | {"context_encoding": [16]}, "group": PATIENT,
         "tensor_parallel": 2, "pipeline_parallel": 2, "instance": "cores:8"}  # fmt: skip
 
 
-def gone(pids: list[int], within_s: float = END_S) -> None:
+def gone(pids: list[int], within_s: float = TOLD_S) -> None:
     """None of the processes is left at the end of that time."""
     until = time.monotonic() + within_s
     while left := [pid for pid in pids if process_started(pid) is not None]:
@@ -65,7 +64,7 @@ class Kept(Children):
         return {} if self.blind else super().gone()
 
 
-@pytest.mark.parametrize("blind", [False, True])
+@pytest.mark.parametrize("blind", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_killed_after_its_hello(blind: bool, tiny: Path, tmp_path: Path) -> None:
     """Worker 0 is held by its chat template while the others come; one of them ends before it is given a place."""
     template, processes, problems = tmp_path / "template.jinja", Kept(), []
@@ -84,9 +83,8 @@ def test_a_rank_killed_after_its_hello(blind: bool, tiny: Path, tmp_path: Path) 
         hold.wait([os.getpid()])
         wait_until(lambda: processes.ever and all(_joined(pid) for pid in processes.ever.values()))
         os.kill(processes.ever[2], signal.SIGKILL)
-        killed_s = time.monotonic()
-    opener.join(END_S)
-    assert not opener.is_alive() and time.monotonic() - killed_s < END_S
+    opener.join(TOLD_S)
+    assert not opener.is_alive()
     assert len(problems) == 1 and "worker 2, rank 0 of stage 1" in problems[0], problems
     gone(list(processes.ever.values()), 0)
     free(tmp_path)
@@ -131,7 +129,7 @@ def test_a_rank_killed_in_the_middle_of_a_prefill(victim: int, tiny: Path, tmp_p
     loop = EngineLoop(opened.engine, deliver, on_step=stepped)
     loop.submit(Request(id="0", prompt_ids=PROMPT, params=SamplingParams(temperature=0.0, max_tokens=4)))
     assert ended.wait(60)
-    assert times[1] - times[0] < ERROR_S
+    assert times[1] - times[0] < TOLD_S
     assert len(errors) == 1 and f"worker {victim}," in errors[0], errors
     loop.close()
     assert len(lost) == 1
@@ -157,10 +155,10 @@ def leader(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         process.wait()
 
 
-LATER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("rendezvous", "warm", "prefill")]  # four processes each
+LATER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("rendezvous", "load", "warm", "prefill")]  # four processes each
 
 
-@pytest.mark.parametrize("stage", ["place", "load", "decode", *LATER])
+@pytest.mark.parametrize("stage", ["place", "decode", *LATER])
 def test_the_leader_killed(stage: str, leader: Callable[..., subprocess.Popen[str]], tiny: Path, tmp_path: Path) -> None:
     """SIGKILL of worker 0: the others end by themselves and the cores are free. Place: all have come, nobody was told its place."""
     template = tmp_path / "template.jinja"

@@ -31,7 +31,8 @@ SMALL: dict[str, Any] = {
     "dtype": "fp32", "max_model_len": 128, "max_num_seqs": 4, "threads": 1, "prefill_chunk_tokens": 32,
     "buckets": {"batch": [2, 4], "token_generation": [128], "context_encoding": [32]},
 }  # fmt: skip
-PATIENT = {"start_s": 120, "load_s": 120, "step_s": 60, "cores_s": 5}
+PATIENT: dict[str, Any] = {"start_s": 120, "load_s": 120, "step_s": 60, "cores_s": 5}
+TOLD_S = PATIENT["step_s"] / 2  # told of an end, where nobody waits for the deadline; at once where the machine is quiet
 
 
 def children() -> set[int]:
@@ -252,32 +253,36 @@ class Watched(Children):
             os.kill(self.pids[1], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("moment", ["rendezvous", "load", "warm"])
-def test_a_rank_killed_while_starting(moment: str, tiny: Path) -> None:  # BR-15
+STARTING = [("rendezvous", "tp2"), ("load", "pp2"), ("warm", "tp2 pp2")]
+ALL_STARTING = [*STARTING, *(pytest.param(moment, "tp2 pp2", marks=pytest.mark.slow) for moment, _ in STARTING[:2])]
+
+
+@pytest.mark.parametrize(("moment", "shape"), ALL_STARTING)
+def test_a_rank_killed_while_starting(moment: str, shape: str, tiny: Path) -> None:  # BR-15
     processes = Watched(moment)
-    config = parse({"model": {"path": str(tiny)}, **SMALL, "tensor_parallel": 2, "pipeline_parallel": 2, "group": PATIENT})
+    config = parse({"model": {"path": str(tiny)}, **SMALL, **SHAPES[shape], "group": PATIENT})
+    victim = 2 if shape == "tp2 pp2" and moment != "rendezvous" else 1
     killed = 0.0
 
     def harm(stage: str, done: int, total: int) -> None:
         nonlocal killed
         if not killed and stage == {"load": "weights", "warm": "graphs"}.get(moment):
-            os.kill(processes.pids[2], signal.SIGKILL)
+            os.kill(processes.pids[victim], signal.SIGKILL)
             killed = time.monotonic()
 
-    victim = 1 if moment == "rendezvous" else 2
     with pytest.raises(WorkerLost, match=rf"worker {victim}, rank") as caught:
         loading.open_engine(config, harm, processes=processes)
     if killed:
-        assert time.monotonic() - killed < 5.0, "told, and everybody has ended"
+        assert time.monotonic() - killed < TOLD_S, "told, and everybody has ended"
     assert "gone" in str(caught.value) or "signal 9" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("shape", "victim", "how"),
     [
-        ("tp2", 1, signal.SIGKILL),
         ("pp2", 1, signal.SIGTERM),
         ("tp2 pp2", 2, signal.SIGKILL),
+        pytest.param("tp2", 1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("tp2", 1, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("pp2", 1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("tp2 pp2", 2, signal.SIGTERM, marks=pytest.mark.slow),
@@ -309,7 +314,7 @@ def test_a_rank_killed_while_generating(shape: str, victim: int, how: signal.Sig
     killed = time.monotonic()
     assert ended.wait(PATIENCE_S)
     took = time.monotonic() - killed
-    assert took < 2.0
+    assert took < TOLD_S
     assert f"worker {victim}," in errors[0] and str(pids[victim]) in errors[0], errors
     loop.close()
     assert len(errors) == 3 and not loop.alive
@@ -339,9 +344,10 @@ def test_a_stopped_rank_is_named_at_the_deadline(tiny: Path) -> None:
         began = time.monotonic()
         with pytest.raises(RayNeuronError, match=r"rank 1 .*within 3 s"):
             llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4))
-        assert 3 <= time.monotonic() - began < 30
+        assert 3 <= time.monotonic() - began < TOLD_S
 
 
+@pytest.mark.slow  # test_faults.py kills one at several stages
 def test_workers_end_with_their_leader(tiny: Path) -> None:
     """SIGKILL of the process that owns the group: nobody is left, and its cores are free."""
     import subprocess

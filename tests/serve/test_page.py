@@ -16,6 +16,7 @@ import pytest
 
 PAGE = Path(__file__).parent.parent.parent / "rayneuron" / "serve" / "page"
 WAIT_S = 60
+HURRIED = "const wait = setTimeout; window.setTimeout = (what, ms) => wait(what, ms / 20)"  # the page looks every five seconds
 LONG_NAME = "organisation/A-Model-With-A-Name-70B-Instruct-Of-60-Letters!"
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> [a](javascript:alert(1))"
 MARKDOWN = (
@@ -42,7 +43,7 @@ class Script:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.not_ready = 0
+        self.not_ready = False
         self.refusals = 0
         self.checked = 0
         self.draining = False
@@ -81,7 +82,6 @@ class Server(BaseHTTPRequestHandler):
         if path == "/v1/models":
             self.script.keys.append(self.headers.get("Authorization"))
             if self.script.not_ready:
-                self.script.not_ready -= 1
                 return self.reply(503, b'{"error": {"message": "loading weights", "code": 503}}')
             return self.reply(200, json.dumps({"object": "list", "data": [self.script.card, *self.script.more]}).encode())
         file = PAGE / ("index.html" if path == "/" else path.removeprefix("/page/"))
@@ -174,7 +174,7 @@ def script() -> Script:
 def address(script: Script) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Scripted", (Server,), {"script": script}))
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     script.release.set()
@@ -195,6 +195,7 @@ def browser() -> Iterator[Any]:
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": HURRIED})
     yield driver
     driver.quit()
 
@@ -364,16 +365,25 @@ def test_what_is_typed_meanwhile_comes_back(end: str, page: Page, script: Script
     assert page.driver.switch_to.active_element.get_attribute("id") == "prompt"
 
 
+TITLES = """
+const state = document.getElementById("state");
+window.titles = [];
+new MutationObserver(() => titles.push(state.title)).observe(state, { attributeFilter: ["title"] });
+"""
+
+
 def test_the_dot_tells_the_truth(page: Page, script: Script) -> None:
     """A server that drains, then comes back as another model with another length; and one that is gone."""
     state = page.find("#state")
     page.until(lambda: script.checked > 0)  # asked though nobody does anything
-    script.draining, script.not_ready = True, 1
-    page.until(lambda: state.get_attribute("data-state") == "wait" and "shutting down" in state.get_attribute("title"))
+    page.driver.execute_script(TITLES)
+    script.draining = script.not_ready = True
+    page.until(lambda: page.driver.execute_script("return titles")[:2] == ["shutting down", "loading weights"])
+    assert state.get_attribute("data-state") == "wait"
     page.find("#prompt").send_keys("early\n")
     assert "Not sent" in page.find("#hint").text and page.find("#prompt").get_property("value") == "early"
     script.card |= {"id": "another", "max_model_len": 99}
-    script.draining = False
+    script.draining = script.not_ready = False
     page.ready()
     assert page.find("#model").text == "another" and page.find("#hint").text == ""
     assert page.find("#max-tokens").get_attribute("max") == "99" and "99" in page.find("#max-tokens").get_attribute("placeholder")
@@ -496,9 +506,9 @@ def test_one_of_several_models_is_chosen_and_stays_so(browser: Any, address: str
     page.driver.refresh()
     page.ready().say("hi")
     page.answer()
-    script.draining, script.not_ready = True, 1
+    script.draining = script.not_ready = True
     page.until(lambda: page.find("#state").get_attribute("data-state") == "wait")
-    script.draining = False
+    script.draining = script.not_ready = False
     page.ready().say("hi")
     page.until(lambda: len(script.bodies) == 3)
     script.more = []
@@ -509,10 +519,11 @@ def test_one_of_several_models_is_chosen_and_stays_so(browser: Any, address: str
 
 
 def test_waits_for_a_server_that_is_starting(browser: Any, address: str, script: Script) -> None:
-    script.not_ready = 2
+    script.not_ready = True
     page = Page(browser, address + "/")
     page.until(lambda: page.find("#model").text == "loading weights")
     page.find("#prompt").send_keys("early\n")
+    script.not_ready = False
     page.ready()
     assert not script.bodies and page.find("#prompt").get_property("value") == "early"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from random import Random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -42,7 +43,12 @@ def balanced(arrivals: Iterable[Arrival], seed: int, pool: PoolSetup | None, **s
     return report
 
 
-@pytest.mark.parametrize("seed", range(6))
+def seeds(quick: int, all_: int) -> list[Any]:
+    """The first few in each run, the others in slow ones."""
+    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(all_)]
+
+
+@pytest.mark.parametrize("seed", seeds(4, 6))
 def test_everything_balances_with_a_pool(seed: int) -> None:
     random = Random(seed)
     traffic = [Traffic(rate=14, prompt=300, output=30, prefixes=20, shared=512, turns=2), Traffic(rate=2, prompt=900, output=2)]
@@ -63,7 +69,7 @@ def test_leaping_gives_what_stepping_gives_with_a_pool() -> None:
         assert getattr(exact, name).total == pytest.approx(getattr(leapt, name).total, abs=1e-6), name
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_a_pool_spares_those_who_decode(seed: int) -> None:
     """Three engines and one that only computes prompts against four that do all: long prompts no longer stand between two tokens."""
     traffic = [Traffic(rate=5, prompt=1200, output=60)]
@@ -83,7 +89,7 @@ def shifts(seed: int) -> list[Arrival]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, 4))
 def test_a_pool_that_grows_and_shrinks_loses_nothing(seed: int) -> None:
     random = Random(seed)
     start_s, down_s, tail_s = random.choice([0.5, 8.0]), random.choice([0.0, 10.0]), random.choice([0.0, 0.05])

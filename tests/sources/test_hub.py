@@ -255,7 +255,7 @@ def test_a_group_reads_the_commit_its_first_rank_found(hub: hub_server.Hub, tiny
     prompt = {"prompt_token_ids": list(range(20, 40))}
     with LLM(model=NAME, **options) as llm:
         said = llm.generate(prompt, {"temperature": 0, "max_tokens": 4})[0].outputs[0].token_ids
-    with LLM(tiny, **options) as llm:
+    with LLM(tiny, **{**options, "tensor_parallel_size": 1}) as llm:
         assert said == llm.generate(prompt, {"temperature": 0, "max_tokens": 4})[0].outputs[0].token_ids
     assert [path for _, path, _ in hub.asked if "/revision/" in path] == [f"/api/models/{NAME}/revision/main"]
     assert hub.fetched().count(WEIGHTS) == 1

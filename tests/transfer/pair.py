@@ -23,7 +23,7 @@ from rayneuron.transfer.pulling import Puller
 from rayneuron.transfer.pulls import Pulls
 from rayneuron.types import Request, Snapshot, TokenDelta
 from tests.engine.test_fuzz import build
-from tests.serve.scripted import eventually
+from tests.serve.scripted import PATIENCE_S, eventually
 
 TOKEN = b"secret of these tests"
 
@@ -112,7 +112,7 @@ class Decoding:
 
     def meet(self, *found: Prefilling) -> None:
         self.pulls.meet({str(i): one.offers.addresses for i, one in enumerate(found)})
-        eventually(lambda: len(self.pulls.ready) == len(found), 10, lambda: self.pulls.ready)
+        eventually(lambda: len(self.pulls.ready) == len(found), PATIENCE_S, lambda: self.pulls.ready)
 
     def close(self) -> None:
         self.loop.close()
@@ -158,5 +158,5 @@ class Pair:
 
     def at_baseline(self) -> None:
         for one in (self.d, self.p):
-            eventually(lambda one=one: at_baseline(one.engine, one.loop), 10, lambda one=one: one.engine.snapshot())
+            eventually(lambda one=one: at_baseline(one.engine, one.loop), PATIENCE_S, lambda one=one: one.engine.snapshot())
         assert not self.p.offers.live

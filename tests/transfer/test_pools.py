@@ -17,7 +17,7 @@ from tests.engine import test_draft_model, test_grammar, test_speculation
 from tests.engine.test_fuzz import draw
 from tests.engine.test_fuzz import solo as solo
 from tests.engine.test_speculation import TRIES
-from tests.serve.scripted import eventually
+from tests.serve.scripted import PATIENCE_S, eventually
 from tests.transfer.pair import Decoding, Pair, Prefilling, cpu, held, open_engine
 
 SIZE = 16
@@ -211,7 +211,7 @@ def test_pools_that_differ_are_refused_and_prompts_stay_local(tiny, caplog):
         d = Decoding(open_engine(tiny, block=16))
         stack.callback(d.close)
         d.pulls.meet({"p": p.offers.addresses})
-        eventually(lambda: "block: 16 here, 32 there" in caplog.text, 10)
+        eventually(lambda: "block: 16 here, 32 there" in caplog.text, PATIENCE_S)
         assert d.pulls.ready == []
         d.loop.submit(ask("a", prompt(40, 1), 3))
         d.heard.wait([ask("a", [1], 1)])
@@ -239,14 +239,14 @@ def test_who_has_a_prefix_already_is_asked(tiny):
 
         second = [*first, *prompt(20, 2)]
         probe = sequence_of(before, second)
-        eventually(lambda: (uncached("0"), uncached("1")) == (84, 20), 10, lambda: (uncached("0"), uncached("1")))
+        eventually(lambda: (uncached("0"), uncached("1")) == (84, 20), PATIENCE_S, lambda: (uncached("0"), uncached("1")))
         for i, asked in ((0, 1), (1, 1)):
             d.loop.submit(ask(f"b{i}", [*first, *prompt(20, 3 + i)], 2))
             d.heard.wait([ask(f"b{i}", [1], 1)])
             assert d.counts["adopted"] == i + 1 and sum(ps[0].offers.counts.values()) == 0, asked
         assert d.heard.out["b0", 0][0].cached_tokens == 64, "what was cached there counts as cached"
         ps[1].loop.ask(lambda engine: engine.scheduler.blocks.reset()).result(10)
-        eventually(lambda: uncached("1") == 84, 10, lambda: uncached("1"))
+        eventually(lambda: uncached("1") == 84, PATIENCE_S, lambda: uncached("1"))
         d.loop.submit(ask("c", prompt(70, 9), 2))
         d.heard.wait([ask("c", [1], 1)])
         assert ps[0].offers.counts["committed"] == 1, "nobody has it, so the first is asked"

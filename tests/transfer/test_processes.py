@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.engine.test_fuzz import drain
-from tests.serve.scripted import eventually
+from tests.serve.scripted import PATIENCE_S, eventually
 from tests.transfer.pair import Decoding, at_baseline, open_engine
 from tests.transfer.proxy import Proxy
 from tests.transfer.test_pools import ask, prompt
@@ -53,28 +52,29 @@ def test_a_replica_that_is_frozen_or_killed_costs_time_and_never_a_token(tiny):
             d.pulls.meet({"p": addresses})
             return d.pulls.ready == ["p"]
 
-        def run(then, adopted: int) -> float:
-            """All of them, with what happens after `adopted` prompts have come; how long they took from then on."""
+        def run(then, adopted: int) -> None:
+            """All of them, with what happens after `adopted` prompts have come."""
             nonlocal count
-            eventually(met, 20)
+            eventually(met, PATIENCE_S)
             count += 1
             before = d.counts["adopted"]
             named = [ask(f"{r.id}-{count}", r.prompt_ids, 6) for r in requests]
             for request in named:
                 d.loop.submit(request)
-            eventually(lambda: d.counts["adopted"] >= before + adopted, 30)
+            eventually(lambda: d.counts["adopted"] >= before + adopted, PATIENCE_S)
             then()
-            began = time.monotonic()
-            d.heard.wait(named, 30)
-            took = time.monotonic() - began
+            d.heard.wait(named)
             for request in named:
                 deltas = d.heard.out[request.id, 0]
                 assert (tuple(t for x in deltas for t in x.token_ids), deltas[-1].finish_reason) == wanted[request.id.split("-")[0]]
-            eventually(lambda: at_baseline(d.engine, d.loop), 10, d.engine.snapshot)
-            return took
+            eventually(lambda: at_baseline(d.engine, d.loop), PATIENCE_S, d.engine.snapshot)
 
-        run(lambda: None, 0)
-        assert d.counts["adopted"] >= 15 and not d.counts["failed"]
+        for _ in range(8):  # a machine that stands still looks frozen too
+            before = d.counts.copy()
+            run(lambda: None, 0)
+            if d.counts["failed"] == before["failed"]:
+                break
+        assert d.counts["adopted"] - before["adopted"] >= 15 and d.counts["failed"] == before["failed"]
         for adopted in (0, 3):
             failed = d.counts["failed"]
             run(lambda: child.send_signal(signal.SIGSTOP), adopted)
@@ -88,7 +88,7 @@ def test_a_replica_that_is_frozen_or_killed_costs_time_and_never_a_token(tiny):
         d.loop.submit(ask("alone", prompt(40, 1), 3))  # nobody is there
         d.heard.wait([ask("alone", [1], 1)])
         assert d.pulls.ready == []
-        eventually(lambda: mapped() == before_any, 10, mapped)  # of the dead nothing is kept, not even what was being read
+        eventually(lambda: mapped() == before_any, PATIENCE_S, mapped)  # of the dead nothing is kept, not even what was being read
 
 
 def mapped() -> int:
@@ -115,20 +115,20 @@ def test_one_that_comes_back_at_the_same_addresses_is_another(tiny, way):
         for turn, adopted in enumerate((0, 4)):
             child, (control.to, _, data.to) = start(tiny, data.address)
             stack.callback(child.kill)
-            eventually(met, 20)
+            eventually(met, PATIENCE_S)
             epochs.add(d.pulls._roster.get("p").welcome.epoch)
             requests = [ask(f"{turn}-{i}", prompt(20 + 3 * i, 100 * turn + i), 6) for i in range(COUNT)]
             before = d.counts["adopted"]
             for request in requests:
                 d.loop.submit(request)
-            eventually(lambda before=before, adopted=adopted: d.counts["adopted"] >= before + adopted, 30)
+            eventually(lambda before=before, adopted=adopted: d.counts["adopted"] >= before + adopted, PATIENCE_S)
             child.kill()
             child.wait()
-            d.heard.wait(requests, 30)
+            d.heard.wait(requests)
             for request in requests:
                 deltas = d.heard.out[request.id, 0]
                 got = tuple(t for x in deltas for t in x.token_ids), deltas[-1].finish_reason
                 assert got == drain(solo, [ask("solo", request.prompt_ids, 6)])["solo", 0]
-            eventually(lambda: at_baseline(d.engine, d.loop), 10, d.engine.snapshot)
+            eventually(lambda: at_baseline(d.engine, d.loop), PATIENCE_S, d.engine.snapshot)
         assert len(epochs) == 2 and d.counts["adopted"] >= 4 and d.counts["failed"] > 0
-        eventually(lambda: mapped() == before_any, 10, mapped)
+        eventually(lambda: mapped() == before_any, PATIENCE_S, mapped)

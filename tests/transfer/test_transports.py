@@ -33,7 +33,7 @@ from rayneuron.transfer.nixl import Nixl
 from rayneuron.transfer.pulling import Errand, Halting, Puller
 from rayneuron.transfer.shared import Shared
 from rayneuron.transfer.sockets import STREAM_BYTES, Sockets
-from tests.serve.scripted import eventually
+from tests.serve.scripted import PATIENCE_S, eventually
 
 TOKEN, EPOCH, SESSION, TICKET = b"t" * 16, 7, b"s" * 16, b"k" * 16
 STALL_S = 2.0
@@ -177,7 +177,7 @@ def test_a_ticket_that_is_not_alive_gives_nothing(lend, name):
             transport.pull(wrong, ours, NEVER)
     assert all((units == 0xEE).all() for units in ours.units)
     transport.pull(want(ONE, 0, (0, 1)), ours, NEVER)  # the control
-    eventually(lambda: not lender._lent[TICKET].readers, 10)  # it learns of our having read a little later than we
+    eventually(lambda: not lender._lent[TICKET].readers, PATIENCE_S)  # it learns of our having read a little later than we
     gone = threading.Event()
     lender.withdraw(TICKET, gone.set)
     assert gone.is_set()
@@ -250,7 +250,7 @@ def test_what_becomes_somebody_elses_while_a_socket_holds_it_is_found(lend, monk
     def late(talk, wanted, piece, *rest):
         check = head(talk, wanted, piece, *rest)
         if piece.number == 0:
-            eventually(lambda: not lender._lent[TICKET].readers, 10)
+            eventually(lambda: not lender._lent[TICKET].readers, PATIENCE_S)
             lender.withdraw(TICKET, gone.set)
             assert gone.wait(10)
             theirs.units[1][2] ^= 4
@@ -353,7 +353,7 @@ def test_a_transport_of_one_who_is_gone_is_closed_though_it_was_in_use(monkeypat
     welcome = Welcome(epoch=EPOCH, session=SESSION, layout=layout, data=((),), lease_s=1.0)
     for ticket in (b"kept", b"gone", b"again"):
         puller.begin(Errand(welcome, ticket, 0, 1, (0,)), Halting(), lambda how, why, size: ended.append(how))
-        eventually(lambda ticket=ticket: len(ended) == 1 + [b"kept", b"gone", b"again"].index(ticket), 10)
+        eventually(lambda ticket=ticket: len(ended) == 1 + [b"kept", b"gone", b"again"].index(ticket), PATIENCE_S)
     assert ended == ["pulled"] * 3 and [one.closed for one in made] == [1, 0]
     puller.close()
     assert [one.closed for one in made] == [1, 1]

@@ -83,8 +83,8 @@ def test_one_that_is_mostly_wrong_changes_none_either(standin, tiny, other, plai
     assert found == plain and tried > 50 and true < tried / 4
 
 
-HEADS = [*((name, {}) for name in ("medusa", "eagle", "eagle3")), *(pytest.param(name, more, marks=pytest.mark.slow) for name, more in (
-    ("eagle-bare", {}), *((name, more) for name in MADE for more in (BLOCKS, {"tensor_parallel": 2}))))]  # fmt: skip
+HEADS = [*((name, {}) for name in ("medusa", "eagle3")), *(pytest.param(name, more, marks=pytest.mark.slow) for name, more in (
+    ("eagle", {}), ("eagle-bare", {}), *((name, more) for name in MADE for more in (BLOCKS, {"tensor_parallel": 2}))))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "more"), HEADS, ids=str)
@@ -98,7 +98,7 @@ def test_heads_change_no_token(standin, tiny, plain, name, more, tmp_path, monke
     assert (tried, true) == told(tiny, monkeypatch, said, **CPU)[1:] and tried > 50
 
 
-@pytest.mark.parametrize("name", [None, "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", [None, "medusa", pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_a_core_holds_what_was_planned(standin, tiny, other, name, tmp_path, monkeypatch) -> None:
     """Weights and states by the byte, constants aside; and a file that says so is accepted where there is no SDK."""
     cores(monkeypatch, 1)

@@ -27,13 +27,12 @@ from rayneuron.placement.fitting import capacity_of
 from rayneuron.placement.memory import memory
 from tests.models import cases, runs
 
-FAMILIES = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom",
-            "gpt_neox", "gptj", "dbrx",
-            *(pytest.param(n, marks=pytest.mark.slow) for n in (
-                "gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss", "phi3", "phi3_long", "granite", "starcoder2", "stablelm",
-                "stablelm_parallel", "falcon", "falcon_new", "falcon_serial", "gemma", "smollm3", "phi", "glm4", "cohere2", "exaone4",
-                "nemotron", "arcee", "olmo", "olmo3", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe",
-            )))  # fmt: skip
+FIRST = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom", "gpt_neox",
+         "gptj", "dbrx")  # fmt: skip
+LATER = ("gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss", "phi3", "phi3_long", "granite", "starcoder2", "stablelm",
+         "stablelm_parallel", "falcon", "falcon_new", "falcon_serial", "gemma", "smollm3", "phi", "glm4", "cohere2", "exaone4", "nemotron",
+         "arcee", "olmo", "olmo3", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe")  # fmt: skip
+ENDS = ("llama", "llama_tied", "mixtral", "gpt2", "opt_350m", "bloom", "gptj")  # each embeds, or ends, in its own way
 SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
 TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, EVERY[LOGITS]))
@@ -67,7 +66,12 @@ def problems(node: torch.fx.Node) -> list[str]:
     raise AssertionError("the fixture puts another in its place")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def families(quick: tuple[str, ...]) -> list[Any]:
+    """All of them; the others than these in slow runs."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in (*FIRST, *LATER)]
+
+
+@pytest.fixture(scope="module", params=families(FIRST))
 def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> graphs.Graph:
     """One rank of a tiny model of each family."""
     return opened(request.param, tmp_path_factory.mktemp(request.param))
@@ -128,13 +132,13 @@ def filled(graph: graphs.Graph, target: Shape) -> Batch:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, from inside run_decompositions
-@pytest.mark.parametrize("target", TARGETS, ids=targets.name)
+@pytest.mark.parametrize("target", [*TARGETS[:2], pytest.param(TARGETS[2], marks=pytest.mark.slow)], ids=targets.name)
 def test_every_family_exports(graph: graphs.Graph, target: targets.Target) -> None:
     check(graph, target)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.parametrize("target", ONCE, ids=targets.name)
+@pytest.mark.parametrize("target", [TARGETS[2], *ONCE], ids=targets.name)
 def test_every_kind_of_graph_exports(llama: graphs.Graph, target: targets.Target) -> None:
     check(llama, target)
 
@@ -143,7 +147,7 @@ STAGES = ((Shape("decode", 2, 1, 32, HIDDEN), Border(last=False)), (Shape("decod
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(ENDS))
 def test_both_stages_of_every_family_export(family: str, tmp_path: Path) -> None:
     """Hidden states out of the first stage and into the last, which sees no token."""
     for target, border in STAGES:
