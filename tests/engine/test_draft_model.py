@@ -28,7 +28,7 @@ from rayneuron.sources.drafts import draft_model
 from rayneuron.types import Profile, Request, SamplingParams
 from tests.engine import test_speculation
 from tests.engine.test_fuzz import LENGTH
-from tests.engine.test_pace import warm
+from tests.engine.test_pace import steady
 from tests.engine.test_speculation import GREEDY, TRIES, VOCAB, collect, fuzz, run, told
 
 solo = test_speculation.solo
@@ -148,7 +148,7 @@ def test_behind_a_draft_it_is_not_sure_of_it_makes_none(tiny, solo, monkeypatch)
     seen = {}
     for lead in (0.0, 0.2, 1e9):
         monkeypatch.setattr(draft_step, "LEAD", lead)
-        engine, drafts, out = build(tiny, tiny, 4, pace=warm(Pace(profile(0.1), 20), 1, 2, 3)), [], {}
+        engine, drafts, out = build(tiny, tiny, 4, pace=steady(Pace(profile(0.1), 20), 1, 2, 3)), [], {}
         for request in requests:
             engine.add(request)
         while engine.has_work:
@@ -180,7 +180,7 @@ def test_it_drafts_where_that_pays(tiny, solo, pass_ms, drafts, monkeypatch):
     """And where it does not, it has not read the prompt either."""
     monkeypatch.setattr(draft_step, "LEAD", 0.0)
     request = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
-    engine = build(tiny, tiny, 2, pace=warm(Pace(profile(pass_ms), 10), 1))
+    engine = build(tiny, tiny, 2, pace=steady(Pace(profile(pass_ms), 10), 1))
     assert run(engine, [request])["a", 0] == solo(request)
     assert (engine.steps <= 8) == drafts and (engine.steps == 24) == (not drafts)
 
@@ -202,15 +202,15 @@ def test_why_a_step_tries_none_is_said(tiny):
     short = Request(id="a", prompt_ids=[20, 21, 22], params=GREEDY)
     assert paused(build(tiny, tiny, 2), short) == set()
     assert paused(build(tiny, tiny, 2), replace(short, params=replace(GREEDY, max_tokens=2))) == {"none"}, "the last token has no draft"
-    assert paused(build(tiny, tiny, 2, pace=warm(Pace(profile(12.0), 10), 1)), short) == {"cost", "none"}
+    assert paused(build(tiny, tiny, 2, pace=steady(Pace(profile(12.0), 10), 1)), short) == {"cost", "none"}
     assert "behind" in paused(build(tiny, tiny, 2, chunk=8), replace(short, prompt_ids=[20 + i % 9 for i in range(60)]))
     full = [replace(short, id=str(n), prompt_ids=[20 + i % 9 for i in range(n)], params=replace(GREEDY, max_tokens=3)) for n in (31, 63)]
     assert "room" in paused(test_speculation.build(tiny, 2, lambda sequence, most: ((20,) * most, 1), kv_tokens=96, block=16), *full)
     nothing = test_speculation.build(tiny, 1, lambda sequence, most: ((), 0))
     assert paused(nothing, short) == {"none"}
-    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((), 4), warm(Pace(profile(12.0), 10), 1))
+    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((), 4), steady(Pace(profile(12.0), 10), 1))
     assert paused(nothing, replace(short, id="b")) == {"cost", "none"}, "what a lookup has found and not told"
-    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((20,) * most, 4), Pace(profile(12.0), 10))
+    nothing.scheduler.speculation = Speculation(TRIES, lambda sequence, most: ((20,) * most, 4), steady(Pace(profile(12.0), 10)))
     assert paused(nothing, replace(short, id="c")) == {"rest"}, "nobody has told what a step takes without"
 
 

@@ -24,7 +24,7 @@ from rayneuron.types import Request
 from tests.engine import test_speculation
 from tests.engine.test_draft_model import profile
 from tests.engine.test_fuzz import LENGTH
-from tests.engine.test_pace import warm
+from tests.engine.test_pace import steady
 from tests.engine.test_speculation import GREEDY, TRIES, VOCAB, fuzz, run
 from tests.models import published
 
@@ -190,7 +190,7 @@ def test_learnt_heads_save_steps(tiny, made, solo, tmp_path, name):
     learnt = published.learn(published.Reader(reader.model, config, held), [[*r.prompt_ids, *solo(r)[0]] for r in requests])
     folder, tokens = published.write(tmp_path, config, learnt), len(requests) * (GREEDY.max_tokens - 1)  # each prompt's step gives one more
     for pass_ms, least in ((None, 1.0), (1.0, 0.8), (12.0, 0.0)):
-        engine = build(tiny, folder, name.partition("-")[0], 1, pace=None if pass_ms is None else warm(Pace(profile(pass_ms), 10), 1))
+        engine = build(tiny, folder, name.partition("-")[0], 1, pace=None if pass_ms is None else steady(Pace(profile(pass_ms), 10), 1))
         for request in requests:
             assert run(engine, [request])[request.id, 0] == solo(request)
         steps = engine.steps - len(requests)

@@ -16,7 +16,10 @@ def together(kind: str, rows: int) -> list[list[Text]]:
     return [TEXTS[kind][i : i + rows] for i in range(0, 16, max(rows, 4))]
 
 
-@pytest.mark.parametrize(("rows", "every"), [(1, 0), (4, 0), (4, 4), (16, 0), (16, 4)])
+SOME = [(1, 0), (4, 4), (16, 0)]
+
+
+@pytest.mark.parametrize(("rows", "every"), [*SOME, *(pytest.param(*one, marks=pytest.mark.slow) for one in ((4, 0), (16, 4)))])
 def test_as_fast_as_the_best_fixed_number(rows, every):
     """Of every kind of prompts, whatever the start has measured: all at once, and where one more begins every few steps. What is not yet
     known at first counts; chats in which next to nothing comes true lose next to nothing."""

@@ -148,7 +148,7 @@ def test_drafts_on_two_ranks(tiny: Path, drafting: dict[str, Any]) -> None:
         logprobs = [line[token].logprob for o in made for token, line in zip(o.token_ids, o.logprobs or (), strict=True)]
         return [list(o.token_ids) for o in made], logprobs, llm.engine.steps
 
-    with LLM(tiny, **SMALL) as llm:
+    with LLM(tiny, speculative_config=False, **SMALL) as llm:
         wanted, wanted_logprobs, plain_steps = told(llm)
     drafting = {**drafting, "adaptive": False, "num_speculative_tokens": 3}
     with LLM(tiny, tensor_parallel=2, speculative_config=drafting, **SMALL, group=PATIENT) as llm:

@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_processes_equal_transformers(models: list[Saved], ranks: int, tmp_path: Path) -> None:
     address = f"file://{tmp_path}/meeting"
     command = [sys.executable, "-m", "tests.models.rank", address, str(ranks), str(tmp_path), *(str(saved.path) for saved in models)]

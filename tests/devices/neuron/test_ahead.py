@@ -36,7 +36,7 @@ def tokens(model: Path, **options: Any) -> list[list[list[int]]]:
 AHEAD = {"compile": {"async_mode": True}}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_same_tokens_with_and_without(standin: Path, tiny: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1" if ranks == 2 else "0")
     monkeypatch.setenv("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "")  # taken back at the end; the device says it itself

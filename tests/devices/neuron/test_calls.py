@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -71,17 +72,25 @@ def test_limits(held: threading.Event) -> None:
         made.load(held.wait, lambda: None)
 
 
-def test_loading_that_works_takes_as_long_as_it_takes() -> None:
-    made, told = Calls(), []
-    made.load_s = 2.0  # longer than a busy machine keeps a thread from its core
+@pytest.mark.parametrize("kind", [0, 1], ids=["computes", "reads"])
+def test_loading_that_works_takes_as_long_as_it_takes(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, told, much = Calls(), threading.Semaphore(0), itertools.count(0, 1000)
+    made.load_s = 0.03
+    monkeypatch.setattr(calls, "_used", lambda: (next(much) if kind == 0 else 0.0, next(much) if kind == 1 else 0))
 
     def work() -> float:
-        until = time.thread_time() + 2.2
-        while time.thread_time() < until:
-            pass
+        for _ in range(9):
+            assert told.acquire(timeout=60)
         return 0.6
 
-    assert made.load(work, lambda: told.append(1)) == 0.6 and len(told) > 3
+    assert made.load(work, told.release) == 0.6
+
+
+def test_what_a_process_uses_is_the_kernels() -> None:
+    before, until = calls._used(), time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    assert calls._used()[0] - before[0] > 0.15
 
 
 def test_what_tell_raises_ends_it(held: threading.Event) -> None:

@@ -22,7 +22,7 @@ from rayneuron.processes import process_started
 from rayneuron.types import Request
 
 SMALL: dict[str, Any] = {
-    "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1,
+    "max_model_len": 64, "max_num_seqs": 2, "prefill_chunk_tokens": 16, "dtype": "fp32", "threads": 1, "speculative_config": False,
     "buckets": {"context_encoding": [16], "token_generation": [64], "batch": [2]},
     "group": {"start_s": 120, "load_s": 120, "step_s": 60, "cores_s": 5},
 }  # fmt: skip
@@ -118,7 +118,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("tp8 over two nodes", "two stages of tp2 on two nodes")
+QUICK = ("tp4 over two nodes",)  # and below two stages of tp2
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in GROUPS])
@@ -128,9 +128,9 @@ def test_tokens_are_the_cpu_devices(name: str, nodes: Path, wide: Path, want: li
 
 PATIENT = {"start_s": 120, "load_s": 900, "step_s": 900, "cores_s": 5}  # whoever waits so long fails by its own time
 ENDS: dict[str, tuple[dict[str, float], str]] = {
-    "KILL to_neuron 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
-    "KILL forward 1": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),  # while it warms up
-    "KILL forward 9": ({}, "worker 1, ranks 4-7 of stage 0 .* is gone"),
+    "KILL to_neuron 1": ({}, "worker 1, ranks 2-3 of stage 0 .* is gone"),
+    "KILL forward 1": ({}, "worker 1, ranks 2-3 of stage 0 .* is gone"),  # while it warms up
+    "KILL forward 9": ({}, "worker 1, ranks 2-3 of stage 0 .* is gone"),
     "STOP to_neuron 1": ({"load_s": 20}, "the Neuron runtime has loaded nothing for 20 s: the other ranks are awaited"),
     "STOP forward 9": ({"step_s": 20}, "a call into the Neuron runtime has not ended within 20 s"),
 }
@@ -141,7 +141,7 @@ ENDS: dict[str, tuple[dict[str, float], str]] = {
 def test_a_rank_that_ends_inside_the_runtime_ends_the_group(ends: str, nodes: Path, wide: Path) -> None:
     """The runtime waits for ever for one that is gone, and says nothing. Killed, the group knows at once; stopped, by its own limits."""
     limits, said = ENDS[ends]
-    options = {"device": "neuron", **GROUPS["tp8 over two nodes"], "group": {**PATIENT, **limits}}
+    options = {"device": "neuron", **GROUPS["tp4 over two nodes"], "group": {**PATIENT, **limits}}
     with pytest.raises(WorkerLost, match=said):
         tokens(wide, Nodes(nodes, STANDIN_ENDS=ends), **options)
 
