@@ -17,8 +17,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin at every barrier stand still when tests share the cores; sleeping ones do not. Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # How long an example takes, to draw or to run, says something of the machine and nothing of the code.
-settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", settings(), max_examples=40, **MACHINE)
+settings.register_profile("slow", settings(), max_examples=100, **MACHINE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fewer examples where slow tests are left out (tests/drawn.py)."""
+    settings.load_profile("quick" if "not slow" in config.getoption("markexpr") else "slow")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron import wire
@@ -27,6 +27,7 @@ from rayneuron.group import messages
 from rayneuron.group.messages import Advance, Array, Begin, Done, Failed, FromWorker, Hello, Part, Placed, Ready, Step, ToWorker
 from rayneuron.group.rendezvous import Rendezvous, allow_files
 from rayneuron.placement.layout import layout
+from tests.drawn import examples
 
 ROOT = Path(__file__).parents[1]
 
@@ -133,7 +134,7 @@ def test_a_pickle_is_never_run() -> None:
     assert not Path("/tmp/rayneuron-was-here").exists()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(300)
 @given(st.one_of(st.binary(max_size=200), st.builds(lambda b: struct.pack(">I", len(b)) + b, st.binary(max_size=200))))
 def test_any_bytes_end_in_a_message_or_an_error(data: bytes) -> None:
     with pair() as (raw, channel):
@@ -144,7 +145,7 @@ def test_any_bytes_end_in_a_message_or_an_error(data: bytes) -> None:
                 assert isinstance(channel.receive(60.0), Hello | Placed | Ready | Advance | Done | Failed)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_a_flipped_byte_is_never_another_exception(data: st.DataObject) -> None:
     good = wire.frame(Done(4, [(Array("i4", (2,), memoryview(b"12345678")), None, None)]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rayneuron.api import errors, neuron_server, openai
@@ -16,6 +16,7 @@ from rayneuron.constraints import StructuredOutputs as Said
 from rayneuron.errors import ConfigError, RayNeuronError, RequestError, UnknownModel
 from rayneuron.text.text import Text
 from tests.api import playing
+from tests.drawn import examples
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"prompt": "hello"}
@@ -462,7 +463,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@examples(500, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["text", "chat"]), body=st.dictionaries(st.sampled_from([*NAMES, "prompt", "messages"]), JSON, max_size=4))
 def test_no_body_is_a_server_error(byte_level: Text, kind: str, body: dict[str, Any]) -> None:
     """Whatever JSON a field holds: a call whose every value is finite and legal, or a 4xx."""

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron import metrics
@@ -16,6 +16,7 @@ from rayneuron.api.openai.tools import read_tools
 from rayneuron.api.scan import Scan, Scanner
 from rayneuron.errors import RequestError
 from rayneuron.text.text import Text
+from tests.drawn import examples
 
 # A telling part of the template of a family that has the form, and of some whose form is another.
 TEMPLATES = {
@@ -43,7 +44,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b_1", "c"]), VALUES))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_python_and_json_say_the_same(values: dict[str, Any]) -> None:
     """Arguments as Python spells them, and as JSON does; a scanner reads both letter by letter."""
     for spell in (repr, json.dumps):

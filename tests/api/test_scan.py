@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.api import openai
@@ -18,6 +18,7 @@ from rayneuron.errors import RequestError
 from rayneuron.text.text import Text
 from rayneuron.types import Delta
 from tests.api import playing
+from tests.drawn import examples
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1.0,  "b": "}<"}}\n</tool_call>'
 OTHER = '<tool_call>{"arguments":{},"name":"g"}</tool_call>'
@@ -132,7 +133,7 @@ WORDS = st.sampled_from([
 
 
 @given(st.data(), st.sampled_from([None, *FORMS]), st.sampled_from([None, "deepseek_r1", "qwen3"]), st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_cut_of_any_text(data: st.DataObject, tools: str | None, reasoning: str | None, many: bool) -> None:
     """The same events, and nothing but white space and what is written around calls is lost."""
     text = "".join(data.draw(st.lists(WORDS, max_size=12)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron import hashing
@@ -14,6 +14,7 @@ from rayneuron.engine.blocks import Blocks
 from rayneuron.engine.hold import Hold
 from rayneuron.engine.kv_events import Cleared, KvLog, KvNews, Removed, Stored
 from rayneuron.models.kv import KvSpace
+from tests.drawn import examples
 
 SIZE, LIMIT = 2, 16
 ROOT = hashing.root("model")
@@ -300,7 +301,7 @@ class Both:
 IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=LIMIT - 2)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(st.data())
 def test_the_store_is_a_trie(data: st.DataObject) -> None:
     actions = [*["admit"] * 3, *["compute"] * 3, "rematch", "grow", "release", "sibling", "lay", "pin", "unpin", "step", "end", "end"]

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.constraints import Beams
@@ -20,6 +20,7 @@ from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.sequence import Plan
 from rayneuron.errors import RequestError
 from rayneuron.types import Request, SamplingParams
+from tests.drawn import examples
 
 VOCAB, EOS, BLOCK, LENGTH = 24, 7, 4, 24
 
@@ -117,7 +118,7 @@ def drawn(random: Random, order: int, tried: Engine) -> Request:
     return request
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_who_is_first_goes_on_and_each_is_what_it_is_alone(seed, ahead, cached):
     random = Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.devices.base import StepOutput
@@ -15,6 +15,7 @@ from rayneuron.engine.runner import choose, pack
 from rayneuron.engine.scheduler import Scheduler
 from rayneuron.engine.sequence import Sequence
 from rayneuron.types import Request, SamplingParams
+from tests.drawn import examples
 
 
 def make(order: int, prompt: int, most: int, priority: int = 0) -> Sequence:
@@ -43,7 +44,7 @@ def advance(scheduler: Scheduler) -> tuple[str, list[Sequence], list[Sequence]] 
     return plan.tag, [w.sequence for w in plan.works], done
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_everything_finishes_and_the_ledger_returns_to_zero(data):
     rows = data.draw(st.integers(1, 5))

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron import models
 from rayneuron.errors import ConfigError
 from rayneuron.models import hub, shard
+from tests.drawn import examples
 from tests.models import cases
 from tests.models.cases import Runner
 
@@ -27,7 +28,7 @@ def test_example_of_nxd() -> None:
 
 
 @given(st.integers(1, 12), st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.sampled_from(DEGREES))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_plans_hold_every_head_once_beside_its_own_keys(kv_heads: int, group: int, ranks: int) -> None:
     heads = kv_heads * group
     if ranks > heads:
@@ -98,7 +99,7 @@ def test_shard_over_heads_needs_divisible_kv_heads() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.sampled_from([0, 1]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_parts_join_to_the_whole_and_zeros(size: int, ranks: int, dim: int) -> None:
     t = torch.arange(1, size * 3 + 1).view(size, 3).movedim(0, dim)
     joined = torch.cat([shard.take_part(t, r, ranks, dim) for r in range(ranks)], dim).movedim(dim, 0)

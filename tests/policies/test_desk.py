@@ -7,7 +7,7 @@ import statistics
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from rayneuron.policies.desk_limits import DeskLimits
 from rayneuron.policies.fairness import AccountShare
 from rayneuron.policies.known_worker import KnownWorker
 from rayneuron.types import Profile
+from tests.drawn import examples
 from tests.policies.profiles import engine, profile
 
 CAPACITY = engine(rows=8, length=4096, chunk=512)
@@ -43,7 +44,7 @@ def chain(blocks: int, alike: int, key: int) -> tuple[bytes, ...]:
     return tuple((i if i < alike else 1000 * key + i).to_bytes(8, "little") for i in range(blocks))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.integers(0, 10**6))
 def test_no_request_is_lost_or_sent_twice_and_the_books_balance(seed: int) -> None:
     """Against a plain account of who is where: workers come, say how they are, go silent, leave and die; orders come back."""

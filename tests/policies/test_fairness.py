@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.policies.fairness import AccountShare, Fairness, Waiter
+from tests.drawn import examples
 
 
 def take(queue: Fairness) -> int | None:
@@ -18,7 +19,7 @@ def take(queue: Fairness) -> int | None:
     return key
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 10**6))
 def test_those_who_always_have_work_get_their_weights(seed: int) -> None:
     random = Random(seed)
@@ -97,7 +98,7 @@ def test_what_it_took_more_is_charged_later() -> None:
     assert [take(queue) for _ in range(6)] == [1, 3, 5, 7, 9, 2]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.integers(0, 10**6))
 def test_what_goes_before_a_request_is_told_when_it_comes(seed: int) -> None:
     """Within one request of each account, of what really goes before it."""

@@ -9,11 +9,12 @@ import tracemalloc
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.news import Cleared, KvNews, Removed, Stored
 from rayneuron.policies.prefix_index import PrefixIndex
+from tests.drawn import examples
 
 
 def digest(*path: int) -> bytes:
@@ -53,7 +54,7 @@ class Workers:
         return [Removed(gone)] if gone else []
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 10**6))
 def test_it_knows_what_they_have(seed: int) -> None:
     random, index = Random(seed), PrefixIndex()

@@ -6,13 +6,14 @@ import itertools
 import math
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.policies import packing
 from rayneuron.policies.packing import Blocker
 from rayneuron.policies.scaling import decide, replicas, wanted_seats
 from rayneuron.policies.seats import COMING, HostNode, ScalingLimits, Seat, Wish
+from tests.drawn import examples
 
 LIMITS = ScalingLimits()
 INF2 = (1, 2, 4, 8, 12, 24)
@@ -64,7 +65,7 @@ def machines(draw: st.DrawFn) -> tuple[set[int], list[Blocker], int]:
 
 
 @given(machines())
-@settings(max_examples=400)
+@examples(400)
 def test_room_is_made_at_the_least_cost_there_is(case: tuple[set[int], list[Blocker], int]) -> None:
     free, held, size = case
     made = packing.clear(free, held, size, 8, (1, 2, 4, 8))

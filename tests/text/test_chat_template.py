@@ -15,6 +15,7 @@ from rayneuron.errors import CheckpointError, ConfigError, RequestError
 from rayneuron.text.chat_template import ChatTemplate
 from rayneuron.text.text import Text, check
 from tests.api import spelling
+from tests.drawn import examples
 from tests.text.chat_templates import PARTS, TEMPLATES
 
 WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tools": None, "documents": None, "add_generation_prompt": True}
@@ -76,7 +77,7 @@ def test_every_text_is_said_or_refused(templates: dict[str, str], theirs: PreTra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=300)
+@examples(300)
 @given(**DRAWN)
 def test_said_or_refused_at_length(templates: dict[str, str], theirs: PreTrainedTokenizerFast, name: str, **drawn: Any) -> None:
     say_or_refuse(templates[name], theirs, name, **drawn)

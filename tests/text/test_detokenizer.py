@@ -18,8 +18,9 @@ from rayneuron.text.text import Text
 from rayneuron.types import Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.api import playing, spelling
 from tests.api.conftest import byte_fallback, byte_level, text, word_pieces
+from tests.drawn import examples
 
-RELAXED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+RELAXED = examples(300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def streamed(text: Text, ids: Sequence[int], prompt: Sequence[int] = (), skip: bool = True) -> list[str]:
@@ -130,7 +131,7 @@ def reference(text: str, stops: Sequence[str], include: bool) -> tuple[str, str 
 LETTERS = st.text("ab\u6c34", max_size=14)
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(
     pieces=st.lists(LETTERS, max_size=8),
     stops=st.lists(st.text("ab\u6c34", min_size=1, max_size=5), min_size=1, max_size=4),

@@ -6,10 +6,11 @@ import heapq
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayneuron.transfer.tickets import ASK_S, Claim, Offer, asking, claim_step, offer_step
+from tests.drawn import examples
 
 # The offer's table, from the design: state -> event -> (next state, actions). What is not written changes nothing and asks for nothing.
 LEASE = 30.0
@@ -365,7 +366,7 @@ class World:
             self.at(TICK, self.d_tick)
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(st.data())
 def test_no_order_of_events_adopts_what_is_not_owned_or_leaves_anything_behind(data: st.DataObject) -> None:
     total = data.draw(st.sampled_from([1, 15, 16, 17, 64, 100]))
