@@ -14,6 +14,8 @@ from rayneuron.errors import CheckpointError
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whoever reaches for a model hub fails at once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Compiled modules are kept: what the hundred processes compile that tests start is a third of what a worker's start takes, each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Threads that spin at every barrier stand still when tests share the cores; sleeping ones do not. Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # How long an example takes, to draw or to run, says something of the machine and nothing of the code.
