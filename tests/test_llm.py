@@ -71,7 +71,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def llm(demo):
-    with LLM(demo, dtype="fp32", max_model_len=2048, max_num_seqs=4, threads=2) as made:
+    with LLM(demo, dtype="fp32", max_model_len=2048, max_num_seqs=4, threads=1) as made:
         yield made
         made.engine.check_ledger()
         snapshot = made.engine.snapshot()

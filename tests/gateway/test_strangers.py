@@ -255,8 +255,11 @@ async def test_a_body_that_is_too_long_goes_nowhere_and_a_deadline_ends_the_work
             reply = await http.post("/v1/completions", json={"prompt": "x" * 3000})
             assert reply.status_code == 413 and not member.orders, reply.text
             member.engine.runner.hold()
-            reply = await http.post("/v1/completions", json=GO, headers={"x-request-timeout-seconds": "0.5"})
-            assert reply.status_code == 408 and len(member.orders) == 1, reply.text
-            assert 0 < member.orders[0].left_s <= 0.5, "it goes along as the time that is left"
+            for limit_s in (0.5, 5.0, 50.0):  # in which it comes there, however busy the machine
+                reply = await http.post("/v1/completions", json=GO, headers={"x-request-timeout-seconds": str(limit_s)})
+                assert reply.status_code == 408, reply.text
+                if member.orders:
+                    break
+            assert len(member.orders) == 1 and 0 < member.orders[0].left_s <= limit_s, "it goes along as the time that is left"
         member.engine.runner.free()
         await made.settle()
