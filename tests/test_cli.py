@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,12 @@ import yaml
 from rayneuron import cli
 
 SMOLLM2 = str(Path(__file__).parent.parent / "deployments" / "smollm2.yaml")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, env={**os.environ, **environment}, timeout=400
+    )
 
 
 def test_version_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +101,7 @@ def test_generate_answers_and_is_deterministic(tiny: Path, capsys: pytest.Captur
         assert cli.main([*words, *more]) == 0
         return capsys.readouterr().out
 
-    streamed = subprocess.run([sys.executable, "-m", "rayneuron", *words], capture_output=True, text=True, timeout=400)
+    streamed = run(*words)
     assert streamed.returncode == 0 and streamed.stdout.strip(), streamed.stderr
     assert said("--prompt", "hello") == 2 * streamed.stdout
     assert said("--chat") != streamed.stdout, "the chat template is in the prompt"
