@@ -26,7 +26,7 @@ RENAMED = {
     "default_chat_template_kwargs": "serving.default_chat_template_kwargs",
     "tool_call_parser": "serving.tool_call_parser", "reasoning_parser": "serving.reasoning_parser",
     "enable_lora": "lora.enabled", "lora_modules": "lora.lora_modules", "max_loras": "lora.max_loras",
-    "max_lora_rank": "lora.max_lora_rank", "max_cpu_loras": "lora.max_cpu_loras",
+    "max_lora_rank": "lora.max_lora_rank", "max_cpu_loras": "lora.max_cpu_loras", "lora_target_modules": "lora.target_modules",
     "host": "http_options.host", "port": "http_options.port", "root_path": "http_options.root_path",
     "ssl_keyfile": "http_options.ssl_keyfile", "ssl_certfile": "http_options.ssl_certfile", "ssl_ca_certs": "http_options.ssl_ca_certs",
 }  # fmt: skip
@@ -70,7 +70,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "prefixes are known by their blake2b; leave it out": ("prefix_caching_hash_algo",),
     "adapters are computed in the model's dtype, and cut over ranks as the weights they are added to; leave it out": (
-        "lora_dtype", "fully_sharded_loras", "lora_target_modules", "specialize_active_lora",
+        "lora_dtype", "fully_sharded_loras", "specialize_active_lora",
     ),
     "write speculative_config: {method: ngram, num_speculative_tokens: 8}": (
         "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_max_model_len",

@@ -32,7 +32,7 @@ def _compile(config: Deployment, out: Path | None, tell: Tell, progress: Progres
     from rayneuron import loading
     from rayneuron.group.ahead import stage_folder
 
-    (model, fitted), stages = loading.check(config), config.pipeline_parallel
+    (model, fitted), stages = loading.check(config, opens=False), config.pipeline_parallel
     for stage in range(stages):
         if stages > 1:
             tell(f"stage {stage} of {stages}:")

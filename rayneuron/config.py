@@ -206,7 +206,7 @@ class Deployment(Section):
     compile: Compile = Compile.model_construct()
     on_device_sampling: OnDeviceSampling = OnDeviceSampling.model_construct()
     speculative_config: SpeculativeConfig | None = Field(None, description="Tokens tried before they are known. Default: ngram on the CPU.")
-    lora: Lora | None = Field(None, description="LoRA adapters, on the CPU. Default: none.")
+    lora: Lora | None = Field(None, description="LoRA adapters. Default: none.")
     sampling_defaults: Defaults = Field(default_factory=dict, description="Override the model's generation_config. Hot.")
     limits: Limits = Limits.model_construct()
     group: GroupLimits = GroupLimits.model_construct()

@@ -142,8 +142,13 @@ class Lora(Section):
     lora_modules: dict[str, str] | list[str] = Field(
         default_factory=dict, description="Adapters loaded at start: {name: PEFT directory}; vLLM's name=path and {name, path} too."
     )
-    max_loras: int = Field(8, ge=1, le=256, description="Adapters that sequences of one step may have.")
+    max_loras: int | None = Field(
+        None, ge=1, le=256, description="Adapters that sequences of one step may have; default: 8, on Neuron all of lora_modules."
+    )
     max_lora_rank: int = Field(16, ge=1, le=1024, description="The largest rank.")
+    target_modules: list[str] | None = Field(
+        None, min_length=1, description="Modules that adapters may have: [q_proj, v_proj]; default: all. On Neuron each takes memory."
+    )
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters kept in the host's memory; default: 32, or all of lora_modules.")
     directory: str | None = Field(None, min_length=1, description="Where adapters must lie that are loaded while the server runs.")
     allow_runtime_updating: bool = Field(False, description="Let clients load and unload adapters: POST /v1/load_lora_adapter.")
@@ -170,8 +175,8 @@ class Lora(Section):
     def _roomy(self) -> Lora:
         if not all(name.strip() and path.strip() for name, path in self.modules.items()):
             raise ValueError("lora_modules needs names and paths that are not empty")
-        if self.most < max(len(self.modules), self.max_loras):
-            needed = f"the {len(self.modules)} of lora_modules, and max_loras {self.max_loras}"
+        if self.most < max(len(self.modules), self.slots()):
+            needed = f"the {len(self.modules)} of lora_modules, and max_loras {self.slots()}"
             raise ValueError(f"max_cpu_loras {self.most} is less than {needed}; raise it or leave it out")
         if self.allow_runtime_updating and self.directory is None:
             raise ValueError("allow_runtime_updating needs directory, under which adapters lie; write it, or use lora_modules")
@@ -185,7 +190,11 @@ class Lora(Section):
     @property
     def most(self) -> int:
         """Adapters on the host."""
-        return self.max_cpu_loras or max(32, len(self.modules), self.max_loras)
+        return self.max_cpu_loras or max(32, len(self.modules), self.slots())
+
+    def slots(self, resident: bool = False) -> int:
+        """Adapters in the device's memory. `resident`: all there are lie there from the start."""
+        return self.max_loras or (len(self.modules) if resident else 8)
 
 
 def conflicts(config: Any) -> Iterator[str]:
@@ -203,11 +212,23 @@ def conflicts(config: Any) -> Iterator[str]:
 def unadapted(config: Any) -> str | None:
     """The key of a Deployment with which there are no adapters, and why; None where there is none."""
     if config.few_graphs:
-        return f"device {config.device}, whose graphs have no adapters yet; merge the adapter into the weights"
+        return _not_resident(config.lora)
     if config.compile.async_mode:
         return "compile.async_mode, which begins a step before a slot may change; leave one out"
     if config.sequence_parallel:
         return "sequence_parallel, whose prefills take layers apart; leave one out"
+    return None
+
+
+def _not_resident(lora: Lora) -> str | None:
+    """As `unadapted`, where adapters are weights of graphs: those of the file, from the start on."""
+    changing = {"allow_runtime_updating": lora.allow_runtime_updating, "directory": lora.directory, "max_cpu_loras": lora.max_cpu_loras}
+    if said := [name for name, value in changing.items() if value]:
+        return f"{said[0]} on this device, where adapters lie from the start on and stay; leave it out, and name all in lora_modules"
+    if not lora.slots(resident=True):
+        return "adapters on no device where none can come later; name some in lora_modules, or write max_loras to compile for so many"
+    if len(lora.modules) > lora.slots(resident=True):
+        return f"max_loras {lora.max_loras} on this device, where all {len(lora.modules)} of lora_modules lie at once; leave it out"
     return None
 
 

@@ -43,6 +43,8 @@ def profile(model: Runnable, fitted: Fitted, runner: Runner | Group) -> Profile:
     padded = devices.pads(config.device)
     parts: dict[str, Any] = {"built": devices.built(config.device), "said": said, "model": model.raw, "dtype": model.dtype}
     parts |= {"capacity": model.capacity, "padded": padded}
+    if config.lora is not None and config.few_graphs:  # a step reads all slots, whoever is in it
+        parts["adapters"] = [config.lora.slots(resident=True), config.lora.max_lora_rank, config.lora.target_modules]
 
     def fill(folder: Path) -> None:
         made.append(profiles.measure(runner, model.arch.vocab, padded=padded))

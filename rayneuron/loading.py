@@ -50,8 +50,11 @@ class Opened:
     chosen: dict[str, Any] = field(default_factory=dict)
 
 
-def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnable, Fitted]:
-    """Find or fetch the model (`progress`: megabytes) and hold the deployment against it. Raises ConfigError, CheckpointError, NotReady."""
+def check(config: Deployment, progress: Progress | None = None, *, opens: bool = True) -> tuple[Runnable, Fitted]:
+    """Find or fetch the model (`progress`: megabytes) and hold the deployment against it. Raises ConfigError, CheckpointError, NotReady.
+
+    opens: an engine, so that adapters have to be here; to compile for some they need not be.
+    """
     from rayneuron import devices, models, preflight, sources
     from rayneuron.group.opening import Runnable
     from rayneuron.models import presharded, words
@@ -64,7 +67,8 @@ def check(config: Deployment, progress: Progress | None = None) -> tuple[Runnabl
     path = found.path
     raw = read_config(path)
     fitted = preflight.fit(config, raw, path)
-    preflight.check_adapters(config)
+    if opens:
+        preflight.check_adapters(config)
     preflight.check_defaults(config, fitted, path)
     dtype = words.compute(config.dtype, raw)
     if presharded.is_presharded(path):
@@ -139,15 +143,15 @@ def open_engine(
 
 def _adapters(config: Deployment, runner: Runner | Group) -> Adapters | None:
     """The ledger of adapters, with those of the file on the host. Raises CheckpointError naming a wrong one."""
-    from rayneuron import preflight, sources
+    from rayneuron import sources
     from rayneuron.engine.adapters import Adapters
 
     shelf = runner.shelf
     if config.lora is None or shelf is None:
         return None
-    made = Adapters(config.lora.max_loras, config.lora.most, shelf.drop)
+    made = Adapters(config.lora.slots(resident=config.few_graphs), config.lora.most, shelf.drop, shelf.places)
     for name, path in config.lora.modules.items():
-        with sources.named(f"{preflight.ADAPTERS}.{name}"):
+        with sources.named(f"{sources.ADAPTERS}.{name}"):
             made.name(name, shelf.read(path))
         log.info("adapter %s: %s", name, path)
     return made

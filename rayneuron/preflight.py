@@ -19,6 +19,7 @@ from rayneuron.engine.buckets import Capacity
 from rayneuron.errors import CheckpointError, ConfigError, RayNeuronError
 from rayneuron.group_config import prefill_of
 from rayneuron.models import adapter_config, safe_header
+from rayneuron.models.adaptable import modules_of
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import generation_config, read_config, read_json
 from rayneuron.placement import cores, hosting
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 CUT = "rayneuron_shards.json"  # written by `rayneuron shard`
-ADAPTERS = "lora.lora_modules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,8 @@ def fit(config: Deployment, raw: Mapping[str, Any], path: Path | None = None) ->
     graphs_of(config, capacity)
     arch = models.check(dict(raw), tp=config.tensor_parallel, max_model_len=capacity.length, **config.model_options())
     partition(arch.layers, config.pipeline_parallel)
+    if config.lora is not None:
+        modules_of(arch, models.family(dict(raw)), config.lora.target_modules)
     draft = None if path is None else draft_model(config, path, arch, capacity.length, sources.located)
     _check_memory(config, raw, layout, capacity, draft)
     return Fitted(generation_config(path) if path is not None else {}, arch, capacity, layout)
@@ -182,7 +184,7 @@ def check_defaults(config: Deployment, fitted: Fitted, path: Path | None = None)
 def check_adapters(config: Deployment) -> None:
     """Refuse adapters of the file that could not be read, by their keys. Raises CheckpointError."""
     for name, folder in config.lora.modules.items() if config.lora is not None else ():
-        with sources.named(f"{ADAPTERS}.{name}"):
+        with sources.named(f"{sources.ADAPTERS}.{name}"):
             adapter_config.read_config(Path(folder))
 
 

@@ -19,18 +19,22 @@ class Adapters:
     A choice that runs pins the slot of its adapter. Another adapter takes a free slot, or that of the one nobody runs with which began
     last longest ago. The first in line for whom there is neither keeps the slot back that was begun on longest ago: nobody begins on it
     until it is free, so that whoever waits comes to its turn; who needs no other slot may pass.
-    `slots`: of the device; `most`: adapters kept on the host; `drop`: told of one that nobody needs any more.
+    `slots`: of the device; `most`: adapters kept on the host; `drop`: told of one that nobody needs any more; `places`: where no slot ever
+    changes, in which each adapter lies: all of them.
     """
 
-    def __init__(self, slots: int = 0, most: int = 0, drop: Callable[[str], None] = lambda identity: None) -> None:
-        self.slots, self.most = slots, most
+    def __init__(
+        self, slots: int = 0, most: int = 0, drop: Callable[[str], None] = lambda identity: None,
+        places: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.slots, self.most = slots if places is None else len(places), most
         self.names: Mapping[str, str] = {}  # replaced, never changed: any thread may read it
         self.kept: frozenset[str] = frozenset()  # likewise: contents on the host
         self._drop = drop
         self._users: Counter[str] = Counter()  # live requests
         self._pins: Counter[str] = Counter()  # choices that run
-        self._places: dict[str, int] = {}  # who has which slot; who was begun on last comes last
-        self._free = list(range(slots))
+        self._places = dict(places or {})  # who has which slot; who was begun on last comes last
+        self._free = list(range(slots)) if places is None else []
         self._installs: dict[int, str] = {}  # what is to be put into slots before the next step
 
     def check(self, identity: str) -> None:

@@ -34,7 +34,7 @@ from rayneuron.engine.buckets import Capacity, decode_shape, fill_shape, invento
 from rayneuron.engine.hold import Hold
 from rayneuron.engine.sampling import uniforms
 from rayneuron.engine.sequence import Plan, Work, wants_scores
-from rayneuron.engine.shelf import Keeps, Shelf
+from rayneuron.engine.shelf import Keeps, Resident, Shelf
 from rayneuron.engine.step import HOW, step
 from rayneuron.engine.swap import Swap, Swaps
 from rayneuron.models import Progress
@@ -92,7 +92,7 @@ class Runner:
         self._space = capacity.space
         self.program = program or partial(step, arch)
         self.overlaps = device.overlaps
-        self.shelf: Shelf | None = None
+        self.shelf: Shelf | Resident | None = None
         self.swap: Swap | None = None
 
     def load(self, weights: Weights) -> None:
@@ -128,7 +128,7 @@ class Runner:
         """Begin a step that somebody has packed, after copying blocks and putting adapters into their slots."""
         if copies:
             self.device.kv_copy(copies)
-        if installs and self.shelf is not None:
+        if installs and isinstance(self.shelf, Shelf):  # where adapters are resident there are none
             self.shelf.install(installs)
         return self.device.start(shape, batch)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rayneuron.errors import CheckpointError
@@ -23,6 +23,11 @@ class Adopting:
         self, own: Keeps, members: Sequence[Member], send: Callable[[Adopt | Disown], None], answers: Callable[[], list[Adopted]]
     ) -> None:  # fmt: skip
         self._own, self._members, self._send, self._answers = own, members, send, answers
+
+    @property
+    def places(self) -> Mapping[str, int] | None:
+        """As worker 0's: all have filled their slots in the same order."""
+        return self._own.places
 
     @property
     def kept(self) -> frozenset[str]:

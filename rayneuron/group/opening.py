@@ -8,19 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayneuron import devices, hashing, models
+from rayneuron import devices, hashing, models, sources
 from rayneuron.config import Deployment
+from rayneuron.config_features import Lora
 from rayneuron.devices.base import Reweighs
 from rayneuron.engine import draft_step, head_step
 from rayneuron.engine.buckets import Capacity
 from rayneuron.engine.neuron_sampling import rule_of
 from rayneuron.engine.runner import Runner
-from rayneuron.engine.shelf import Shelf
+from rayneuron.engine.shelf import Resident, Shelf
 from rayneuron.engine.swap import Swap
 from rayneuron.errors import CheckpointError, ConfigError
 from rayneuron.group import pipeline
 from rayneuron.group.ahead import ahead
-from rayneuron.models import Progress, head_layers, hub, presharded, weights, words
+from rayneuron.models import Progress, adaptable, head_layers, hub, presharded, weights, words
+from rayneuron.models.adaptable import Module
 from rayneuron.models.arch import Arch
 from rayneuron.models.config_json import read_config
 from rayneuron.models.shard import stage_layers
@@ -76,17 +78,37 @@ def open_rank(
                     one["draft"] = _draft_weights(draft, made, i, config)
             except CheckpointError as wrong:
                 raise CheckpointError(f"{drafts.KEY} {draft.path}: {wrong.message}", param=drafts.KEY) from None
+        if config.lora is not None and config.few_graphs:
+            runner.shelf = _resident(model, config.lora, held, made, stage, compiling)
         runner.load(held)
-        if config.lora is not None:
-            how = weights.cut_for(model.arch, made.start_rank, made.ranks)
-            layers = stage_layers(model.arch.layers, stage, config.pipeline_parallel)
-            room = {"slots": config.lora.max_loras, "rank": config.lora.max_lora_rank}
-            runner.shelf = Shelf(device, model.arch, models.family(model.raw), how, layers, dtype, **room)
+        if config.lora is not None and runner.shelf is None:
+            where, how = _adaptable(model, config.lora, stage), weights.cut_for(model.arch, made.start_rank, made.ranks)
+            room = {"slots": config.lora.slots(), "rank": config.lora.max_lora_rank}
+            runner.shelf = Shelf(device, model.arch, where[0], how, where[1], dtype, **room)
         if isinstance(device, Reweighs):
             named = lambda path: hashing.fingerprint(_alike(model, path).path)  # noqa: E731
             runner.swap = Swap(device, named, lambda path, progress: _weights(_alike(model, path), made, stage, progress))
         undo.pop_all()
     return runner
+
+
+def _adaptable(model: Runnable, lora: Lora, stage: int) -> tuple[dict[str, Module], range]:
+    """What adapters may have of a model, and the layers of a stage."""
+    modules = adaptable.modules_of(model.arch, models.family(model.raw), lora.target_modules)
+    return modules, stage_layers(model.arch.layers, stage, model.config.pipeline_parallel)
+
+
+def _resident(model: Runnable, lora: Lora, held: dict[str, Any], made: devices.Ahead, stage: int, compiling: bool) -> Resident:
+    """The adapters of the file in the weights of all local ranks; to compile for them, room alone. Raises CheckpointError by name."""
+    ranks, (modules, layers) = held.get("ranks") or [held], _adaptable(model, lora, stage)
+    hows = [weights.cut_for(model.arch, made.start_rank + i, made.ranks) for i in range(len(ranks))]
+    room = {"slots": lora.slots(resident=True), "rank": lora.max_lora_rank}
+    shelf = Resident(ranks, model.arch, modules, hows, layers, models.compute_type(model.dtype), **room)
+    for name, path in () if compiling else lora.modules.items():
+        with sources.named(f"{sources.ADAPTERS}.{name}"):
+            shelf.fill(path)
+    shelf.filled()
+    return shelf
 
 
 def _alike(model: Runnable, path: Path) -> Runnable:

@@ -28,7 +28,7 @@ from rayneuron.placement.ledger import Grant, Ledger
 if TYPE_CHECKING:
     from rayneuron.devices.base import Batch, Shape
     from rayneuron.engine.runner import Runner
-    from rayneuron.engine.shelf import Shelf
+    from rayneuron.engine.shelf import Keeps
     from rayneuron.group.arrays import Batches
     from rayneuron.group.links import Incoming, Outgoing
     from rayneuron.models import Progress
@@ -65,7 +65,7 @@ class Rank:
         self._config: Deployment
 
     @property
-    def shelf(self) -> Shelf | None:
+    def shelf(self) -> Keeps | None:
         """Its adapters on the host."""
         return self.runner.shelf if self.runner is not None else None
 

@@ -34,12 +34,23 @@ def linear(base: Any, adapters: Tensor, rank: int, w: Mapping[str, Any], name: s
     """The product of `base`, x [B,T,in] -> [B,T,out], and of each row its adapter's share."""
     y: Tensor = base(w, name, x)
     parts = FUSED.get(name, (name,))
-    if f"{parts[0]}.lora_a" not in w:
+    pairs = {part: (w[f"{part}.lora_a"], w[f"{part}.lora_b"]) for part in parts if f"{part}.lora_a" in w}
+    if not pairs:
         return y
-    pairs = [(w[f"{part}.lora_a"], w[f"{part}.lora_b"]) for part in parts]
-    slot = torch.arange(pairs[0][0].shape[1], dtype=torch.int32, device=x.device) // rank
-    own = (slot == adapters[:, None])[:, None].to(x.dtype)  # B 1 SR
-    return y + torch.cat([((x @ a) * own) @ b for a, b in pairs], -1)
+    at = torch.arange(next(iter(pairs.values()))[0].shape[1], dtype=torch.int32, device=x.device) - adapters[:, None] * rank
+    own = ((at >= 0) & (at < rank))[:, None].to(x.dtype)  # B 1 SR
+    made = {part: ((x @ a) * own) @ b for part, (a, b) in pairs.items()}
+    if len(made) < len(parts):
+        made |= {part: y.new_zeros(*y.shape[:-1], size) for part, size in _absent(parts, pairs, y.shape[-1]).items()}
+    return y + torch.cat([made[part] for part in parts], -1)
+
+
+def _absent(parts: Sequence[str], pairs: Pairs, outputs: int) -> dict[str, int]:
+    """The outputs of what has no tables among what is multiplied at once: of the last two, k and v or gate and up, each has as many."""
+    known = {part: b.shape[1] for part, (_, b) in pairs.items()}
+    each = next((known[part] for part in parts[-2:] if part in known), (outputs - sum(known.values())) // 2)
+    sizes = dict(zip(parts, (*[outputs - 2 * each] * (len(parts) - 2), each, each), strict=True))
+    return {part: size for part, size in sizes.items() if part not in known}
 
 
 def tables(w: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]], slots: int, rank: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def read_config(path: Path) -> tuple[AdapterConfig, Any]:
     try:
         data = file.read_bytes() if file.stat().st_size <= MAX_CONFIG_BYTES else b""
         raw = json.loads(data)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if not path.is_dir():
             write = f"name one that holds {CONFIG} (`hf download org/name` fetches one, and prints where it is)"
             raise CheckpointError(f"{path} is no directory here; {write}") from None

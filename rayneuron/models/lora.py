@@ -9,21 +9,23 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayneuron.errors import CheckpointError
+from rayneuron.models.adaptable import Module
 from rayneuron.models.adapted import Pairs
 from rayneuron.models.adapter_config import CONFIG, MERGE, TENSORS, read_config
 from rayneuron.models.arch import Arch
 from rayneuron.models.hub import SafeFile
-from rayneuron.models.rules import PRODUCTS, Convert, cut_of, same, shape_of
+from rayneuron.models.rules import cut_of
 from rayneuron.models.weights import Cut
 
 KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A whole adapter in float32. `identity`: of its config and tensors, whatever it is called; `rank`: the largest of its pairs."""
@@ -31,17 +33,6 @@ class Adapter:
     identity: str
     rank: int
     layers: tuple[Pairs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """Where a module of theirs goes: its layer, our products, how its outputs become theirs; `turned`: it is stored [in, out]."""
-
-    layer: int
-    products: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]  # [out, in] of each
-    convert: Convert = same
-    turned: bool = False
 
 
 def read(path: Path, arch: Arch, modules: Mapping[str, Module], *, max_rank: int, rest: Callable[[], None] = lambda: None) -> Adapter:
@@ -59,6 +50,8 @@ def read(path: Path, arch: Arch, modules: Mapping[str, Module], *, max_rank: int
         module = modules.get(name)
         if module is None:
             raise CheckpointError(f"{path} adapts {name!r}; {_why_unknown(name, arch)}")
+        if not module.room:
+            raise CheckpointError(f"{path} adapts {name!r}, which lora.target_modules does not name; name it there, or leave that out")
         if not said.wants(name, module.layer):
             raise CheckpointError(f"{path / TENSORS} has tensors for {name!r}, which target_modules of {CONFIG} does not name")
         rank, scale = said.of(name)
@@ -93,10 +86,10 @@ def cut(adapter: Adapter, how: Cut, layers: Iterable[int], dtype: torch.dtype, r
         yield pairs
 
 
-def sizes(arch: Arch, family: ModuleType, how: Cut, layers: range) -> list[dict[str, tuple[int, int]]]:
+def sizes(modules: Mapping[str, Module], how: Cut, layers: range) -> list[dict[str, tuple[int, int]]]:
     """[out, in] of one rank's part of every product that may be adapted, of some layers."""
     made: list[dict[str, tuple[int, int]]] = [{} for _ in layers]
-    for module in modules_of(arch, family).values():
+    for module in modules.values():
         for product, shape in zip(module.products, module.shapes, strict=True) if module.layer in layers else ():
             outputs, inputs = how(product + ".w", torch.empty(shape, device="meta")).shape
             made[module.layer - layers.start][product] = outputs, inputs
@@ -126,26 +119,6 @@ def _read_pairs(path: Path, digest: Any, rest: Callable[[], None]) -> dict[str, 
         if len(pair) != 2:
             raise CheckpointError(f"{path / TENSORS} has lora_{next(iter(pair))} of {module!r} alone")
     return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
-
-
-def modules_of(arch: Arch, family: ModuleType) -> dict[str, Module]:
-    """The products of every layer by their module's name; of experts none."""
-    return dict(_modules(arch, family))
-
-
-def _modules(arch: Arch, family: ModuleType) -> Iterator[tuple[str, Module]]:
-    turned = getattr(family, "TRANSPOSED", False)
-    for i in range(arch.layers):
-        ffn = arch.dense_ffn if i in arch.dense_layers else arch.ffn
-        for ours, rule in family.layer(arch, i).items():
-            theirs, convert = rule if isinstance(rule, tuple) else (rule, same)
-            names = ours.split()
-            mixed = arch.experts and i not in arch.dense_layers and names[0] in ("gate.w", "up.w", "down.w")
-            if mixed or not set(names) <= PRODUCTS or not theirs.endswith(".weight"):
-                continue
-            shapes = tuple(shape_of(arch, name, ffn) for name in names)
-            products = tuple(name.removesuffix(".w") for name in names)
-            yield family.PREFIX.format(i) + theirs.removesuffix(".weight"), Module(i, products, shapes, convert, turned)  # type: ignore[arg-type]
 
 
 def _check_shapes(path: Path, name: str, module: Module, rank: int, a: Tensor, b: Tensor) -> None:

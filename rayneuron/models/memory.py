@@ -5,13 +5,14 @@ A test compares every family, at every degree and stage, with what the loader re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import prod
 from types import ModuleType
 
 from rayneuron.models import shard
+from rayneuron.models.adaptable import Module
 from rayneuron.models.arch import Arch
 from rayneuron.models.kv import KvShape, KvSpace
 from rayneuron.models.rules import PRODUCTS, WIDE, Rules, cut_of, entering, shape_of
@@ -88,6 +89,16 @@ def parameters(
         dense = not arch.experts or i in arch.dense_layers
         inner = arch.dense_ffn if i in arch.dense_layers else arch.ffn
         total += part.count(canonical(family.layer(arch, i)), inner, 1 if dense else arch.experts)
+    return total
+
+
+def adapter_columns(arch: Arch, modules: Mapping[str, Module], ranks: int, layers: range) -> int:
+    """Numbers of a column of A and a row of B on a rank, over all products of some layers that adapters may have."""
+    part, total = share(arch, ranks), 0
+    for module in modules.values():
+        ffn = arch.dense_ffn if module.layer in arch.dense_layers else arch.ffn
+        if module.room and module.layer in layers:
+            total += sum(sum(part.shape(product + ".w", ffn)) for product in module.products)
     return total
 
 

@@ -129,7 +129,7 @@ def stage_memory(want: Wanted, c: Capacity, tensor_parallel: int, pipeline_paral
     if (said := want.config.speculative_config) is None or not said.by_model:
         return held
     raw = want.raw if want.draft is None else want.draft
-    own = {"dtype": said.dtype, "quantization": said.quantization, "kv_dtype": None, "group_query_attention": None}
+    own = {"dtype": said.dtype, "quantization": said.quantization, "kv_dtype": None, "group_query_attention": None, "lora": None}
     layers = range(models.architecture(dict(raw)).layers)
     more = memory(want.config.model_copy(update=own), raw, c, tensor_parallel, layers)  # beside the one stage there is
     return [_with(one, replace(more, code=passes(c, len(layers)) if more.code else 0)) for one in held]
@@ -218,6 +218,9 @@ def _what_fits(want: Wanted, made: Layout, c: Capacity, instance: Instance) -> s
     found += [f"max_model_len: {less.length}" for less in shorter if fits(less)][:1]
     if want.config.quantization is None and fits(c, quantization="int8"):
         found.append("quantization: int8")
+    if (lora := want.config.lora) is not None and want.config.few_graphs:
+        fewer_slots = (lora.model_copy(update={"max_loras": n}) for n in range(lora.slots(resident=True) - 1, 0, -1))
+        found += [f"lora.max_loras: {less.max_loras}" for less in fewer_slots if fits(c, lora=less)][:1]
     return (
         "write " + ", or ".join(found)
         if found
@@ -232,6 +235,7 @@ def gib(size: int) -> str:
 
 def parts(m: Memory) -> str:
     """The summands of a core's memory, for people."""
-    told = f"weights {gib(m.weights)} + KV {gib(m.kv)} + buckets {gib(m.scratch)} + runtime {gib(m.runtime)}"
+    adapters = f" + adapters {gib(m.adapters)}" if m.adapters else ""
+    told = f"weights {gib(m.weights - m.adapters)}{adapters} + KV {gib(m.kv)} + buckets {gib(m.scratch)} + runtime {gib(m.runtime)}"
     rest = f"{gib(m.runtime - m.code)} scratchpad and collectives, {gib(m.code)} code and DMA rings of the graphs"
     return f"{told} (a guess: {rest})" if m.code else told

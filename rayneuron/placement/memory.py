@@ -14,8 +14,9 @@ from rayneuron.config import Deployment
 from rayneuron.devices.neuron.targets import spare_columns, targets
 from rayneuron.engine.buckets import Capacity, inventory, prefill_sizes
 from rayneuron.models import shard, words
+from rayneuron.models.adaptable import modules_of
 from rayneuron.models.arch import Arch
-from rayneuron.models.memory import kv_shape, parameters, share
+from rayneuron.models.memory import adapter_columns, kv_shape, parameters, share
 
 MIB = 2**20
 # What the runtime keeps on each core beside tensors, where no graphs are loaded; and where they are: microcode, shared scratchpad and
@@ -30,13 +31,15 @@ _SMALL = 1  # int8, f8e4m3, f8e5m2
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes one core holds. `scratch`: the largest step's activations; `runtime`: a reserve, `code` of it for the graphs."""
+    """Bytes one core holds. `scratch`: the largest step's activations; `runtime`: a reserve, `code` of it for the graphs; `adapters`: the
+    room for them that is part of the weights."""
 
     weights: int
     kv: int
     scratch: int
     runtime: int = RUNTIME_BYTES
     code: int = 0
+    adapters: int = 0
 
     @property
     def total(self) -> int:
@@ -67,8 +70,19 @@ def memory(
         code = len(targets(inventory(capacity), capacity.space)) * GRAPH_BYTES * len(layers) // LAYERS
         if arch.tied and first and last:  # a graph has it under two names
             weights += share(arch, ranks).count(["head.w"]).others * width
+    adapters = _adapters(config, raw, arch, ranks, layers) * width
     reserve = SHARED_BYTES + code if config.few_graphs else RUNTIME_BYTES
-    return Memory(weights, kv * (_SMALL if config.kv_dtype else width), _scratch(arch, capacity, ranks, width, last), reserve, code)
+    scratch = _scratch(arch, capacity, ranks, width, last)
+    return Memory(weights + adapters, kv * (_SMALL if config.kv_dtype else width), scratch, reserve, code, adapters)
+
+
+def _adapters(config: Deployment, raw: Mapping[str, Any], arch: Arch, ranks: int, layers: range) -> int:
+    """Numbers in the tables of all slots: ranks share B where they share a product's outputs, and A where they share its inputs; the other
+    each has whole."""
+    if config.lora is None or not config.few_graphs:
+        return 0
+    modules = modules_of(arch, models.family(dict(raw)), config.lora.target_modules)
+    return config.lora.slots(resident=True) * config.lora.max_lora_rank * adapter_columns(arch, modules, ranks, layers)
 
 
 def passes(c: Capacity, layers: int) -> int:

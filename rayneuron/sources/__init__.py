@@ -17,6 +17,7 @@ from rayneuron.sources.fetching import logged
 
 S3 = "s3://"
 PATH, TOKENIZER, DRAFTS = "model.path", "model.tokenizer", "speculative_config.model"  # keys that name one
+ADAPTERS = "lora.lora_modules"  # a key above those that name adapters
 
 
 @dataclass(frozen=True, slots=True)

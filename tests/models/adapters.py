@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from rayneuron import models
-from rayneuron.models import adapted, hub, lora, weights
+from rayneuron.engine.shelf import Resident
+from rayneuron.models import adaptable, adapted, hub, lora, weights
 from rayneuron.models.kv import Places
 from tests.models.runs import Runner
 
@@ -91,16 +92,27 @@ class Adapted(Runner):
 
 def cut(path: Path, runner: Runner, folders: list[Path], dtype: torch.dtype = torch.float32) -> list[list[adapted.Pairs]]:
     """Some adapters, as a rank of a model holds them."""
-    modules = lora.modules_of(runner.arch, models.family(hub.read_config(path)))
+    modules = adaptable.modules_of(runner.arch, models.family(hub.read_config(path)))
     how = weights.cut_for(runner.arch, runner.comm.rank, runner.comm.ranks)
     read = [lora.read(folder, runner.arch, modules, max_rank=RANK) for folder in folders]
     return [list(lora.cut(each, how, range(runner.arch.layers), dtype)) for each in read]
 
 
+def reside(path: Path, held: dict[str, Any]) -> None:
+    """Give a rank alone two adapters among its weights, which may be those of a stage."""
+    arch = models.architecture(raw := hub.read_config(path))
+    layers = range(held.get("first", 0), held.get("first", 0) + len(held["layers"]))
+    how = weights.cut_for(arch, 0, 1)
+    shelf = Resident([held], arch, adaptable.modules_of(arch, models.family(raw)), [how], layers, torch.float32, slots=SLOTS, rank=RANK)
+    for slot in range(2):
+        shelf.fill(str(write(path / f"adapter{slot}", path, r=3 + slot, seed=slot)))
+
+
 def sizes(path: Path, runner: Runner) -> list[dict[str, tuple[int, int]]]:
     """What `lora.sizes` says of a rank of a model."""
     how = weights.cut_for(runner.arch, runner.comm.rank, runner.comm.ranks)
-    return lora.sizes(runner.arch, models.family(hub.read_config(path)), how, range(runner.arch.layers))
+    modules = adaptable.modules_of(runner.arch, models.family(hub.read_config(path)))
+    return lora.sizes(modules, how, range(runner.arch.layers))
 
 
 def with_tables(path: Path, runner: Runner, folders: list[Path], own: list[int]) -> Adapted:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rayneuron import models
 from rayneuron.errors import CheckpointError
-from rayneuron.models import hub, lora
+from rayneuron.models import adaptable, hub, lora
 from rayneuron.models.collectives import Solo
 from tests.models import adapters, cases
 from tests.models.cases import Runner, Saved
@@ -90,7 +90,7 @@ def test_a_slot_holds_nothing_of_what_was_in_it(saved: Saved, tmp_path: Path) ->
 def read(saved: Saved, folder: Path) -> lora.Adapter:
     raw = hub.read_config(saved.path)
     arch = models.architecture(raw)
-    return lora.read(folder, arch, lora.modules_of(arch, models.family(raw)), max_rank=8)
+    return lora.read(folder, arch, adaptable.modules_of(arch, models.family(raw)), max_rank=8)
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
@@ -128,7 +128,7 @@ def test_reading_rests_after_every_little_piece(saved: Saved, tmp_path: Path, mo
     folder = adapters.write(tmp_path / "a", saved.path)
     raw = hub.read_config(saved.path)
     arch = models.architecture(raw)
-    lora.read(folder, arch, lora.modules_of(arch, models.family(raw)), max_rank=8, rest=rest)
+    lora.read(folder, arch, adaptable.modules_of(arch, models.family(raw)), max_rank=8, rest=rest)
     assert told == [rest]
 
 

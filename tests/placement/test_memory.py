@@ -13,8 +13,9 @@ from rayneuron import devices, models
 from rayneuron.config import Deployment, parse
 from rayneuron.devices.cpu.device import Cpu
 from rayneuron.engine.buckets import Capacity, capacity
+from rayneuron.engine.shelf import Resident
 from rayneuron.errors import CheckpointError, ConfigError
-from rayneuron.models import head_layers, heads, hub, shard, weights, words
+from rayneuron.models import adaptable, head_layers, heads, hub, shard, weights, words
 from rayneuron.models.memory import kv_shape, parameters
 from rayneuron.models.quantization import Quantization
 from rayneuron.placement.fitting import Wanted, stage_memory
@@ -106,6 +107,26 @@ def test_weights_are_what_the_loader_allocates(folder: Path, ranks: int, stages:
         layers = shard.stage_layers(arch.layers, stage, stages)
         made = memory(deployment(dtype="fp32"), raw, small(), ranks, layers, first=stage == 0, last=stage == stages - 1)
         assert made.weights == loaded(folder, ranks, stage, stages)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("targets", [None, 1], ids=["all", "one"])
+def test_adapters_are_what_their_tables_take(folder: Path, ranks: int, targets: int | None) -> None:
+    """On Neuron, of each stage: of A and B only one is shared by ranks."""
+    raw = hub.read_config(folder)
+    arch, family, how = models.architecture(raw), models.family(raw), weights.cut_for(models.architecture(raw), 0, ranks)
+    chosen = None if targets is None else [list(adaptable.modules_of(arch, family))[-1].rsplit(".", 1)[-1]]
+    modules = adaptable.modules_of(arch, family, chosen)
+    for layers in (range(arch.layers), range(1, arch.layers)):
+        held: dict[str, Any] = {"layers": [{} for _ in layers]}
+        Resident([held], arch, modules, [how], layers, torch.float32, slots=3, rank=5)
+        tables = sum(t.nbytes for layer in held["layers"] for t in layer.values())
+        lora = {"max_loras": 3, "max_lora_rank": 5, "target_modules": chosen}
+        made, without = (
+            memory(deployment(dtype="fp32", device="neuron", **more), raw, small(), ranks, layers) for more in ({"lora": lora}, {})
+        )
+        assert made.adapters == tables == made.weights - without.weights > 0 == without.adapters
+        assert made.total - without.total == tables
 
 
 def test_a_checkpoint_holds_what_the_rules_say(folder: Path) -> None:

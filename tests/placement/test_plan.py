@@ -163,6 +163,11 @@ REFUSED = [
         instance("trn2.3xlarge"), None,
         r"needs 4\d\.\d\d GiB a core .*; write tensor_parallel: 4, or max_num_seqs: \d+, or max_model_len: \d+",
     ),
+    (
+        {"m": want(tensor_parallel=2, max_num_seqs=4, device="neuron", lora={"max_loras": 64, "max_lora_rank": 64})},
+        INF2, None,
+        r"needs 2\d\.\d\d GiB a core \(weights 7\.48 \+ adapters 13\.50 \+ KV .* has 16.00; write .*lora.max_loras: 2\d",
+    ),
     ({"m": want(tensor_parallel=64)}, instance("trn2.48xlarge"), None, "more than the model's 32 attention heads; write .*: 32"),
     ({"m": want(pipeline_parallel=33)}, declared(40, 8), None, "leaves a stage without any of the 32 layers"),
     ({"m": want({"model_type": "lama"})}, INF2, None, "m: model_type 'lama' is not supported"),

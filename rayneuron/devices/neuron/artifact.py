@@ -33,6 +33,7 @@ def graphs_key(
 ) -> Key:  # fmt: skip
     """The key of all graphs of an engine. What is saved is for processes that drive `world.local` ranks; which ones is no part of it."""
     more = {"feedback": True} if feedback else {}
+    more |= {"lora_rank": weights["lora_rank"]} if "lora_rank" in weights else {}  # of shapes only its product with the slots is seen
     said = bound(program)
     files = {*(_PACKAGE / name for name in _SOURCES), *(_PACKAGE / "models").glob("*.py"), Path(inspect.getfile(_parts(program)[0]))}
     return caching.key(

@@ -23,7 +23,7 @@ from rayneuron.devices.neuron.calls import Calls
 from rayneuron.devices.neuron.ending import Unwanted
 from rayneuron.devices.neuron.graphs import Graph
 from rayneuron.devices.neuron.releases import CompilerOptions
-from rayneuron.devices.neuron.sdk import InGraph, check_driver, sdk, start
+from rayneuron.devices.neuron.sdk import InGraph, check_driver, memory_stats, sdk, start
 from rayneuron.devices.neuron.started import Running, Started
 from rayneuron.devices.neuron.targets import WHOLE, Border, Move, Target, aligned, bucket, moved_at_once, name, served, targets
 from rayneuron.errors import CompileError, ConfigError
@@ -99,6 +99,7 @@ class Neuron:
     def load(self, weights: Weights, kv: KvShape) -> None:
         """Take the weights of every local rank (`weights["ranks"]`), or one's to compile with, and the shape of one rank's KV."""
         self._held, self._kv = list(weights.get("ranks") or [weights]), kv
+        self._border = replace(self._border, adapters="lora_rank" in self._held[0])
 
     def prepare(self, program: Program, shapes: Sequence[Shape], progress: Progress) -> None:
         """Compile, or find compiled, every graph. Raises CompileError, ConfigError."""
@@ -252,9 +253,7 @@ class Neuron:
 
     def stats(self) -> dict[str, Any]:
         """What the runtime says of its cores' memory; empty where it says nothing."""
-        runtime = getattr(getattr(torch.classes, "neuron", None), "Runtime", None)
-        reader = getattr(runtime(), "get_vnc_memory_stats", None) if runtime else None
-        return {"device_memory": reader()} if reader else {}
+        return memory_stats()
 
     def close(self) -> None:
         """Drop the model. The runtime keeps this process's cores until it exits, so a replica ends with its process."""

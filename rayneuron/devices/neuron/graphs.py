@@ -8,6 +8,8 @@ would see it as a weight). What a step has nothing to write to is written where 
 A draft model's KV, that of heads and what they keep of every position are states like the model's own; who makes drafts and who verifies
 them is one graph.
 
+Adapters are weights like others, zeros in slots that nobody fills; with them every graph is told the slot of each row.
+
 With `Border.feedback` there is one state more: the id each row sampled last. A decode step whose token is -1 takes it from there, so
 the host need not have seen it before it starts the step.
 """
@@ -41,7 +43,8 @@ def input_names(shape: Shape, border: Border = WHOLE) -> tuple[str, ...]:
     rows = ("rows",) if border.feedback else ()
     last = ("last",) if shape.tokens > 1 and shape.want.at == "last" else ()
     sampling = _SAMPLING if shape.want.ids == "sampled" else ()
-    return ("tokens" if border.first else "hidden", "positions", *rows, "blocks", "slots", *last, *sampling)
+    adapters = ("adapters",) if border.adapters else ()
+    return ("tokens" if border.first else "hidden", "positions", *rows, "blocks", "slots", *last, *adapters, *sampling)
 
 
 @lru_cache(256)  # every step asks
@@ -120,7 +123,7 @@ class Graph(nn.Module):
         self.kv = kv
         self._border = border
         self._program, self._comm, self._together = program, comm, together
-        self._first = weights.get("first", 0)
+        self._more = {"first": 0} | {name: weights[name] for name in ("first", "lora_rank") if name in weights}
         self._names = _names(weights)
         seen: set[int] = set()
         for path, tensor in named(weights):
@@ -169,7 +172,7 @@ class Graph(nn.Module):
         return out
 
     def _weights(self) -> dict[str, Any]:
-        return {**self._tensors(self._names), "first": self._first}
+        return {**self._tensors(self._names), **self._more}
 
     def _tensors(self, names: Mapping[str, Any], at: str = "") -> dict[str, Any]:
         made: dict[str, Any] = {"top": {key: self._tensor(f"{at}top.{key}") for key in names["top"]}}

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rayneuron import settings
@@ -200,3 +201,9 @@ def start(sdk: Sdk, folder: Path, start_rank: int, checkpoints: Sequence[dict[st
         ) from problem
     return model
 
+
+def memory_stats() -> dict[str, Any]:
+    """What the runtime says of the memory of this process's cores; empty where it says nothing."""
+    runtime = getattr(getattr(torch.classes, "neuron", None), "Runtime", None)
+    reader = getattr(runtime(), "get_vnc_memory_stats", None) if runtime else None
+    return {"device_memory": reader()} if reader else {}

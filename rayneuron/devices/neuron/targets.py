@@ -30,7 +30,7 @@ Target = Shape | Move
 class Border:
     """What goes in and out of a stage's graphs: ids into the `first` and out of the `last`, else hidden states [B,T,hidden] of `dtype`.
 
-    feedback: ids the last step sampled are inputs of the next without passing the host.
+    feedback: ids the last step sampled are inputs of the next without passing the host. adapters: so is the slot of each row's adapter.
     """
 
     first: bool = True
@@ -38,6 +38,7 @@ class Border:
     hidden: int = 0
     dtype: Any = None
     feedback: bool = False
+    adapters: bool = False
 
 
 WHOLE = Border()

@@ -25,7 +25,7 @@ from rayneuron.models.kv import Kv, KvShape, KvSpace
 from rayneuron.models.memory import kv_shape
 from rayneuron.placement.fitting import capacity_of
 from rayneuron.placement.memory import memory
-from tests.models import cases, runs
+from tests.models import adapters, cases, runs
 
 FIRST = ("llama", "llama_tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2", "gpt_bigcode", "opt_350m", "bloom", "gpt_neox",
          "gptj", "dbrx")  # fmt: skip
@@ -33,6 +33,7 @@ LATER = ("gemma2", "gemma3_text", "olmo2", "qwen2_moe", "gpt_oss", "phi3", "phi3
          "stablelm_parallel", "falcon", "falcon_new", "falcon_serial", "gemma", "smollm3", "phi", "glm4", "cohere2", "exaone4", "nemotron",
          "arcee", "olmo", "olmo3", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe")  # fmt: skip
 ENDS = ("llama", "llama_tied", "mixtral", "gpt2", "opt_350m", "bloom", "gptj")  # each embeds, or ends, in its own way
+ADAPTED = ("llama", "gpt2", "gpt_bigcode", "mixtral")  # rows of q, k and v apart and in one, two ways; experts, which have none
 SPACE = KvSpace(rows=3, limit=32, blocks=12, block=8)
 WHOLE_ROWS = KvSpace(rows=3, limit=32, blocks=3, block=32)
 TARGETS = (Shape("prefill", 2, 16, 32, LIKELIEST), Shape("decode", 2, 1, 32, LOGITS), Shape("verify", 2, 3, 32, EVERY[LOGITS]))
@@ -91,6 +92,8 @@ def opened(family: str, folder: Path, border: Border = WHOLE, space: KvSpace = S
         arch, models.family(raw), hub.Checkpoint(folder), dtype=torch.float32, stage=int(not border.first), stages=stages
     )  # fmt: skip
     shape = kv_shape(arch, space, layers=len(loaded["layers"]))
+    if border.adapters:
+        adapters.reside(folder, loaded)
     border = replace(border, hidden=arch.hidden)
     program = pipeline.program(arch, pipeline.Stage(torch.float32, border.first, border.last))
     return graphs.Graph(program, Solo(), loaded, shape, torch.float32, border)
@@ -119,6 +122,8 @@ def filled(graph: graphs.Graph, target: Shape) -> Batch:
         made.hidden = torch.randn(target.rows, target.tokens, border.hidden, generator=generator)
     if border.feedback and target.tokens == 1:
         made.tokens[0] = FOLLOWS
+    if border.adapters:
+        made.adapters[0] = 1
     made.positions[:] = torch.arange(4, 4 + target.tokens)
     held = runs.table(graph.kv.space)
     rows = torch.tensor([2, 3] if target.rows == 2 else [2], dtype=torch.int32)
@@ -152,6 +157,26 @@ def test_both_stages_of_every_family_export(family: str, tmp_path: Path) -> None
     """Hidden states out of the first stage and into the last, which sees no token."""
     for target, border in STAGES:
         check(opened(family, tmp_path, border), target)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize("family", [n if n in ADAPTED else pytest.param(n, marks=pytest.mark.slow) for n in cases.CONFIGS])
+def test_every_family_exports_with_adapters(family: str, tmp_path: Path) -> None:
+    """A row with the second of two, one without any: the slots are one more column of the integers, and the graph adds by them."""
+    for target in TARGETS[:2]:
+        graph = opened(family, tmp_path, Border(adapters=True))
+        check(graph, target)
+        given = inputs(graph, target)
+        names = graphs.packed(target, graph._border)["ints"]
+        assert given["ints"][:, names.index("adapters") - len(names)].tolist() == [1, -1]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_every_kind_of_graph_exports_with_adapters(tmp_path: Path) -> None:
+    for target in (*ONCE[:3], TARGETS[2], *ONCE[3:]):
+        check(opened("llama", tmp_path, Border(adapters=True)), target)
+    for target, border in STAGES:
+        check(opened("llama", tmp_path, replace(border, adapters=True)), target)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
