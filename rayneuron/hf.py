@@ -6,7 +6,7 @@ Shapes: B prompts, N sequences a prompt, L tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from rayneuron.constraints import Beams
 from rayneuron.engine.scores import by_step
 from rayneuron.errors import RequestError
+from rayneuron.hf_rows import adapters_of, inferred, pad_id, padded, prompts_of
 from rayneuron.llm import LLM
 from rayneuron.types import Request, SamplingParams
 
@@ -88,6 +89,7 @@ class HuggingFaceGenerationAdapter:
         generation_config: Any = None,
         streamer: Any = None,
         stopping_criteria: Iterable[Callable[..., Any]] | None = None,
+        adapter_ids: Sequence[str | None] | None = None,
         **kwargs: Any,
     ) -> Any:
         """input_ids [B, L] (padded on either side, or not) -> [B*N, L'] int64: prompt and output, right-padded with pad_token_id; in
@@ -96,14 +98,16 @@ class HuggingFaceGenerationAdapter:
 
         Settings come from the model's generation_config, then `generation_config`, then keywords. `streamer` (put, end) needs one sequence.
         `stopping_criteria` are called after every token with ([1, tokens so far], None), those of `max_time` (seconds) and `stop_strings`
-        too; `tokenizer` decodes for the latter, where it is not the model's own. Raises RequestError for what cannot be honoured.
+        too; `tokenizer` decodes for the latter, where it is not the model's own. `adapter_ids`: for each prompt one of `lora.lora_modules`,
+        None for none. Raises RequestError for what cannot be honoured.
         """
         tokenizer = kwargs.pop("tokenizer", None) or self.llm.text
         if kwargs.pop("assistant_model", None) is not None:
             _check_drafts(self.llm)
         settings = _merge(self.llm.generation, self.generation_config, generation_config, kwargs)
-        prompts = _unpadded(input_ids, _inferred(input_ids, settings) if attention_mask is None else attention_mask)
-        requests = [self.llm.request(p, _params(settings, len(p), input_ids.shape[1], self.llm.max_model_len)) for p in prompts]
+        prompts = prompts_of(input_ids, inferred(input_ids, settings) if attention_mask is None else attention_mask)
+        each = [_params(settings, len(p), input_ids.shape[1], self.llm.max_model_len) for p in prompts]
+        requests = [self.llm.request(*one) for one in zip(prompts, each, adapters_of(adapter_ids, len(prompts)), strict=True)]
         for request in requests:
             self.llm.engine.validate(request)
         copies = settings.get("num_return_sequences") or 1
@@ -119,9 +123,9 @@ class HuggingFaceGenerationAdapter:
         made, rows = self._run(requests, streamer, criteria, bool(wanted))
         if streamer is not None:
             streamer.end()
-        pad = pad_id(settings, self.llm)
+        pad = pad_id(settings, self.llm.text.eos_ids)
         choices = [(r, made[r.id, i], rows.get(r.id, {}).get(i, [])) for r in requests for i in range(copies)]
-        sequences = _padded(input_ids, [tokens for _, tokens, _ in choices], copies, pad)
+        sequences = padded(input_ids, [tokens for _, tokens, _ in choices], copies, pad)
         if not settings.get(_TOLD[0]):
             return sequences
         eos = {"scores": self.llm.text.eos_ids}  # of logits nothing is edited
@@ -238,23 +242,6 @@ def _beams(settings: dict[str, Any], sampling: bool) -> Beams | None:
     return Beams(width=width, length_penalty=settings.get("length_penalty", 1.0), early_stopping=settings.get("early_stopping", False))
 
 
-def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    if input_ids.dim() != 2:
-        raise RequestError(f"input_ids must be [batch, length], got {list(input_ids.shape)}", param="input_ids")
-    if attention_mask is None:
-        return input_ids.tolist()
-    return [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
-
-
-def _inferred(input_ids: Tensor, settings: dict[str, Any]) -> Tensor | None:
-    """transformers' rule where no mask is given: `pad_token_id` marks padding, wherever it stands, unless EOS is the same token."""
-    pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
-    if pad is None or pad in (eos if isinstance(eos, (list, tuple)) else [eos]):
-        return None
-    mask: Tensor = input_ids != pad
-    return mask
-
-
 def _ends(settings: dict[str, Any], decode: Callable[..., str]) -> Iterator[Criterion]:
     """The criteria of `max_time` and `stop_strings`, by transformers' rules: the token that is late, or completes a string, is the last."""
     most_s, strings = (settings.get(name) for name in _ENDS)
@@ -282,19 +269,3 @@ def _stop(criteria: list[Criterion], ids: list[int]) -> bool:
         return False
     so_far = torch.tensor([ids])
     return any(bool(torch.as_tensor(criterion(so_far, None)).all()) for criterion in criteria)
-
-
-def pad_id(settings: dict[str, Any], llm: LLM) -> int:
-    """What a row is padded with: pad_token_id, else the first EOS."""
-    if settings.get("pad_token_id") is not None:
-        return int(settings["pad_token_id"])
-    return min(llm.text.eos_ids, default=0)
-
-
-def _padded(input_ids: Tensor, made: list[list[int]], copies: int, pad: int) -> Tensor:
-    longest = max(map(len, made), default=0)
-    out = torch.full((len(made), input_ids.shape[1] + longest), pad, dtype=torch.int64)
-    out[:, : input_ids.shape[1]] = input_ids.repeat_interleave(copies, 0)
-    for row, tokens in zip(out, made, strict=True):
-        row[input_ids.shape[1] : input_ids.shape[1] + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-    return out

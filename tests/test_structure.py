@@ -75,9 +75,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": {"errors", "types"},
     "llm": LEAVES | {"validation", "text", "outputs", "api", "demo", "models", "devices", "engine", "placement", "group", "loading"},
     "batches": LEAVES | {"api", "llm", "serve"},
-    "compat": {"errors", "config", "sources", "models", "devices", "options", "validation", "hf", "llm"},
+    "compat": {"errors", "config", "sources", "models", "devices", "options", "validation", "hf", "hf_rows", "llm"},
     "neuron_check": LEAVES | {"models", "devices", "engine", "placement", "policies", "compiling", "llm"},
-    "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs"},
+    "hf_rows": {"errors"},
+    "hf": LEAVES | {"text", "demo", "models", "devices", "engine", "placement", "group", "loading", "llm", "outputs", "hf_rows"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
 
@@ -104,7 +105,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "tokenizers": ("text/tokenizer.py", "demo/"),
     "jinja2": ("text/",),
     "torch": ("models/", "devices/", "collectives/", "engine/", "transfer/", "group/", "demo/", "loading.py", "llm.py", "hf.py", "cli/")
-    + ("neuron_check/", "compat/"),
+    + ("neuron_check/", "compat/", "hf_rows.py"),
     "safetensors": ("models/", "devices/"),
     "msgspec": ("",),
     "xxhash": ("hashing.py", "models/", "transfer/"),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rayneuron import devices
 from rayneuron.errors import RequestError
-from rayneuron.hf import HuggingFaceGenerationAdapter, pad_id
+from rayneuron.hf import HuggingFaceGenerationAdapter
+from rayneuron.hf_rows import adapters_of, pad_id
 
 
 def device() -> str:
@@ -19,15 +20,18 @@ def device() -> str:
 
 
 def by_row(
-    adapter: HuggingFaceGenerationAdapter, input_ids: Tensor, each: Sequence[dict[str, Any]], mask: Tensor | None, **words: Any
-) -> Any:
+    adapter: HuggingFaceGenerationAdapter, input_ids: Tensor, each: Sequence[dict[str, Any]], mask: Tensor | None,
+    adapter_ids: Sequence[str | None] | None = None, **words: Any,
+) -> Any:  # fmt: skip
     """`generate()` where each row has settings of its own."""
     if all(one == each[0] for one in each):
-        return adapter.generate(input_ids, mask, **words, **each[0])
+        return adapter.generate(input_ids, mask, adapter_ids=adapter_ids, **words, **each[0])
     if words.get("return_dict_in_generate"):
         said = "return_dict_in_generate needs rows that are sampled alike; leave it out, or send them one by one"
         raise RequestError(said, param="return_dict_in_generate")
+    names = adapters_of(adapter_ids, len(each))
     rows = [
-        adapter.generate(input_ids[i : i + 1], None if mask is None else mask[i : i + 1], **words, **one)[0] for i, one in enumerate(each)
+        adapter.generate(input_ids[i : i + 1], None if mask is None else mask[i : i + 1], adapter_ids=[names[i]], **words, **one)[0]
+        for i, one in enumerate(each)
     ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id(words, adapter.llm))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id(words, adapter.llm.text.eos_ids))

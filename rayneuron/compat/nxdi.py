@@ -15,14 +15,14 @@ from rayneuron import hf
 from rayneuron.compat import by_row, device
 from rayneuron.errors import RequestError
 from rayneuron.llm import LLM
-from rayneuron.options import nxdi
+from rayneuron.options import adapters, nxdi
 from rayneuron.options.words import Translation, tell
 from rayneuron.validation import override
 
 FILE = "neuron_config.json"
 
 
-OnDeviceSamplingConfig = SimpleNamespace  # what it holds is checked with the NeuronConfig that holds it
+OnDeviceSamplingConfig = LoraServingConfig = SimpleNamespace  # what they hold is checked with the NeuronConfig that holds them
 
 
 class FusedSpecNeuronConfig(SimpleNamespace):
@@ -129,7 +129,11 @@ class HuggingFaceGenerationAdapter(hf.HuggingFaceGenerationAdapter):
         self.neuron_config = model.neuron_config
 
     def generate(self, input_ids: Tensor, *args: Any, sampling_params: Tensor | None = None, **words: Any) -> Any:
-        """As the other adapter's."""
+        """As the other adapter's. Raises RequestError where NxD would take the first of several LoRA adapters without a word."""
+        lora = getattr(self.neuron_config, "lora_config", None)
+        if lora and words.get("adapter_ids") is None and not adapters.words_of(lora).get("enable_base_model_only"):
+            said = "adapter_ids names the LoRA adapter of each prompt; write it, or LoraServingConfig(enable_base_model_only=True) for none"
+            raise RequestError(said, param="adapter_ids")
         if sampling_params is None:
             return super().generate(input_ids, *args, **words)
         each = [

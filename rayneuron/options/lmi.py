@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from rayneuron import aliases
-from rayneuron.options import drafts
+from rayneuron.options import adapters, drafts
 from rayneuron.options.nxdi import overrides
-from rayneuron.options.shared import ADAPTERS, BY_ITSELF, COMMON, OFF, OWN_GRAPHS, OWN_SHARDS, dtype, int8
+from rayneuron.options.shared import BY_ITSELF, COMMON, OFF, OWN_GRAPHS, OWN_SHARDS, dtype, int8
 from rayneuron.options.words import Args, Said, Table, Word, among, flag, literal, seconds, whole
 
 HANDLERS = ("djl_python.transformers_neuronx", "djl_python.huggingface", "djl_python.neuron_vllm", "djl_python.lmi_vllm.vllm_async_service")
@@ -90,11 +90,7 @@ _LMI: Final[dict[str, Word]] = {
     "on_device_generation": Word(refused="the device samples anyway; write what that file says under sampling_defaults", same=OFF),
     "override_neuron_config": Word("buckets", overrides, note="each name in it is NxD Inference's"),
     **drafts.LMI,
-    "enable_lora": Word("lora.enabled", flag, OFF, there="false"),
-    "max_loras": Word("lora.max_loras", whole, there="4"),
-    "max_lora_rank": Word("lora.max_lora_rank", whole, there="16"),
-    "max_cpu_loras": Word("lora.max_cpu_loras", whole),
-    "adapters": Word(refused=ADAPTERS, same=OFF),
+    **adapters.LMI,
     "max_logprobs": _vllm("max_logprobs"),
 }
 SERVER: Final[Table] = {

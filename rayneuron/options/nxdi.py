@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from rayneuron.errors import ConfigError
-from rayneuron.options import drafts
-from rayneuron.options.shared import ADAPTERS, GRAPHS, LAYOUT, OFF, OWN_SHARDS, dtype, reduced
+from rayneuron.options import adapters, drafts
+from rayneuron.options.shared import GRAPHS, LAYOUT, OFF, OWN_SHARDS, dtype, reduced
 from rayneuron.options.words import Args, Said, Table, Translation, Word, flag, literal, numbers, tell, whole
 
 
@@ -98,7 +98,7 @@ NEURON_CONFIG: Final[Table] = {
     "is_block_kv_layout": Word(note="block_size says it"),
     "pa_block_size": Word("block_size", whole, there="32"),
     "pa_num_blocks": Word("kv_cache_tokens", _blocks),
-    "lora_config": Word(refused=ADAPTERS, same=OFF),
+    "lora_config": Word(adapters.MODULES, adapters.serving, OFF, note="its words are LoraServingConfig's"),
     **drafts.NXDI,
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rayneuron.errors import ConfigError
-from rayneuron.options import lmi
+from rayneuron.options import adapters, lmi
 from rayneuron.options.words import Translation, tell
 
 FILE = "serving.properties"
@@ -62,6 +62,10 @@ def told(folder: Path | None, variables: Mapping[str, str]) -> Translation:
     out = Translation()
     tell(out, lmi.SERVER, {k: v for k, (v, _) in server.items()}, lambda name: server[name][1], "LMI's server")
     tell(out, lmi.OPTIONS, {k: v for k, (v, _) in options.items()}, lambda name: options[name][1], "LMI")
+    if out.assigned.get("lora.enabled"):
+        said, where = options.get("adapters", (None, str(folder)))
+        if found := adapters.beside(folder, said):
+            out.default(adapters.MODULES, found, where)
     if folder is not None:
         out.default("model.path", str(folder), str(folder))
     if "model.path" not in out.assigned:

@@ -11,7 +11,7 @@ OFF: Final[tuple[Any, ...]] = (False, 0, None, "", "false", "False", "0", "None"
 dtype = among({**{name: name for name in ("auto", "fp32", "fp16", "bf16")}, **DTYPE_ALIASES})
 reduced = among({"float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "bf16": "bf16"})
 
-ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, where the device is cpu; on neuron merge the adapter into the weights"
+ADAPTERS = "write lora: {lora_modules: {name: PEFT directory}}, and on device cpu lora.directory for adapters that come later"
 GRAPHS = "how a graph is laid out is the compiler's to say, the text is the same"
 OWN_SHARDS = "write model.path: a folder that `rayneuron shard` wrote"
 OWN_GRAPHS = "graphs are compiled ahead by `rayneuron compile --out DIR`; write compile.artifact: DIR"

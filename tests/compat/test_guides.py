@@ -24,6 +24,8 @@ from rayneuron.compat.transformers_neuronx import (
     SpeculativeGenerator,
 )
 from rayneuron.errors import ConfigError, RequestError
+from tests.engine.test_adapters import greedy as merged
+from tests.models import adapters
 
 TEXT = "Hello, I'm a language model,"
 ARGMAX = NeuronConfig(on_device_generation=GenerationConfig(do_sample=False))
@@ -158,7 +160,7 @@ def test_a_model_that_drafts_for_another(path: str, ids: torch.Tensor, greedy: l
         (lambda path: LlamaForSampling.from_pretrained(path, neuron_config=NeuronConfig(quant="x")), "must have the quant_dtype"),
         (lambda path: LlamaForSampling.from_pretrained(path, neuron_config=NeuronConfig(fuze_qkv=True)), "did you mean fuse_qkv?"),
         (lambda path: nxdi.NeuronConfig(speculation_length=5), "a draft model is speculative_config"),
-        (lambda path: nxdi.NeuronConfig(lora_config={"max_loras": 2}), "merge the adapter"),
+        (lambda path: nxdi.NeuronConfig(lora_config=nxdi.LoraServingConfig(dynamic_multi_lora=True)), "write all in lora_ckpt_paths"),
         (lambda path: nxdi.NeuronConfig(tp_degre=2), "did you mean tp_degree?"),
     ],
 )
@@ -201,6 +203,29 @@ def test_nxds_steps(path: str, ids: torch.Tensor, greedy: list[int], tmp_path: P
     assert model.llm is not None and model.llm.config.on_device_sampling.global_topk == 64
     model.llm.close()
     assert transformers_neuronx.MistralForSampling is LlamaForSampling
+
+
+def test_nxds_adapters(path: str, ids: torch.Tensor, greedy: list[int], tmp_path: Path) -> None:
+    """Multi-LoRA serving as the feature guide has it, and of the model that was saved: each prompt with its adapter, rows sampled apart."""
+    folders = {name: str(adapters.write(tmp_path / name, Path(path), r=2 + i, seed=i, size=0.4)) for i, name in enumerate("ab")}
+    prompt = ids[0].tolist()
+    wanted = [*(prompt + merged(Path(path), folders[name], prompt, 6) for name in "ab"), greedy[: len(prompt) + 6]]
+    lora = nxdi.LoraServingConfig(max_loras=2, max_lora_rank=4, lora_ckpt_paths=folders)
+    neuron_config = nxdi.NeuronConfig(batch_size=3, seq_len=64, torch_dtype=torch.float32, lora_config=lora)
+    config = LlamaInferenceConfig(neuron_config, load_config=nxdi.load_pretrained_config(path))
+    NeuronLlamaForCausalLM(path, config, **ON).compile(str(tmp_path / "traced"))
+    model = NeuronLlamaForCausalLM(str(tmp_path / "traced"), **ON)
+    model.load(str(tmp_path / "traced"))
+    three, adapter = ids.repeat(3, 1), HuggingFaceGenerationAdapter(model)
+    words = {"attention_mask": torch.ones_like(three), "max_new_tokens": 6}
+    assert adapter.generate(three, adapter_ids=["a", "b", None], do_sample=False, **words).tolist() == wanted
+    each = torch.tensor([[1, 1.0, 1.0], [1, 1.0, 1.0], [1, 1.0, 0.5]])
+    assert adapter.generate(three, adapter_ids=["a", "b", None], sampling_params=each, **words).tolist() == wanted
+    wrong = {None: "adapter_ids names the LoRA adapter of each prompt", ("a", "b"): "must be a list of 3 names", ("c",) * 3: "'c'"}
+    for names, said in wrong.items():
+        with pytest.raises(RequestError, match=said):
+            adapter.generate(three, adapter_ids=names, do_sample=False, **words)
+    model.llm.close()  # type: ignore[union-attr]
 
 
 def test_nxds_fused_speculation(path: str, ids: torch.Tensor, greedy: list[int], tmp_path: Path) -> None:

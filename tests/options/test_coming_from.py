@@ -9,7 +9,7 @@ from pydantic_core import PydanticUndefined
 
 from rayneuron import aliases, llm
 from rayneuron.config import Deployment
-from rayneuron.options import lmi, nxdi, ray_llm, tnx
+from rayneuron.options import adapters, lmi, nxdi, ray_llm, tnx
 from rayneuron.options.words import Table
 from rayneuron.validation import fields
 from tests import test_docs
@@ -36,6 +36,7 @@ SYSTEMS: tuple[tuple[str, str, Table], ...] = (
     ("transformers-neuronx: NeuronConfig", "Keywords.", tnx.NEURON_CONFIG),
     ("NxD Inference: NeuronConfig", "Keywords, `neuron_config.json`, vLLM's `override_neuron_config`.", nxdi.NEURON_CONFIG),
     ("NxD Inference: OnDeviceSamplingConfig", "Keywords.", nxdi.SAMPLING),
+    ("NxD Inference: LoraServingConfig", "Keywords, or the mapping they are written as.", adapters.LORA),
     (
         "DJL LMI: options",
         "`option.NAME` in serving.properties, else `OPTION_NAME`; vLLM's names below as well.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import yaml
 from rayneuron import aliases, cli
 from rayneuron.config import Deployment, SpeculativeConfig
 from rayneuron.errors import ConfigError
-from rayneuron.options import lmi, nxdi, properties, ray_llm, tnx, translation
+from rayneuron.options import adapters, lmi, nxdi, properties, ray_llm, tnx, translation
 from rayneuron.options.words import Translation, tell
 from rayneuron.validation import keys
 
@@ -21,6 +22,7 @@ TABLES = {
     "lmi": lmi.OPTIONS,
     "tnx": {**tnx.PRETRAINED, **tnx.NEURON_CONFIG},
     "nxdi": {**nxdi.NEURON_CONFIG, **nxdi.SAMPLING},
+    "lora": adapters.LORA,
     "server": lmi.SERVER,
     "ray": {**ray_llm.LLM_CONFIG, **ray_llm.DEPLOYMENT},
 }
@@ -34,7 +36,7 @@ def names() -> list[tuple[str, str]]:
 
 def test_the_list_is_long() -> None:
     assert len(names()) == len(set(names())) and {system: sum(s == system for s, _ in names()) for system, _ in names()} == {
-        "lmi": 82, "tnx": 15, "nxdi": 67, "vllm": 263, "drafts": 33,
+        "lmi": 82, "tnx": 15, "nxdi": 67, "lora": 17, "vllm": 263, "drafts": 33,
     }  # fmt: skip
 
 
@@ -91,6 +93,20 @@ GOLDEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("lmi", {"max_model_len": "256", "max_num_batched_tokens": "128"}, {"max_model_len": 256, "prefill_chunk_tokens": 128}),
     ("lmi", {"override_neuron_config": "{'fused_qkv': True, 'tp_degree': 2}"}, {"fused_qkv": True, "tensor_parallel": 2}),
     ("lmi", {"enable_lora": "true", "max_loras": "2"}, {"lora.enabled": True, "lora.max_loras": 2}),
+    ("lmi", {"enable_lora": "true", "adapters": "more", "lora_target_modules": '["q_proj"]'},
+     {"lora.enabled": True, "lora.target_modules": ["q_proj"]}),
+    (
+        "nxdi",
+        {"lora_config": {"max_loras": 1, "max_lora_rank": 8, "lora_ckpt_paths": ["a : /x/a", "b:/x/b"], "target_modules": ["q_proj"],
+                         "lora_bias": "none", "dynamic_multi_lora": False, "lora_ckpt_paths_cpu": None, "max_cpu_loras": 100,
+                         "batch_size": 2, "lora_memory_transpose": True, "lora_shard_linear_layer": True, "is_context_encoding": False,
+                         "eviction_policy": "lru", "lfu_decay_period": 128, "base_model_quantized": False, "enable_base_model_only": True}},
+        {"lora.max_loras": 2, "lora.max_lora_rank": 8, "lora.target_modules": ["q_proj"],
+         "lora.lora_modules": {"a": "/x/a", "b": "/x/b"}},
+    ),
+    ("nxdi", {"lora_config": SimpleNamespace(lora_ckpt_paths={"a": "/x"})}, {"lora.lora_modules": {"a": "/x"}}),
+    ("nxdi", {"lora_config": SimpleNamespace(max_loras=3)}, {"lora.lora_modules": {}, "lora.max_loras": 3}),
+    ("nxdi", {"lora_config": None}, {}),
     ("lmi", {"enable_lora": "false", "trust_remote_code": "false", "speculative_length": "0"}, {}),
     ("server", {"engine": "Python", "job_queue_size": "50", "maxWorkers": "2"}, {"limits.max_waiting": 50, "serving.num_replicas": 2}),
     ("tnx", {"batch_size": 2, "tp_degree": 8, "amp": "f16"}, {"max_num_seqs": 2, "tensor_parallel": 8, "dtype": "fp16"}),
@@ -163,7 +179,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lmi", {"batch_size": "4"}, "write option.max_rolling_batch_size"),
     ("lmi", {"quantize": "awq"}, "must be one of static_int8, int8"),
     ("lmi", {"n_positionz": "4"}, "did you mean n_positions?"),
-    ("lmi", {"adapters": "x"}, "merge the adapter"),
+    ("lmi", {"adapters": "x"}, "enable_lora is not true; write option.enable_lora=true"),
+    ("nxdi", {"lora_config": {"max_lora": 2}}, "lora_config.max_lora: LoraServingConfig knows no max_lora; did you mean max_loras?"),
+    ("nxdi", {"lora_config": {"lora_bias": "all"}}, "lora_config.lora_bias: lora_bias is refused: adapters with biases are not served"),
+    ("nxdi", {"lora_config": {"dynamic_multi_lora": True}}, "adapters lie in the device from the start on; write all in lora_ckpt_paths"),
+    ("nxdi", {"lora_config": {"lora_ckpt_paths_cpu": {"a": "/x"}}}, "write all in lora_ckpt_paths, or on device cpu lora.allow_runtime"),
+    ("nxdi", {"lora_config": {"lora_ckpt_paths": ["a:/x", "a:/y"]}}, "names one adapter twice"),
+    ("nxdi", {"lora_config": {"lora_ckpt_paths": "a"}}, "must be {id: directory} or a list of 'id : directory', got 'a'"),
+    ("nxdi", {"lora_config": {"lora_ckpt_json": "/nowhere"}}, "/nowhere cannot be read as an object with lora-ckpt-paths"),
+    ("nxdi", {"lora_config": {"target_modules": "all-linear"}}, "must be a list of names of modules here"),
+    ("ray", {"lora_config": {"dynamic_lora_loading_path": "s3://x"}}, "write lora: {lora_modules: {name: PEFT directory}}"),
     ("lmi", {"speculative_draft_model": "x", "draft_model_id": "y"}, "say different things of speculative_config.model"),
     ("lmi", {"speculative_draft_model": "x", "speculative_length": "many"}, "must be a whole number"),
     ("lmi", {"entryPoint": "model.py"}, "handlers of your own are not run"),
@@ -279,6 +304,39 @@ def test_the_file_may_be_named_itself(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_nothing_to_translate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["translate", str(tmp_path)]) == 2
     assert "holds neither serving.properties nor neuron_config.json" in capsys.readouterr().err
+
+
+def test_nxds_file_of_adapters(tmp_path: Path) -> None:
+    """lora_ckpt_json, joined with the paths beside it; what it says of the host counts with dynamic_multi_lora only."""
+    said = {"lora-ckpt-dir": "/ckpt", "lora-ckpt-paths": {"a": "one", "b": "/two"}, "lora-ckpt-paths-cpu": {"c": "three"}}
+    (tmp_path / "lora.json").write_text(json.dumps(said))
+    config = {"max_loras": 2, "lora_ckpt_json": str(tmp_path / "lora.json"), "lora_ckpt_paths": {"d": "/d"}}
+    assert told(TABLES["nxdi"], lora_config=config) == {
+        "lora.max_loras": 3, "lora.lora_modules": {"a": "/ckpt/one", "b": "/two", "d": "/d"}
+    }  # fmt: skip
+    twice, dynamic = {"lora_ckpt_paths": {"a": "/x"}}, {"dynamic_multi_lora": True}
+    for more, why in ((twice, "both in lora_ckpt_json and in"), (dynamic, "lora-ckpt-paths-cpu")):
+        with pytest.raises(ConfigError, match=why):
+            told(TABLES["nxdi"], lora_config={**config, **more})
+
+
+def test_lmis_folder_of_adapters(tmp_path: Path) -> None:
+    """Those beside the file are loaded where LoRA is on; another folder, and one that is not there."""
+    for place in ("adapters/en", "adapters/de", "more/fr"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "adapters" / "README").write_text("")
+
+    def named(text: str, **variables: str) -> Any:
+        return properties.told(folder(tmp_path, text), variables).assigned.get("lora.lora_modules")
+
+    on = "option.enable_lora=true\n"
+    assert named("") is None and named("option.enable_lora=false") is None
+    assert named(on) == {name: str(tmp_path / "adapters" / name) for name in ("de", "en")}
+    assert named(on + "option.adapters=more") == {"fr": str(tmp_path / "more/fr")}
+    assert named(on, OPTION_ADAPTERS=str(tmp_path / "more")) == {"fr": str(tmp_path / "more/fr")}
+    assert named(on, OPTION_LORA_MODULES='{"x": "/x"}') == {"x": "/x"}
+    with pytest.raises(ConfigError, match="adapters: .*/none holds no folders with adapters"):
+        named(on + "option.adapters=none")
 
 
 def test_nxds_saved_config(tmp_path: Path) -> None:
