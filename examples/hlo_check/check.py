@@ -48,12 +48,14 @@ from rayneuron.devices.neuron.targets import WHOLE, Border, Move  # noqa: E402
 from rayneuron.engine import draft_step, head_step  # noqa: E402
 from rayneuron.engine.buckets import EVERY, inventory  # noqa: E402
 from rayneuron.engine.neuron_sampling import NeuronSampling  # noqa: E402
+from rayneuron.engine.shelf import Resident  # noqa: E402
 from rayneuron.group import pipeline  # noqa: E402
 from rayneuron.group.pipeline import Stage  # noqa: E402
 from rayneuron.models import head_layers, heads, weights  # noqa: E402
+from rayneuron.models.adaptable import modules_of  # noqa: E402
 from rayneuron.models.collectives import Solo  # noqa: E402
 from rayneuron.models.kv import KvSpace  # noqa: E402
-from rayneuron.models.memory import kv_shape, parameters, share  # noqa: E402
+from rayneuron.models.memory import adapter_columns, kv_shape, parameters, share  # noqa: E402
 from rayneuron.neuron_check import probes  # noqa: E402
 from rayneuron.placement.fitting import capacity_of  # noqa: E402
 from rayneuron.placement.memory import arch_of  # noqa: E402
@@ -61,7 +63,7 @@ from tests.models import published  # noqa: E402
 from tests.models.checkpoint import checkpoint_shapes  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads((HERE / "families.json").read_text())
-probes.ROWS, probes.VOCAB, probes.LENGTH, probes.HIDDEN = 4, 2048, 512, 64
+probes.ROWS, probes.VOCAB, probes.LENGTH, probes.HIDDEN, probes.INNER = 4, 2048, 512, 64, 48
 SPACE = KvSpace(rows=3, limit=32, blocks=3, block=32)
 BLOCKS = KvSpace(rows=3, limit=32, blocks=8, block=8)
 DECODE = Shape("decode", 2, 1, 32, LOGITS)
@@ -74,6 +76,7 @@ STAGES = (  # of async mode, and of the two stages of a pipeline
     (Shape("prefill", 2, 16, 32, HIDDEN), Border(last=False, hidden=64)),
     (Shape("decode", 2, 1, 32, LOGITS), Border(first=False, hidden=64)),
 )
+ADAPTED = Border(adapters=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"}, "float8": {"quantization": "f8e4m3"}, "float8 KV": {"kv_dtype": torch.float8_e4m3fn},
     "blocks of 8": {"space": BLOCKS},
@@ -142,7 +145,8 @@ class Groups:
 
 
 def graph_of(raw: dict[str, Any], comm: Any, border: Border = WHOLE, **how: Any) -> graphs.Graph:
-    """One rank's graph. how: dtype, kv_dtype, quantization, space, rule, arch, empty, sequence_parallel; drafts: what makes some in it."""
+    """One rank's graph. how: dtype, kv_dtype, quantization, space, rule, arch, empty, sequence_parallel, room (slots and rank of adapters);
+    drafts: what makes some in it."""
     if how.get("drafts"):
         return drafting(raw, comm, how["drafts"])
     arch, family, dtype = how.get("arch") or models.architecture(raw), models.family(raw), how.get("dtype", torch.float32)
@@ -153,8 +157,19 @@ def graph_of(raw: dict[str, Any], comm: Any, border: Border = WHOLE, **how: Any)
     )  # fmt: skip
     kv = kv_shape(arch, how.get("space", SPACE), comm.ranks, len(loaded["layers"]))
     stage = Stage(dtype, border.first, border.last, how.get("sequence_parallel", False))
-    border = Border(border.first, border.last, border.hidden, dtype, border.feedback)
+    border = replace(border, dtype=dtype)
+    if border.adapters:
+        fill(arch, family, loaded, comm.ranks, dtype, *how.get("room", (3, 8)))
     return graphs.Graph(pipeline.program(arch, stage, how.get("rule")), comm, loaded, kv, how.get("kv_dtype", dtype), border)
+
+
+def fill(arch: Any, family: Any, loaded: dict[str, Any], ranks: int, dtype: torch.dtype, slots: int, rank: int) -> None:
+    """Room for adapters in a rank's weights, full of random ones."""
+    first, generator = loaded.get("first", 0), torch.Generator().manual_seed(7)
+    how, layers = weights.cut_for(arch, 0, ranks), range(first, first + len(loaded["layers"]))
+    Resident([loaded], arch, modules_of(arch, family), [how], layers, dtype, slots=slots, rank=rank)
+    for layer in loaded["layers"]:
+        layer |= {n: (torch.randn(t.shape, generator=generator) * 0.1).to(dtype) for n, t in layer.items() if "lora" in n}
 
 
 def drafting(raw: dict[str, Any], comm: Any, kind: str) -> graphs.Graph:
@@ -198,6 +213,8 @@ def inputs(graph: graphs.Graph, target: targets.Target, top_k: int = 0) -> dict[
     batch.temperature[:], batch.top_p[:], batch.uniform[:] = 0.8, torch.linspace(0.9, 1, target.rows), 0.4
     if border.feedback and target.tokens == 1:
         batch.tokens[1:] = FOLLOWS
+    if border.adapters:
+        batch.adapters[:] = torch.arange(target.rows) - 1
     if graph.kv.draft is not None and target.tag == "verify":  # one row makes all of its drafts, the others were given theirs
         batch.positions += 4
         batch.slots += 4
@@ -280,7 +297,7 @@ def check_groups(ranks: int, sequence_parallel: bool = False, raw: dict[str, Any
     """Rank 0's graph of a group of `ranks`, lowered only: one replica group of all ranks in every collective."""
     raw = raw or {**FAMILIES["llama"], "num_attention_heads": 32, "num_key_value_heads": 8}
     target = Shape("prefill", 1, 32, 32, LIKELIEST) if sequence_parallel else Shape("decode", 2, 1, 32, LOGITS)
-    graph = graph_of(raw, Groups(ranks), sequence_parallel=sequence_parallel, **how)
+    graph = graph_of(raw, Groups(ranks), how.pop("border", WHOLE), sequence_parallel=sequence_parallel, **how)
     _, module = lowered(graph, target, inputs(graph, target))
     groups = set(re.findall(r"replica_groups=(\{\{[\d,{}]*\}\}|\[[^\]]*\]<=\[[^\]]*\])", module.text))
     assert groups == {"{{" + ",".join(map(str, range(ranks))) + "}}"}, groups
@@ -295,10 +312,12 @@ def check_groups(ranks: int, sequence_parallel: bool = False, raw: dict[str, Any
     return f"{' + '.join(f'{n} {kind}' for kind, n in kinds.items() if n)}, all over 0..{ranks - 1}"
 
 
-def check_large(raw: dict[str, Any], ranks: int, capacity: Any, target: targets.Target) -> str:
-    """One graph of a large model as its deployment gets it, lowered with LAYERS layers; FLOPs by arithmetic, KV moved by KV read once."""
+def check_large(raw: dict[str, Any], ranks: int, capacity: Any, target: targets.Target, adapters: int = 0) -> str:
+    """One graph of a large model as its deployment gets it, lowered with LAYERS layers; FLOPs by arithmetic, KV moved by KV read once.
+    adapters: of rank 16, how many."""
     raw = {**raw, "num_hidden_layers": LAYERS}
-    graph = graph_of(raw, Groups(ranks), dtype=torch.bfloat16, space=capacity.space, empty=True)
+    border = ADAPTED if adapters else WHOLE
+    graph = graph_of(raw, Groups(ranks), border, dtype=torch.bfloat16, space=capacity.space, empty=True, room=(adapters, 16))
     _, module = lowered(graph, target, graphs.example(target, graph.kv, torch.bfloat16, graph._border))
     said = f"{len(module.entry)} instructions for {LAYERS} layers, {moved_bytes(graph, module, target)}"
     if isinstance(target, Move):
@@ -306,10 +325,22 @@ def check_large(raw: dict[str, Any], ranks: int, capacity: Any, target: targets.
     arch, tokens = models.architecture(raw), target.rows * target.tokens
     plan, held = share(arch, ranks).plan, parameters(arch, models.family(raw), ranks)
     head = 2 * target.rows * (target.tokens if target.want.at == "all" else 1) * arch.hidden * -(-arch.vocab // ranks)
-    wanted = 2 * tokens * held.products + head + 4 * arch.layers * tokens * plan.q_heads * arch.head_dim * target.length
+    columns = adapter_columns(arch, modules_of(arch, models.family(raw)), ranks, range(LAYERS)) * 16 * adapters
+    wanted = 2 * tokens * (held.products + columns) + head + 4 * arch.layers * tokens * plan.q_heads * arch.head_dim * target.length
     found = module.dot_flops() / wanted
     assert 1 <= found <= MOST_FLOPS, f"{found:.3f} of the operations that arithmetic says"
     return f"{said}, {module.dot_flops() / 1e9:.1f} GFLOP, {found:.3f} x arithmetic"
+
+
+def adapted_checks(families: list[str]) -> Iterator[tuple[str, Any]]:
+    """Graphs with adapters: of every family, of every kind, of a stage, over small weights, of groups."""
+    llama = FAMILIES["llama"]
+    yield from ((f"{f} adapters {targets.name(t)}", partial(check_one, FAMILIES[f], t, ADAPTED)) for f in families for t in KINDS[:2])
+    more = ((KINDS[2], ADAPTED), (MOVES[0], ADAPTED), *((t, replace(b, adapters=True)) for t, b in STAGES))
+    yield from ((f"llama adapters {targets.name(t)} {said(b)}", partial(check_one, llama, t, b)) for t, b in more)
+    for name in ("int8", "float8", "bfloat16", "blocks of 8"):
+        yield f"llama adapters {name} {targets.name(DECODE)}", partial(check_one, llama, DECODE, ADAPTED, **OPTIONS[name])
+    yield from ((f"llama adapters, {n} ranks", partial(check_groups, n, border=ADAPTED)) for n in (8, 32))
 
 
 def checks(families: list[str], small: bool, large: bool) -> Iterator[tuple[str, Any]]:
@@ -328,6 +359,7 @@ def checks(families: list[str], small: bool, large: bool) -> Iterator[tuple[str,
         for kind in ("model", "medusa", "eagle", "eagle3"):
             drawn = [*KINDS, MOVES[2], Shape("verify", 2, 3, 32, EVERY[LIKELIEST]), *([FILL] if kind == "model" else [])]
             yield from ((f"llama drafts by {kind} {targets.name(t)}", partial(check_one, llama, t, drafts=kind)) for t in drawn)
+        yield from adapted_checks(families)
         yield from ((f"neuron-check: {n}", partial(check_probe, n)) for n in probes.ours())
         capped = arch_of(parse({"model": {"path": "x"}, "capacity_factor": 1.0}), moe, 1)
         yield "mixtral capacity " + targets.name(KINDS[0]), partial(check_one, moe, KINDS[0], arch=replace(capped, capacity_factor=1.0))
@@ -343,10 +375,12 @@ def checks(families: list[str], small: bool, large: bool) -> Iterator[tuple[str,
         capacity = capacity_of(config, raw)
         for target in targets.targets(inventory(capacity), capacity.space):
             yield f"{name}, {ranks} ranks {targets.name(target)}", partial(check_large, raw, ranks, capacity, target)
+        for target in [t for t in targets.targets(inventory(capacity), capacity.space) if t.tag == "decode"][-1:]:
+            yield f"{name}, {ranks} ranks, 8 adapters {targets.name(target)}", partial(check_large, raw, ranks, capacity, target, 8)
 
 
 def said(border: Border) -> str:
-    return "async" if border.feedback else "stage 0" if border.first else "stage 1"
+    return "async" if border.feedback else "" if border.first and border.last else "stage 0" if border.first else "stage 1"
 
 
 def main() -> int:

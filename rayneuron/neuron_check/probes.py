@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from rayneuron.devices.neuron import releases, verbs
 from rayneuron.devices.neuron.sdk import Sdk, operator, sdk
-from rayneuron.models import attention
+from rayneuron.models import adapted, attention
 from rayneuron.models.collectives import Solo
 from rayneuron.models.kv import KvShape, KvSpace, Places
 
-ROWS, VOCAB, LENGTH, DIM, HIDDEN = 32, 128256, 8192, 128, 4096
+ROWS, VOCAB, LENGTH, DIM, HIDDEN, INNER = 32, 128256, 8192, 128, 4096, 1792
+SLOTS, RANK = 8, 16  # of adapters: as many columns as there are partitions
 _RUNS = 20
 STATE = "kv"
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,12 @@ def ours() -> dict[str, Probe]:
         out, kept = ops.attend_one(q, (store, store), k, k, at, bias, DIM**-0.5)
         return out, kept[0]
 
+    def adding(x: Tensor, own: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return adapted.linear(ops.linear, own, RANK, {"up.w": w, "up.lora_a": a, "up.lora_b": b}, "up", x)
+
+    sizes = ((INNER, HIDDEN), (HIDDEN, SLOTS * RANK), (SLOTS * RANK, INNER))
+    up, down, back = (torch.randn(size, generator=made).bfloat16() / 64 for size in sizes)
+    own = torch.arange(ROWS, dtype=torch.int32) % (SLOTS + 1) - 1  # a row in so many has none
     step = (q, k, torch.arange(ROWS, dtype=torch.int32)[:, None] * 100 + 7)
     return {
         "likeliest": Probe(lambda a, x: ops.likeliest(x + a), (zero,), (logits,)),
@@ -122,6 +129,8 @@ def ours() -> dict[str, Probe]:
         "cumsum of 256": Probe(ops.cumsum, narrow),
         "softmax": Probe(lambda x: x.softmax(-1), narrow),
         "RMS norm": Probe(lambda x, w: ops.norm({"n.w": w}, "n", x, "rms", 1e-5), (x,), (torch.ones(HIDDEN).bfloat16(),), within=2e-2),
+        "product": Probe(lambda x, w: ops.linear({"up.w": w}, "up", x), (x,), (up,), within=2e-2),
+        "product with adapters": Probe(adding, (x, own), (up, down, back), within=2e-2),
         "attention": Probe(beside, step, state=store, within=2e-2),
         "KV written, then attention": Probe(first, step, state=store, within=2e-2, like="attention"),
     }

@@ -78,7 +78,7 @@ def test_an_sdk_that_keeps_no_states_is_seen(standin: Path, machine: Machine, mo
 def test_every_verb_on_a_core_is_the_cpus(standin: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 15, small: ours are right, the SDK's own beside them too, and what they avoid is refused by the compiler. A verb that
     gives other numbers, or none, is named."""
-    for name, size in (("ROWS", 4), ("VOCAB", 1024), ("LENGTH", 256), ("HIDDEN", 64), ("_RUNS", 2)):
+    for name, size in (("ROWS", 4), ("VOCAB", 1024), ("LENGTH", 256), ("HIDDEN", 64), ("INNER", 48), ("_RUNS", 2)):
         monkeypatch.setattr(probes, name, size)
     found: dict[str, dict[str, object]] = {}
 
