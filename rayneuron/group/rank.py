@@ -180,7 +180,7 @@ class Rank:
         return self._before.waited_s if self._before is not None else 0.0
 
     def start(self, copies: Copies, parts: Sequence[tuple[Shape, Batch]], installs: Installs = ()) -> Sequence[Pending]:
-        """As `run`; where steps overlap, without waiting for the end, and without adapters."""
+        """As `run`; where steps overlap, without waiting for the end, and no slot of an adapter changes."""
         assert self.runner is not None
         if not self.runner.overlaps:
             return [Ended(out) for out in self.run(copies, parts, installs)]

@@ -37,7 +37,8 @@ async def change(config: Deployment, loop: EngineLoop, wanted: Change) -> None:
     An adapter is read on a thread of its own, while steps run, but by the engine's where other processes have to read it too.
     """
     if config.lora is None or not config.lora.allow_runtime_updating:
-        said = "clients of this server may not change its adapters (lora.allow_runtime_updating: true would allow it)"
+        how = "name all in lora.lora_modules" if config.few_graphs else "lora.allow_runtime_updating: true would allow it"
+        said = f"clients of this server may not change its adapters ({how})"
         raise RequestError(said, param="lora_name")
     if wanted.path is None:
         return await asyncio.wrap_future(loop.ask(partial(_unload, name=wanted.name)))

@@ -28,6 +28,8 @@ from tests.devices.neuron.test_groups import SMALL as IN_GROUPS
 from tests.engine.test_adapters import asked, audit, greedy, prompts, run
 from tests.models import adapters as made
 from tests.models import cases
+from tests.serve.real import serving
+from tests.serve.test_adapters import IDS, lora, post, tokens
 
 NAMES = ("a", None, "b", "c", "a", "d", None, "b")
 ROWS = {**OPTIONS, "max_num_seqs": 3, "buckets": {**OPTIONS["buckets"], "batch": [3]}, "seed": 5}
@@ -264,3 +266,23 @@ def test_room_for_some_modules_alone(
     other = str(made.write(tmp_path / "other", tiny, size=0.4))
     with pytest.raises(CheckpointError, match="which lora.target_modules does not name"):
         LLM(str(tiny), lora={**lora, "lora_modules": {"other": other}}, **ROWS)
+
+
+async def test_clients_choose_as_on_the_cpu(standin: Path, tiny: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As model, adapters (LMI's too) or adapter_id; the list of models; and none comes or goes."""
+    cores(monkeypatch, 1)
+    words = {**ROWS, "lora": said({name: folders[name] for name in "ab"})}
+    async with serving(tiny, device="neuron", **words) as server:
+        a, base = await tokens(server, "a"), await tokens(server)
+        assert a == greedy(tiny, folders["a"], IDS, 6) and base == greedy(tiny, None, IDS, 6) != a
+        assert await tokens(server, adapters=["a"]) == await tokens(server, adapter_id="a") == a
+        asked = {"inputs": "some words", "parameters": {"max_new_tokens": 5, "do_sample": False}}
+        assert (await post(server, "/invocations", **asked))[1] != (await post(server, "/invocations", **asked, adapters="b"))[1]
+        assert [card["id"] for card in server.server.now.cards()][-2:] == ["a", "b"]
+        assert lora(server)[0] == {("free",): 0, ("idle",): 2, ("used",): 0}
+        for change in ({"lora_name": "x", "lora_path": folders["c"]}, {"lora_name": "a", "lora_path": folders["c"], "load_inplace": True}):
+            status, reply = await post(server, "/v1/load_lora_adapter", **change)
+            assert status == 400 and "may not change its adapters (name all in lora.lora_modules)" in reply["error"]["message"]
+        assert (await post(server, "/v1/unload_lora_adapter", lora_name="a"))[0] == 400
+        assert (await post(server, "/v1/completions", prompt=IDS, model="c"))[0] == 404
+        assert await tokens(server, "a") == a

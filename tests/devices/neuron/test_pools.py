@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rayneuron.serve import pools
 from rayneuron.types import Request, SamplingParams
 from tests.devices.neuron.conftest import STANDIN
 from tests.devices.neuron.test_device import cores
+from tests.models import adapters
 from tests.serve.scripted import eventually
 from tests.transfer.pair import Heard
 from tests.transfer.test_pools import prompt
@@ -35,16 +37,22 @@ SMALL: dict[str, Any] = {
 LENGTHS = (3, 16, 17, 32, 45)
 
 
-def requests() -> list[Request]:
+def requests(names: Mapping[str, str] = MappingProxyType({})) -> list[Request]:
+    """Where there are adapters, the first has none and each other the next of them."""
     drawn = SamplingParams(max_tokens=6, temperature=1.0, seed=4, ignore_eos=True, n=2)
     greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    return [Request(id=str(n), prompt_ids=prompt(n, n), params=drawn if n == 17 else greedy) for n in LENGTHS]
+    own = [None, *names.values()]
+    params = [drawn if n == 17 else greedy for n in LENGTHS]
+    return [
+        Request(id=str(n), prompt_ids=prompt(n, n), params=params[i], adapter=own[i % len(own)]) for i, n in enumerate(LENGTHS)
+    ]  # fmt: skip
 
 
 def tokens(heard: Heard, loop: EngineLoop) -> dict[tuple[str, int], list[int]]:
-    for request in requests():
+    asked = requests(loop.engine.adapters.names)
+    for request in asked:
         loop.submit(request)
-    heard.wait(requests(), 120)
+    heard.wait(asked, 120)
     return {key: [token for delta in deltas for token in delta.token_ids] for key, deltas in heard.out.items()}
 
 
@@ -73,7 +81,11 @@ def asked(child: subprocess.Popen[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def want(wide: Path) -> dict[tuple[str, int], list[int]]:
     """What the CPU says alone."""
-    engine, heard = loading.open_engine(parse({"model": {"path": str(wide)}, **SMALL})).engine, Heard()
+    return alone(wide)
+
+
+def alone(model: Path, **words: Any) -> dict[tuple[str, int], list[int]]:
+    engine, heard = loading.open_engine(parse({"model": {"path": str(model)}, **SMALL, **words})).engine, Heard()
     loop = EngineLoop(engine, heard)
     try:
         return tokens(heard, loop)
@@ -98,7 +110,27 @@ POOLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # those who decode,
 def test_tokens_are_the_cpus(
     name: str, standin: Path, wide: Path, want: dict[tuple[str, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check(POOLS[name], standin, wide, want, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["2 ranks to 1, memory", "2 ranks to cpu"])
+def test_adapters_are_in_both_pools(name: str, standin: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes a prompt with the adapter it was asked with, known to both by its content."""
+    modules = {each: str(adapters.write(tmp_path / each, wide, r=2 + i, seed=i, size=0.4)) for i, each in enumerate("ab")}
+    lora = {"lora": {"lora_modules": modules, "max_lora_rank": 4}}
+    want, plain = alone(wide, **lora), alone(wide)
+    assert [key for key in want if want[key] != plain[key]] and want["3", 0] == plain["3", 0]
     here, there = POOLS[name]
+    check(({**here, **lora}, there), standin, wide, want, monkeypatch)
+
+
+def check(
+    pair: tuple[dict[str, Any], dict[str, Any]], standin: Path, wide: Path, want: dict[tuple[str, int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    here, there = pair
     said = {"local_tokens": 0, "prefill": there, **here.get("pools", {})}
     words = {"model": {"path": str(wide)}, **SMALL, **here, "pools": said}
     config = parse(words)
