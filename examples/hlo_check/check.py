@@ -7,7 +7,7 @@
 * The verbs that `rayneuron neuron-check` tries one at a time.
 * Nothing on the list of `hlo.denied` anywhere.
 
-    python check.py [--family llama] [--small | --large] [--part 1/3] [--nxd /path/to/neuronx-distributed/src]
+    python check.py [--family llama] [--small | --large] [--only adapters] [--part 1/3] [--nxd /path/to/neuronx-distributed/src]
 """
 
 from __future__ import annotations
@@ -388,11 +388,12 @@ def main() -> int:
     parser.add_argument("--family", action="append", choices=FAMILIES)
     parser.add_argument("--small", action="store_true", help="only the small graphs")
     parser.add_argument("--large", action="store_true", help="only 8B and 70B")
+    parser.add_argument("--only", default="", help="checks with this in their names: adapters")
     parser.add_argument("--nxd", type=Path, help="src folder of a neuronx-distributed checkout")
     parser.add_argument("--part", default="1/1", help="of all checks one of so many equal parts, one after another")
     args = parser.parse_args()
     passed = failed = 0
-    listed = list(checks(args.family or list(FAMILIES), not args.large, not args.small))
+    listed = [(n, c) for n, c in checks(args.family or list(FAMILIES), not args.large, not args.small) if args.only in n]
     part, parts = map(int, args.part.split("/"))
     listed = listed[len(listed) * (part - 1) // parts : len(listed) * part // parts]
     if args.nxd:

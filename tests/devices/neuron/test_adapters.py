@@ -91,12 +91,18 @@ def test_tokens_are_the_cpu_devices(
 
 
 def test_tokens_are_those_of_merged_weights(standin: Path, tiny: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers', and a base row's those of a device without adapters."""
+    """transformers', with their log-probabilities, and a base row's those of a device without adapters."""
     cores(monkeypatch, 1)
     ids = prompts(5, 6)
     with LLM(str(tiny), device="neuron", lora=said(folders), **ROWS) as llm, LLM(str(tiny), device="neuron", **ROWS) as plain:
         got = run(llm, *[asked(llm, p, n) for p, n in zip(ids, ("a", "b", "c", "d", None), strict=True)])
         assert got[4] == run(plain, asked(plain, ids[4], None))[0]
+        for prompt, name in zip(ids, "abcd", strict=False):
+            (told,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0.0, max_tokens=4, logprobs=1), adapter=name)
+            made_of, (choice,) = torch.tensor([[*prompt, *told.outputs[0].token_ids]]), told.outputs
+            want = made.merged(tiny, Path(folders[name]), made_of)[0].log_softmax(-1)
+            for i, (token, found) in enumerate(zip(choice.token_ids, choice.logprobs or (), strict=True), len(prompt) - 1):
+                assert abs(found[token].logprob - float(want[i, token])) < 1e-4
     assert got == [greedy(tiny, folders.get(n), p, 8) for n, p in zip((*"abcd", ""), ids, strict=True)]
     assert got[0] != greedy(tiny, None, ids[0], 8)
 
