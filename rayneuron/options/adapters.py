@@ -14,6 +14,7 @@ from rayneuron.options.words import Args, Said, Table, Translation, Word, flag, 
 MODULES: Final = "lora.lora_modules"
 FOLDER: Final = "adapters"  # LMI's, beside serving.properties
 _FIXED = "adapters lie in the device from the start on; write all in lora_ckpt_paths, or on device cpu lora.allow_runtime_updating"
+_FORM = "directories as PEFT writes them, with safetensors; NxD's single files are not read"
 _MERGE = "adapters with biases are not served; merge the adapter into the weights"
 
 
@@ -98,9 +99,9 @@ LORA: Final[Table] = {
     "batch_size": Word(note="rows are max_num_seqs", there="1"),
     "target_modules": Word("lora.target_modules", _targets, (None,), note="an adapter of others is refused", there="the adapters' own"),
     "lora_bias": Word(refused=_MERGE, same=("none", None), there="none"),
-    "lora_ckpt_paths": Word(MODULES, lambda value, args: _all(args), OFF),
+    "lora_ckpt_paths": Word(MODULES, lambda value, args: _all(args), OFF, note=_FORM),
     "lora_ckpt_paths_cpu": Word(refused=_FIXED, same=({}, [], *OFF)),
-    "lora_ckpt_json": Word(MODULES, lambda value, args: _all(args), OFF),
+    "lora_ckpt_json": Word(MODULES, lambda value, args: _all(args), OFF, note=_FORM),
     "lora_memory_transpose": Word(note="how a table lies is the compiler's to say", there="true"),
     "lora_shard_linear_layer": Word(
         note="of A and B each rank has one whole, the one that ranks do not share; `rayneuron plan` says what they take", there="true"
