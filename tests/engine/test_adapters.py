@@ -268,6 +268,7 @@ def test_torchs_products_add_the_same(tiny: Path, folders: dict[str, str]) -> No
 REFUSED: list[tuple[Callable[[Path, dict[str, str]], dict[str, Any]], str]] = [
     (lambda tiny, folders: {"lora_modules": {"x": str(tiny)}}, "lora.lora_modules.x: .* is no adapter"),
     (lambda tiny, folders: {"lora_modules": {"x": "/nowhere"}}, "lora.lora_modules.x: /nowhere is no directory here"),
+    (lambda tiny, folders: {"lora_modules": {"x": str(tiny / "config.json")}}, "lora.lora_modules.x: .*config.json is no directory here"),
     (lambda tiny, folders: {"max_lora_rank": 2}, "max_lora_rank is 2"),
 ]
 
