@@ -72,7 +72,7 @@ def _command(pid: str) -> bytes:
 
 
 def tokens(model: Path, processes: Children | None = None, **options: Any) -> list[list[int]]:
-    config = parse({"model": {"path": str(model)}, **SMALL, **options})
+    config = parse({"model": {"path": str(model)}, **SMALL, "speculative_config": False, **options})  # on the CPU it drafts as it pays
     engine = loading.open_engine(config, processes=processes).engine
     try:
         for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
