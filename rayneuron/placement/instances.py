@@ -84,6 +84,8 @@ class Instance:
         if lnc not in self.lncs:
             allowed = " or ".join(map(str, self.lncs))
             raise ConfigError(f"logical core config {lnc} is not possible on {self.name}; write {allowed}", param="instance")
+        if lnc == self.lnc:
+            return self
         made = replace(self, lnc=lnc)
         return replace(made, degrees=_degrees(made.cores, _TRN2))  # what has a choice of them is a Trn2
 

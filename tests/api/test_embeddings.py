@@ -66,7 +66,7 @@ async def test_scores_and_ranks(server: Server, tiny: Path) -> None:
         assert status == 200 and [entry["score"] for entry in reply["data"]] == pytest.approx(near[1:], abs=1e-5)
     pairs = (await ask(server, "/score", text_1=texts[:2], text_2=[texts[0], texts[1]]))[1]["data"]
     assert [entry["score"] for entry in pairs] == pytest.approx([1, 1], abs=1e-6)
-    status, reply = await ask(server, "/rerank", query=texts[0], documents=texts[1:], top_n=2)
+    status, reply = await ask(server, "/rerank", query=texts[0], documents=[texts[1], *({"text": text} for text in texts[2:])], top_n=2)
     order = np.argsort(-near[1:], kind="stable")[:2]
     assert [entry["index"] for entry in reply["results"]] == order.tolist() and reply["results"][0]["document"] == {"text": texts[0]}
     assert [entry["relevance_score"] for entry in reply["results"]] == pytest.approx(near[1:][order], abs=1e-5)
@@ -89,6 +89,8 @@ async def test_scores_and_ranks(server: Server, tiny: Path) -> None:
         ("/rerank", {"documents": ["a"]}, "query", "query is required"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "documents must be a text or a list of texts"),
         ("/rerank", {"query": "a", "documents": ["a", 3]}, "documents", "documents must be a text or a list of texts"),
+        ("/rerank", {"query": "a", "documents": [{"text": "a", "title": "b"}]}, "documents", "documents must be a text or a list of texts"),
+        ("/rerank", {"query": "a", "documents": [{"text": 3}]}, "documents", "documents must be a text or a list of texts"),
     ],
 )
 async def test_what_is_wrong_is_named(server: Server, path: str, body: dict[str, Any], param: str, says: str) -> None:

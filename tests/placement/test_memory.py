@@ -201,7 +201,7 @@ def test_dtype_and_small_kv() -> None:
 
 
 def test_unreadable_configs_name_what_is_wrong() -> None:
-    with pytest.raises(CheckpointError, match="model_type 'lama' is not supported; did you mean 'llama'\\? supported: bloom"):
+    with pytest.raises(CheckpointError, match="model_type 'lama' is not supported; did you mean 'llama'\\? supported: arcee"):
         memory(deployment(), {"model_type": "lama"}, small(), 1, range(2))
     with pytest.raises(CheckpointError, match="config.json of a llama model lacks 'vocab_size'"):
         memory(deployment(), {n: v for n, v in LLAMA_31_8B.items() if n != "vocab_size"}, small(), 1, range(2))

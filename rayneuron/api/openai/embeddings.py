@@ -87,8 +87,11 @@ def _head(fields: Fields, context: Context) -> Head:
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
+    """Texts, each as it is or as Cohere and Jina write a document: {"text": ...}."""
     given = fields.take(name)
-    texts = [given] if isinstance(given, str) else given
+    texts: Any = [given] if isinstance(given, str) else given
+    if isinstance(texts, list):
+        texts = [text["text"] if isinstance(text, dict) and text.keys() == {"text"} else text for text in texts]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
     return cast("list[str]", texts)
