@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayneuron.devices.neuron.releases import INDEX, SYSTEM
+from rayneuron.devices.neuron.releases import INDEX, SYSTEM_PACKAGES
 from rayneuron.placement import instances
 from rayneuron.placement.cores import NOSET
 from rayneuron.placement.instances import Instance
@@ -15,7 +15,6 @@ from rayneuron.serve import profile
 REGION, ZONE = "us-east-1", "us-east-1b"
 HEAD = "m7i.2xlarge"
 DISK_GB = 500
-RUNTIME = " ".join(f"'{name}={version}.*'" for name, version in SYSTEM.items())
 FROM = " Run it inside the VPC: nodes have internal addresses alone, and reach pip and apt by a NAT gateway."
 EXPORTS = {**profile.PLAIN, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", NOSET: "1"}
 
@@ -49,7 +48,7 @@ def cluster(name: str, hosts: int) -> dict[str, Any]:
         "head_node_type": "head",
         "file_mounts": {"~/.ray/auth_token": "~/.ray/auth_token"},  # `ray get-auth-token --generate` makes it
         "setup_commands": [  # an image's runtime is the newest, and pip installs an SDK by its number
-            f"sudo apt-get update && sudo apt-get install -y --allow-downgrades {RUNTIME}",
+            f"sudo apt-get update && sudo apt-get install -y --allow-downgrades {SYSTEM_PACKAGES}",
             f"python3 -m venv ~/rayneuron && ~/rayneuron/bin/pip install --extra-index-url {INDEX} '<WHEEL>[neuron,s3]'",
         ],
         "head_start_ray_commands": [

@@ -82,9 +82,9 @@ def open_rank(
             runner.shelf = _resident(model, config.lora, held, made, stage, compiling)
         runner.load(held)
         if config.lora is not None and runner.shelf is None:
-            where, how = _adaptable(model, config.lora, stage), weights.cut_for(model.arch, made.start_rank, made.ranks)
+            (modules, layers), how = _adaptable(model, config.lora, stage), weights.cut_for(model.arch, made.start_rank, made.ranks)
             room = {"slots": config.lora.slots(), "rank": config.lora.max_lora_rank}
-            runner.shelf = Shelf(device, model.arch, where[0], how, where[1], dtype, **room)
+            runner.shelf = Shelf(device, model.arch, modules, how, layers, dtype, **room)
         if isinstance(device, Reweighs):
             named = lambda path: hashing.fingerprint(_alike(model, path).path)  # noqa: E731
             runner.swap = Swap(device, named, lambda path, progress: _weights(_alike(model, path), made, stage, progress))

@@ -25,7 +25,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     if c["model_type"] == "cohere2" and c["layer_types"] is None:
         every = c.get("sliding_window_pattern", 4)
         of_type(every, int, "sliding_window_pattern", "cohere2")
-        more["layer_types"] = ["sliding_attention" if (i + 1) % every else "full_attention" for i in layers]
+        more["layer_types"] = llama.kinds(c, every)
     base = llama.arch({**c, **more}, max_model_len)
     nope = tuple(i for i in layers if not base.window(i)) if c["model_type"] == "cohere2" else ()
     return replace(base, norm="layer", parallel=True, logits_scale=1 / c["logit_scale"], nope=nope)
@@ -33,5 +33,4 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
-    products = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    return both(products, a.biased) | both({"ln1": "input_layernorm"}, ())
+    return llama.products(a) | both({"ln1": "input_layernorm"}, ())

@@ -21,6 +21,6 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
         if type(every) is not int or every < 1 or not c["sliding_window"]:
             said = f"sliding_window: {c['sliding_window']} and sliding_window_pattern: {every!r:.60}"
             raise CheckpointError(f"config.json sets {said}, which say nothing of the kinds of layers; write layer_types")
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in layers]
+        kinds = llama.kinds(c, every)
     base = llama.arch({**c, "layer_types": kinds}, max_model_len)
     return replace(base, norms="after", qk_norm=True, nope=tuple(i for i in layers if c["sliding_window"] and not base.window(i)))

@@ -30,7 +30,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
     of_type(every, int, "sliding_window_pattern", c["model_type"])
     kinds = c["layer_types"]
     if kinds is None:
-        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
+        kinds = llama.kinds(c, every)
     ropes = {kind: rope.of_kind(c, kind, theta(c, kind)) if third else c for kind in rope.BY_KIND}
     base = llama.arch({**ropes["full_attention"], "layer_types": kinds, "hidden_act": c["hidden_activation"]}, max_model_len)
     local: Rope = rope.read(ropes["sliding_attention"], base.head_dim, base.max_positions, max_model_len=max_model_len)

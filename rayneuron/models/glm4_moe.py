@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from rayneuron.errors import CheckpointError
-from rayneuron.models import llama
+from rayneuron.models import llama, qwen_moe
 from rayneuron.models.arch import Arch
 from rayneuron.models.llama import IGNORE, PREFIX, top
-from rayneuron.models.rules import Rules, both
+from rayneuron.models.rules import Rules
 
 __all__ = ["IGNORE", "PREFIX", "arch", "further", "layer", "top"]
 
@@ -34,9 +34,8 @@ def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
     if i in a.dense_layers:
         return llama.layer(a, i)
-    shared = both({f"shared_{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}, ()) if a.shared_ffn else {}
-    experts: Rules = {f"{n}.w": "mlp.experts.{e}." + n + "_proj.weight" for n in ("gate", "up", "down")}
-    return llama.attention(a) | {"router.w": "mlp.gate.weight", "corrections.w": "mlp.gate.e_score_correction_bias"} | shared | experts
+    corrections: Rules = {"corrections.w": "mlp.gate.e_score_correction_bias"}
+    return llama.attention(a) | qwen_moe.mixture(a, "shared_experts") | corrections
 
 
 def further(a: Arch) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
         )
     kinds = c["layer_types"]
     if kinds is None:
-        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])]
+        kinds = llama.kinds(c, 2)
     bare = {"rope_parameters": ROPE} if c.get("rope_parameters") is None and not c.get("rope_scaling") else {}
     base = llama.arch({**c, **bare, "layer_types": kinds, "hidden_act": "quick_gelu"}, max_model_len)
     return replace(

@@ -63,6 +63,11 @@ def windows(c: dict[str, Any]) -> tuple[int, ...]:
     return tuple(possible[kind] for kind in kinds) if size else ()
 
 
+def kinds(c: dict[str, Any], every: int) -> list[str]:
+    """The kinds of layers of which one in so many is full, the last of them."""
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
+
+
 def top(a: Arch) -> Rules:
     """Tensors outside the layers."""
     return {"embed.w": "model.embed_tokens.weight", "norm.w": "model.norm.weight", "head.w": "lm_head.weight"}
@@ -70,7 +75,13 @@ def top(a: Arch) -> Rules:
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
-    return attention(a) | both({n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}, a.biased)
+    return attention(a) | products(a)
+
+
+def products(a: Arch) -> Rules:
+    """The products of attention and of a dense feed-forward."""
+    feed = ("gate", "up", "down") if a.gated else ("up", "down")
+    return both({n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in feed}, a.biased)
 
 
 def attention(a: Arch) -> Rules:

@@ -28,6 +28,5 @@ def top(a: Arch) -> Rules:
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
-    products = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("up", "down")}
     norms = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    return both(products, a.biased) | both(norms, None if a.norm == "layer" else ())
+    return llama.products(a) | both(norms, None if a.norm == "layer" else ())

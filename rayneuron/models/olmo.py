@@ -8,7 +8,7 @@ from typing import Any
 from rayneuron.models import llama
 from rayneuron.models.arch import Arch
 from rayneuron.models.llama import IGNORE, PREFIX
-from rayneuron.models.rules import Rules, both
+from rayneuron.models.rules import Rules
 
 __all__ = ["IGNORE", "PREFIX", "arch", "layer", "top"]
 
@@ -26,4 +26,4 @@ def top(a: Arch) -> Rules:
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
-    return both({n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}, a.biased)
+    return llama.products(a)

@@ -21,8 +21,8 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
         return replace(llama.arch(c, max_model_len), norms="after", whole_qk_norm=True)
     own = ROPE_THETA["olmo3"]
     full, sliding = rope.of_kind(c, "full_attention", c.get("rope_theta", own)), rope.of_kind(c, "sliding_attention", own)
-    kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(c["num_hidden_layers"])]
-    base = llama.arch({**full, "layer_types": kinds if c["layer_types"] is None else c["layer_types"]}, max_model_len)
+    kinds = llama.kinds(c, 4) if c["layer_types"] is None else c["layer_types"]
+    base = llama.arch({**full, "layer_types": kinds}, max_model_len)
     local = rope.read(sliding, base.head_dim, base.max_positions, max_model_len=max_model_len)
     return replace(base, norms="after", whole_qk_norm=True, local_rope=local)
 
@@ -32,5 +32,4 @@ def layer(a: Arch, i: int) -> Rules:
     s = "s" if a.whole_qk_norm else ""
     norms = {f"q_norm{s}": "self_attn.q_norm", f"k_norm{s}": "self_attn.k_norm"}
     norms |= {"o_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
-    products = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    return both(products, a.biased) | both(norms, ())
+    return llama.products(a) | both(norms, ())

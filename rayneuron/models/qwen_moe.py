@@ -40,10 +40,12 @@ def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
     if i in a.dense_layers:
         return llama.layer(a, i)
-    return (
-        llama.attention(a)
-        | {"router.w": "mlp.gate.weight"}
-        | (both({f"shared_{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}, ()) if a.shared_ffn else {})
-        | (both({"shared_router": "mlp.shared_expert_gate"}, ()) if a.shared_ffn else {})
-        | {f"{n}.w": "mlp.experts.{e}." + n + "_proj.weight" for n in ("gate", "up", "down")}
-    )
+    gate = both({"shared_router": "mlp.shared_expert_gate"}, ()) if a.shared_gate else {}
+    return llama.attention(a) | mixture(a, "shared_expert") | gate
+
+
+def mixture(a: Arch, shared: str) -> Rules:
+    """A router, its experts, and the one that every token has, by the name of that."""
+    names = ("gate", "up", "down")
+    beside = both({f"shared_{n}": f"mlp.{shared}.{n}_proj" for n in names}, ()) if a.shared_ffn else {}
+    return {"router.w": "mlp.gate.weight"} | beside | {f"{n}.w": "mlp.experts.{e}." + n + "_proj.weight" for n in names}

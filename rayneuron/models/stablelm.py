@@ -24,6 +24,5 @@ def arch(c: dict[str, Any], max_model_len: int | None = None) -> Arch:
 
 def layer(a: Arch, i: int) -> Rules:
     """Tensors of one layer."""
-    products = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
     norms = {"ln1": "input_layernorm"} | ({} if a.parallel else {"ln2": "post_attention_layernorm"})
-    return both(products, a.biased) | both(norms)
+    return llama.products(a) | both(norms)

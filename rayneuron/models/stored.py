@@ -16,8 +16,7 @@ def stored_shape(arch: Arch, names: list[str], ffn: int, convert: object) -> tup
     product = names[0].partition(".")[0]
     stacked = arch.experts and (product == "experts" or (product in ("gate", "up", "down") and convert not in (None, same)))
     together = [(arch.experts, *shape), (arch.experts, *shape[::-1])] if stacked else []
-    flat = [(1, *shape)] if names == ["corrections.w"] else []  # ERNIE's
-    ways = (*together, *flat, shape, shape[::-1], (arch.experts * ffn, arch.hidden), (arch.heads,))
+    ways = (*together, shape, shape[::-1], (arch.experts * ffn, arch.hidden), (arch.heads,), (1, *shape))
     return next(w for w in ways if _fits(w, convert, want, arch.experts))
 
 

@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 
 from rayneuron import settings
-from rayneuron.devices.neuron.releases import COMPILER_BYTES, PINNED, SYSTEM
+from rayneuron.devices.neuron.releases import COMPILER_BYTES, PINNED, SYSTEM, SYSTEM_PACKAGES
 from rayneuron.neuron_check.steps import Differs, Item, Machine, NotHere, run
 from rayneuron.placement import cores, instances, ports
 from rayneuron.policies.packing import compact
 
 PACKAGES = ("aws-neuronx-dkms", *SYSTEM)
-INSTALL = "apt-get install --allow-downgrades " + " ".join(f"'{name}={version}.*'" for name, version in SYSTEM.items())
+INSTALL = f"apt-get install --allow-downgrades {SYSTEM_PACKAGES}"
 DISK_BYTES = 50 << 30
 _PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
 

@@ -24,6 +24,7 @@ INSTALL = (
 SYSTEM: Mapping[str, str] = MappingProxyType(
     {"aws-neuronx-runtime-lib": "2.30", "aws-neuronx-collectives": "2.30", "aws-neuronx-tools": "2.28"}
 )
+SYSTEM_PACKAGES = " ".join(f"'{name}={version}.*'" for name, version in SYSTEM.items())  # as apt-get takes them
 # Async mode, as NxD Inference sets it: a step runs and one is queued. The runtime's own default is none: every step would be waited for.
 IN_FLIGHT: Mapping[str, str] = MappingProxyType({"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "2"})
 FLOAT8: Mapping[str, str] = MappingProxyType({"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"})  # when traced and when run

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 
-from rayneuron.devices.neuron.releases import PINNED, SYSTEM
+from rayneuron.devices.neuron.releases import PINNED, SYSTEM, SYSTEM_PACKAGES
 
-_PACKAGES = " ".join(f"'{name}={version}.*'" for name, version in SYSTEM.items())
 PRESENT = (
     "Load the driver (sudo modprobe neuron; dmesg), and give a container its devices (docker: --device /dev/neuron0 and so on; a pod: "
     "aws.amazon.com/neuron in its limits); `neuron-ls` must list them"
@@ -30,7 +29,7 @@ _ADVICE = (
     (
         r"not compatible with the installed|requires Neuron Driver version|upgrade aws-neuronx?-dkms",
         "the driver is older than the runtime: install a newer aws-neuronx-dkms and load it while nobody uses a device (sudo rmmod neuron; "
-        f"sudo modprobe neuron), or the runtime of SDK {PINNED.sdk}: apt-get install --allow-downgrades {_PACKAGES}",
+        f"sudo modprobe neuron), or the runtime of SDK {PINNED.sdk}: apt-get install --allow-downgrades {SYSTEM_PACKAGES}",
     ),
     (
         r"determine Neuron Driver version|No neuron device|Could not open the nd|cannot determine the number of available",
@@ -59,7 +58,7 @@ _ADVICE = (
     (
         r"NEFF version|UNSUPPORTED_NEFF_VERSION|Unsupported hardware operator|latest aws-neuronx-runtime-lib",
         "these graphs were compiled by another SDK than this node's runtime: install the runtime of the SDK that compiled them "
-        f"(SDK {PINNED.sdk}: apt-get install --allow-downgrades {_PACKAGES}), or compile again here",
+        f"(SDK {PINNED.sdk}: apt-get install --allow-downgrades {SYSTEM_PACKAGES}), or compile again here",
     ),
     (
         r"NRT_LOAD_NOT_ENOUGH_NC|Could not find VNC|Insufficient number of NeuronCores",
